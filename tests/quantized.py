@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 from torch import nn
@@ -100,3 +101,21 @@ def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
     from onnxruntime import InferenceSession
 
     return InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def matrix_of(node: ir.Node) -> np.ndarray[Any, Any]:
+    """What a ``MatMulNBits`` multiplies with, (outputs, inputs), bit by bit as its documentation says."""
+    rows, columns, bits = (
+        node.attributes["N"].as_int(),
+        node.attributes["K"].as_int(),
+        node.attributes["bits"].as_int(),
+    )
+    levels, scales, *points = (value.const_value.numpy().reshape(rows, -1) for value in node.inputs[1:])
+
+    def numbers(packed: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return packed if bits == 8 else np.stack([packed & 15, packed >> 4], -1).reshape(rows, -1)
+
+    blocks = scales.shape[1]
+    zeros = numbers(points[0])[:, :blocks, None] if points else np.full((1, 1, 1), 1 << (bits - 1))
+    held = numbers(levels).reshape(rows, blocks, -1).astype(np.float32) - zeros.astype(np.float32)
+    return (held * scales[..., None]).reshape(rows, -1)[:, :columns].copy()

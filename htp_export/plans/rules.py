@@ -1,16 +1,8 @@
-"""Plans: ordered rules that give values to modules, and through them to nodes. Whatever takes a plan reads it here.
+"""Plans: ordered rules that give values to modules, and through them to nodes (docs/quantize.md, "Plans").
 
-**Regions.** A rule holds for the regions of the modules that its selector names (``load(file)["a"].nodes``), without
-those of the modules that it excludes. So a module that another one calls has the values of its caller, call by call.
-Nodes without owners are the root's.
-
-**Order.** Of several rules, the last one holds. Only a rule that names a caller does not change what a rule before it
-says of the called module by its own path: ``{"shared": 8, "a": 4}`` leaves 8 to ``shared`` where ``a`` calls it.
-
-**Several modules.** A node has a value if all modules whose work it does have it. Modules whose operations were merged
-into one node, as a Conv and its BatchNorm, are one decision: those that no rule names have no say, and if rules differ,
-those hold that name the module that keeps its weight in the node. What is left is *disputed*: what becomes of it, each
-capability decides, and says.
+A rule holds for the regions of the modules that its selector names, without those that it excludes, call by call. Nodes
+without owners are the root's. What has no value because its modules have different ones is *disputed*: what becomes of
+it, each capability decides, and says.
 """
 
 from __future__ import annotations
@@ -114,7 +106,7 @@ class Assigned(Generic[V]):
 
 
 def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
-    """Give values to modules and nodes by rules; see the head of this module.
+    """Give values to modules and nodes by rules; of several, the last one holds.
 
     Args:
         tagged: The model.
@@ -230,12 +222,9 @@ class _Rules:
     def _of(self, part: Part) -> tuple[frozenset[int], int | None]:
         if part.call not in self._known:
             modules = part.modules | {""}
-            holding = self._named(modules) - self._among(self._excluding, modules)
+            holding = self._among(self._naming, modules) - self._among(self._excluding, modules)
             self._known[part.call] = (frozenset(holding), self._last(part, sorted(holding)))
         return self._known[part.call]
-
-    def _named(self, modules: Iterable[str]) -> set[int]:
-        return self._among(self._naming, modules)
 
     def _among(self, rules: Mapping[str, set[int]], modules: Iterable[str]) -> set[int]:
         return set().union(*(rules[path] for path in modules if path in rules))
@@ -259,12 +248,14 @@ class _Rules:
 
     def _stands(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:
         """Whether a rule holds against a later one: it names what was called by a module that the later one names."""
-        at = next((place for place, modules in enumerate(steps) if later in self._named(modules)), 0)
+
+        def named(rule: int, modules: Iterable[str]) -> list[str]:
+            return [path for path in modules if rule in self._naming.get(path, ())]
+
+        at = next((place for place, modules in enumerate(steps) if named(later, modules)), 0)
         inside, around = frozenset[str]().union(*steps[:at]), frozenset[str]().union(*steps[at:])
-        if first in self._named(around):
-            return False
-        mine = [path for path in inside if first in self._naming.get(path, ())]
-        others = [path for path in around if later in self._naming.get(path, ())]
+        others = named(later, around)
+        mine = [] if named(first, around) else named(first, inside)
         return any(not any(tags.is_under(path, other) for other in others) for path in mine)
 
 

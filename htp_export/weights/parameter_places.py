@@ -1,10 +1,7 @@
 """The stored tensors that nodes read, and where in them the parameters that PyTorch had are.
 
-A node reads a tensor directly, through operators that only move numbers, or in functions.
-
-The file says which parameters each module holds (``htp.parameters``), and of which of them an initializer was made
-(``htp.recipe``). Of one that a tool made in another way, only the modules are known whose nodes read it: the parameters
-of these that have no place are ``merged`` into it.
+The file says which parameters each module holds, and of which of them an initializer was made. Of one that a tool made
+in another way, only the modules are known whose nodes read it: their parameters without a place are ``merged`` into it.
 """
 
 from __future__ import annotations

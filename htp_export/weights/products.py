@@ -1,14 +1,13 @@
 """Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
 
-A stored tensor is a weight if a MatMul, Gemm, Conv, recurrent layer or Gather reads it, directly or through operators
-that only change its layout or type. Biases, factors of normalisations and position embeddings that are added are not
-among them, as in ``torch.nn.utils.prune``.
+A stored tensor is a weight if such a node reads it, directly or through operators that only change its layout or type.
+Biases, factors of normalisations and embeddings that are added are none, as in ``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -49,12 +48,8 @@ _TRANSPOSED = ("transA", "transB")
 _KEEPING = ("Transpose", "Cast", "CastLike", "Identity")
 """Operators between a weight and its product that keep each element."""
 
-LINEAR = frozenset(
-    (
-        *("MatMul", "Gemm", "com.microsoft::FusedMatMul"),
-        *("com.microsoft::MatMulNBits", "com.microsoft::DynamicQuantizeMatMul"),
-    )
-)
+_OF_ONNX_RUNTIME = ("FusedMatMul", "MatMulNBits", "DynamicQuantizeMatMul")
+LINEAR = frozenset(("MatMul", "Gemm", *(f"com.microsoft::{name}" for name in _OF_ONNX_RUNTIME)))
 """Operators that a linear layer becomes: their second input is its matrix, also one of integers."""
 
 
@@ -111,14 +106,6 @@ class Product:
         return None if self.node.op_type == "Gather" else self.node.inputs[1 if self.place == 0 else 0]
 
 
-@dataclass(frozen=True)
-class Copy:
-    """An initializer with the numbers of another one, or their transpose."""
-
-    value: ir.Value
-    transposed: bool
-
-
 @dataclass(frozen=True, eq=False)
 class Weight:
     """A weight, with the copies of it that an exporter made for tied parameters.
@@ -126,12 +113,12 @@ class Weight:
     Attributes:
         value: The initializer.
         uses: The products that read it or a copy, in order.
-        copies: Other initializers with the same numbers.
+        copies: Other initializers with the same numbers → whether these are transposed.
     """
 
     value: ir.Value
     uses: tuple[Product, ...]
-    copies: tuple[Copy, ...] = ()
+    copies: Mapping[ir.Value, bool] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -235,14 +222,18 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
         uses.setdefault(product.value, []).append(product)
     weights = {value: Weight(value, tuple(read)) for value, read in uses.items()}
     for first, second in _tied_pairs(tagged, weights):
-        if first in weights and second in weights and (copy := _copy_of(first, second)):
-            one, other = weights[first], weights.pop(second)
-            weights[first] = Weight(one.value, (*one.uses, *other.uses), (*one.copies, copy))
+        is_known = first in weights and second in weights
+        if is_known and sorted(weights[first].shape) == sorted(weights[second].shape):
+            tensor, copy = (weights[value].tensor.numpy() for value in (first, second))
+            is_same = np.array_equal(tensor, copy)
+            if is_same or (tensor.ndim == 2 and np.array_equal(tensor.T, copy)):
+                one, other = weights[first], weights.pop(second)
+                weights[first] = Weight(one.value, (*one.uses, *other.uses), {**one.copies, second: not is_same})
     return list(weights.values())
 
 
 def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Initializers of modules whose parameters PyTorch tied, of the same sizes."""
+    """Initializers of modules whose parameters PyTorch tied."""
     by_owner: dict[str, list[ir.Value]] = {}
     for value, weight in weights.items():
         for path in weight.owners(tagged):
@@ -250,18 +241,5 @@ def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iter
     for parameter in (tagged.declared or {}).values():
         for one in by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ():
             for other in by_owner.get(parameter.module, ()):
-                if one is not other and _sizes(one) == _sizes(other):
+                if one is not other:
                     yield one, other
-
-
-def _sizes(value: ir.Value) -> list[int]:
-    return sorted(value.const_value.shape.numpy()) if value.const_value is not None else []
-
-
-def _copy_of(first: ir.Value, second: ir.Value) -> Copy | None:
-    assert first.const_value is not None
-    assert second.const_value is not None
-    one, other = first.const_value.numpy(), second.const_value.numpy()
-    if np.array_equal(one, other):
-        return Copy(second, transposed=False)
-    return Copy(second, transposed=True) if one.ndim == 2 and np.array_equal(one.T, other) else None

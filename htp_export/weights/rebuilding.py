@@ -27,12 +27,10 @@ class Rebuilt:
 
     Attributes:
         tensors: Initializer → its new contents, for those that parameters give.
-        constant: The initializers that depend on no parameter.
-        unknown: Initializer → why it cannot be made of the parameters.
+        unknown: Initializer → why it cannot be made of the parameters; those that depend on none are in neither.
     """
 
     tensors: Mapping[ir.Value, ir.TensorProtocol]
-    constant: frozenset[ir.Value]
     unknown: Mapping[ir.Value, str]
 
 
@@ -43,22 +41,18 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
         InputError: If the recipe of an initializer is not what the file format says, or does not fit the parameters.
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
-    constant, unknown = set[ir.Value](), dict[ir.Value, str]()
-    for graph in tagged.model.graphs():
-        for value in graph.initializers.values():
-            stored = value.const_value
-            recipe = recipe_of(value)
-            missing = [name for name in parameters_in(recipe) if name not in state_dict]
-            if recipe == CONSTANT:
-                constant.add(value)
-            elif not is_exact(recipe):
-                unknown[value] = str(recipe[-1])  # type: ignore[index]
-            elif missing:
-                unknown[value] = f"{missing[0]!r} is no entry of the state_dict"
-            else:
-                assert stored is not None
-                tensors[value] = remade(stored, recipe, state_dict)
-    return Rebuilt(tensors, frozenset(constant), unknown)
+    unknown: dict[ir.Value, str] = {}
+    for value in (value for graph in tagged.model.graphs() for value in graph.initializers.values()):
+        if (recipe := recipe_of(value)) == CONSTANT or value.const_value is None:
+            continue
+        missing = next((name for name in parameters_in(recipe) if name not in state_dict), None)
+        if not is_exact(recipe):
+            unknown[value] = str(recipe[-1])  # type: ignore[index]
+        elif missing is not None:
+            unknown[value] = f"{missing!r} is no entry of the state_dict"
+        else:
+            tensors[value] = remade(value.const_value, recipe, state_dict)
+    return Rebuilt(tensors, unknown)
 
 
 def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]) -> ir.TensorProtocol:
@@ -126,14 +120,8 @@ def _array(parameter: Any) -> _Array:
     return TorchTensor(parameter.detach().cpu()).numpy()
 
 
-def _concat(*parts: Any) -> _Array:
-    return np.concatenate(parts[:-1], axis=parts[-1])
-
-
 def _slice(array: _Array, cut: list[int]) -> _Array:
     axis, start, end, by = cut
-    if not -array.ndim <= axis < array.ndim:
-        raise ValueError(f"there is no axis {axis} in {list(array.shape)}")
     where = [slice(None)] * array.ndim
     where[axis] = slice(start, end, by)
     return array[tuple(where)]
@@ -222,7 +210,7 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "cast": lambda array, to: array.astype(_type(to).numpy()),
     "narrow": lambda array, to: narrowed(array, _type(to)),
     "slice": _slice,
-    "concat": _concat,
+    "concat": lambda *parts: np.concatenate(parts[:-1], axis=parts[-1]),
     "quantize": _quantized,
     "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),

@@ -18,11 +18,8 @@ import htp_export
 from htp_export.capabilities.prune.masks import find_cutoff, keys_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
-from tests.exporting import exported_once
-from tests.nets import EXPORTERS
+from tests.exporting import BOTH, exported_once
 from tests.refusing import assert_refused, contents
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Encoder(nn.Module):
@@ -262,7 +259,6 @@ class TestCommand:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            (["--rule", "fc=0.5", "-o", "model.onnx"], "model.onnx: is read by this command"),
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
             (["--rule", "fc", "-o", "x.onnx"], "--rule fc: write SELECTOR=VALUE, as in --rule fc=VALUE"),
             (["-o", "x.onnx"], "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 import htp_export
+from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file
 from tests.nets import spread, x
-from tests.prune.test_prune_structured import BOTH, TORCHSCRIPT, checked, export, keep
+from tests.prune.test_prune_structured import TORCHSCRIPT, checked, export, keep
 
 WIDTH, HEADS, SIZE, PLACES = 24, 4, 6, 9
 

@@ -17,12 +17,10 @@ from htp_export.capabilities.prune.low_rank import factors_of
 from htp_export.capabilities.prune.sparsities import sparsity_of
 from htp_export.command.main import main
 from htp_export.errors import InputError
-from tests.exporting import exported_once
+from tests.exporting import BOTH, exported_once
 from tests.extract.test_cutting import exported_to, run_file
-from tests.nets import EXPORTERS, spread
+from tests.nets import spread
 from tests.prune.test_prune import Tied, words
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Mixed(nn.Module):

@@ -14,12 +14,12 @@ from torch.nn.utils import prune as torch_prune
 
 import htp_export
 from htp_export.errors import InputError
+from tests.exporting import BOTH
 from tests.extract.test_cutting import exported_to, run_file
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import spread, x
 from tests.prune.test_prune import words
 from tests.truth import untagged
 
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 # Tests that hold what prune does, whoever exported: with the other exporter they are slow.
 DYNAMO = pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 TORCHSCRIPT = pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])

@@ -19,7 +19,7 @@ from htp_export.huggingface import load_model
 from tests.decoders import TEXT
 from tests.nets import EXPORTERS
 from tests.packed import awq, gptq, int8, nf4, written_checkpoint, written_gguf
-from tests.quantized import assert_predicted, written
+from tests.quantized import assert_predicted, matrix_of, written
 
 INPUTS = 96
 
@@ -91,30 +91,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def numbers_of(file: Path) -> dict[str, Any]:
-    """Module → the matrix that ``MatMulNBits`` multiplies with, bit by bit as its documentation says."""
-    model = onnx.load(file)
-    arrays = {each.name: onnx.numpy_helper.to_array(each) for each in model.graph.initializer}
-    found = {}
-    for node in (node for node in model.graph.node if node.op_type == "MatMulNBits"):
-        bits, block, rows, columns = (
-            next(attribute.i for attribute in node.attribute if attribute.name == name)
-            for name in ("bits", "block_size", "N", "K")
-        )
-        levels, scales = arrays[node.input[1]], arrays[node.input[2]]
-        zeros = arrays[node.input[3]] if len(node.input) > 3 else None
-        gathered = next((each for each in model.graph.node if each.output[0] == node.input[0]), None)
-        order = arrays[gathered.input[1]] if gathered is not None and gathered.op_type == "Gather" else range(columns)
-        weight = np.zeros((rows, columns), np.float32)
-        for row in range(rows):
-            for column in range(columns):
-                at, within = divmod(column, block)
-                level, zero = int(levels[row, at, within * bits // 8]), 1 << (bits - 1)
-                level = level >> (within * bits % 8) & ((1 << bits) - 1)
-                if zeros is not None:
-                    zero = int(zeros.reshape(rows, -1)[row, at * bits // 8]) >> (at * bits % 8) & ((1 << bits) - 1)
-                weight[row, order[column]] = np.float32(level - zero) * scales.reshape(rows, -1)[row, at]
-        [module] = (entry.value for entry in node.metadata_props if entry.key == "htp.module")
-        found[module] = weight
+    """Module → the matrix that ``MatMulNBits`` multiplies with, its inputs in the order of the checkpoint."""
+    tagged, found = htp_export.load(file), {}
+    for node in (node for node in tagged.nodes if node.op_type == "MatMulNBits"):
+        [module] = tagged.owners_of(node)
+        found[module], gathered = matrix_of(node), node.inputs[0].producer()
+        if gathered is not None and gathered.op_type == "Gather":
+            order = np.argsort(gathered.inputs[1].const_value.numpy())
+            found[module] = found[module][:, order]
     return found
 
 

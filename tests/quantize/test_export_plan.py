@@ -23,12 +23,11 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.quantize.plan_exporting import targets
 from htp_export.command.main import main
-from htp_export.errors import FileError, InputError, RuleError, SelectorError
+from htp_export.errors import InputError, RuleError
+from tests.exporting import BOTH
 from tests.extract.test_cutting import exported_to
 from tests.nets import EXPORTERS, spread
 from tests.refusing import assert_refused
-
-BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 
 
 class Layers(nn.Module):
@@ -448,7 +447,6 @@ class TestFiles:
             (["head=int8"], "tvm", "p.json", "plans are written for genai, modelopt, nncf, olive, ort, not for 'tvm'"),
             (["nothing=int8"], "ort", "p.json", "matches no module"),
             (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
-            (["head=int8"], "ort", "model.onnx", "is the name of a model"),
             (["head=int8"], "ort", "p.onnx", "is the name of a model"),
             (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
             ([], "ort", "p.json", "give a plan (.yaml or .json), a precision (int8, "),
@@ -462,9 +460,3 @@ class TestFiles:
         given = [word for rule in rules for word in ("--rule", rule)]
         command = ["quantize", str(model), *given, "--plan-for", to, "-o", str(tmp_path / out)]
         assert_refused(command, problem, tmp_path, capsys)
-
-    def test_errors_in_python(self, files: dict[str, Path], tmp_path: Path) -> None:
-        with pytest.raises(FileError, match="is the name of a model"):
-            htp_export.export_plan(files["dynamo"], "int8", tmp_path / "p.onnx", to="ort")
-        with pytest.raises(SelectorError):
-            htp_export.export_plan(files["dynamo"], {"nothing": "int8"}, to="ort")

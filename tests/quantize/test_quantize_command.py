@@ -96,11 +96,6 @@ def test_random_inputs_are_warned_of(net: Path, folder: Path, capsys: pytest.Cap
     assert "next: htp-export compare" in ended.out
 
 
-def test_a_precision_is_for_the_whole_model(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize", str(net), "fp16", "-o", "q.onnx", "--json"]) == 0
-    assert said(capsys)["modules"][""]["precision"] == "fp16"
-
-
 def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
     net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,18 +132,6 @@ def test_a_bad_plan_leaves_every_file_as_it_was(
 ) -> None:
     small_file(folder / "q.onnx")
     assert_refused(["quantize", str(net), *words], problem, folder, capsys)
-
-
-def test_the_file_that_is_read_is_written_only_if_asked(
-    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = folder / "own.onnx"
-    htp_export.load(net).save(file)
-    before = file.read_bytes()
-    assert main(["quantize", str(file), "int4", "-o", str(file)]) == 2
-    assert file.read_bytes() == before
-    assert main(["quantize", str(file), "int4", "-o", str(file), "--in-place"]) == 0
-    assert "MatMulNBits" in {node.op_type for node in htp_export.load(file).nodes}
 
 
 X = np.random.default_rng(0).standard_normal((2, 64), dtype=np.float32)

@@ -87,19 +87,8 @@ def test_sensitivity_has_the_spread_of_a_metric(file: Path) -> None:
 
 
 def test_the_command_shows_the_spread(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        "--choices",
-        "int8-dynamic,fp32",
-        "--objectives",
-        "latency,size",
-        "--trials",
-        "4",
-        "--runs",
-        "3",
-        "--repeats",
-        "3",
-    ]
-    assert main(["search", str(file), *words]) == 0
+    words = "--choices int8-dynamic,fp32 --objectives latency,size --trials 4 --runs 3 --repeats 3"
+    assert main(["search", str(file), *words.split()]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "latency ±" in said
     assert "were measured 3 more times: medians and half the range of latency" in said

@@ -16,7 +16,7 @@ from htp_export.editing.editing import add_initializer
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in, step
+from htp_export.format.recipes import is_exact, operands_of, parameters_in, step
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import TaggedModel
@@ -92,14 +92,9 @@ def check_sizes(source: Path, path: str, layer: LowRank, wanted: Sequence[int | 
     """Refuse (`InputError`) factors for another weight than one of (outputs, inputs, ...)."""
     sizes = [layer.b.shape[0], *layer.a.shape[1:]]
     if sizes != list(wanted):
-        raise InputError(
-            f"{source}: module {path!r} maps {_listed(sizes[1:])} numbers to {sizes[0]}, and that of the model "
-            f"{_listed(wanted[1:])} to {wanted[0]}"
-        )
-
-
-def _listed(sizes: Sequence[int | None]) -> str:
-    return " x ".join(map(str, sizes))
+        given, taken = (" x ".join(map(str, each[1:])) for each in (sizes, wanted))
+        maps = f"maps {given} numbers to {sizes[0]}, and that of the model {taken} to {wanted[0]}"
+        raise InputError(f"{source}: module {path!r} {maps}")
 
 
 def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank, scaling: float) -> None:
@@ -110,7 +105,7 @@ def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank,
     tensor = value.const_value
     assert tensor is not None
     shape = tuple(tensor.shape.numpy())
-    is_turned = use.channels > use.reduced if layer.kind == "linear" else False
+    is_turned = layer.kind == "linear" and use.channels > use.reduced
     of_layer = shape[::-1] if is_turned or layer.kind == "embedding" else shape
     check_sizes(source, path, layer, of_layer)
     if layer.kind == "convolution" and (groups := use.node.attributes.get_int("group", 1)) != 1:
@@ -205,12 +200,12 @@ def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:
     path, works = tags.parent_path(name) or "", tagged.index.works
     nodes = [node for node in tagged[path].nodes if operator_of(node) in _BIASED and works[node].doing == (path,)]
     uses = [use for use in products_of(tagged, nodes) if use.place == 1]
-    if not uses or len(uses) != len(nodes) or array.ndim != 1:
+    have_one = any(len(node.inputs) > 2 and node.inputs[2] is not None for node in nodes)
+    if not uses or len(uses) != len(nodes) or array.ndim != 1 or have_one:
         return False
     graph, tensor = uses[0].value.graph, uses[0].value.const_value
-    free = [use for use in uses if len(use.node.inputs) < 3 or use.node.inputs[2] is None]
-    if tensor is None or graph is None or len(free) != len(uses):
-        return False
+    assert graph is not None
+    assert tensor is not None
     stored = ir.tensor(array.astype(tensor.dtype.numpy()))
     bias = add_initializer(graph, stored, Names(tagged.model).tensors.unused(name), step("computed", name, "lora"))
     for use in uses:
@@ -231,21 +226,16 @@ def _replace(tagged: TaggedModel, value: ir.Value, name: str, array: Array, alia
     if isinstance(recipe, list) and is_equal:
         recipe = next(each for each in operands_of(recipe) if {*aliases} & {*parameters_in(each)})
     others = [each for each in dict.fromkeys(parameters_in(recipe)) if each not in aliases]
-    if not is_exact(recipe) or others:
-        why = f"merged with {', '.join(map(repr, others[:3]))}" if others else f"computed ({_last(recipe)})"
+    if others or not is_exact(recipe):
+        why = f"merged with {', '.join(map(repr, others[:3]))}" if others else f"computed ({recipe[-1]})"  # type: ignore[index]
         raise InputError(f"parameter {name!r}: its tensor {value.name!r} is {why}; {_EARLIER}")
     tensor = value.const_value
     assert tensor is not None
     if tensor.dtype.is_floating_point():
         array = array.astype(tensor.dtype.numpy())
-    value.const_value = recorded(
-        remade(tensor, recipe, dict.fromkeys(aliases, array)), step("computed", recipe, "lora")
-    )
+    made = remade(tensor, recipe, dict.fromkeys(aliases, array))
+    value.const_value = recorded(made, step("computed", recipe, "lora"))
     return True
-
-
-def _last(recipe: Recipe) -> str:
-    return str(recipe[-1]) if isinstance(recipe, list) else str(recipe)
 
 
 def require_peft(adapter: Adapter) -> None:

@@ -1,9 +1,7 @@
 """Which axes of the tensors around a node have the same channels: if one is cut, the others have to be.
 
-A rule takes a node and yields groups of axes. Most are equations as those of ``Einsum``: axes with the same letter are
-a group. An axis that a node sums over, and that nothing else has, is a group of its own. Axes that stand in no group
-cannot be cut. Of some axes, several indices have one channel: of groups of a convolution, of gates, of a block of
-pixels.
+A rule takes a node and yields groups of axes, most as equations of ``Einsum``: axes with the same letter are a group.
+An axis that a node sums over, and that nothing else has, is a group of its own. Axes in no group cannot be cut.
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ _LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh Cast Ceil Celu Clip Cos Cosh Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish
 Identity IsInf IsNaN LeakyRelu Log LogSoftmax Mish Neg Not Reciprocal Relu Round Selu Shrink Sigmoid Sign Sin Sinh
 Softmax Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu com.microsoft::Gelu com.microsoft::FastGelu
-com.microsoft::QuickGelu
+com.microsoft::QuickGelu Expand
 """.split()  # noqa: SIM905 - as a list of strings it would fill the screen
 _POOLS = ("AveragePool", "MaxPool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "Resize")
 _REDUCTIONS = (
@@ -114,6 +112,11 @@ def _cast_like(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     yield from _each_alone(node.inputs[1], shapes)
 
 
+def _alone(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
+    """What an operator reads the size of, or makes without reading a tensor."""
+    yield from _each_alone(node.inputs[0] if operator_of(node) in SIZES_ONLY else node.outputs[0], shapes)
+
+
 def _each_alone(value: ir.Value | None, shapes: Symbolic) -> Iterator[Group]:
     if value is not None:
         yield from ({(value, axis): _ONE_EACH} for axis in range(_rank(shapes, value)))
@@ -140,29 +143,17 @@ def _gemm(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     x, weight = node.inputs[:2]
     values = [x, weight, node.outputs[0], *node.inputs[2:3]]
-    turned, group = node.op_type == "ConvTranspose", node.attributes.get_int("group", 1)
-    if group == 1:
-        yield from _by_letters(values, ["bi", "io" if turned else "oi", "bo", "o"])
+    if node.attributes.get_int("group", 1) == 1:
+        yield from _by_letters(values, ["bi", "io" if node.op_type == "ConvTranspose" else "oi", "bo", "o"])
     else:
         yield from _by_letters(values, ["b", "", "b"])
         yield from _grouped_convolution(node, shapes)
 
 
-def _with_vectors(node: ir.Node, shapes: Symbolic, at: int) -> Iterator[Group]:
-    """An operator on each element, whose other inputs are vectors along one axis of the first."""
-    letters = _LETTERS[: _rank(shapes, node.inputs[0])]
-    vectors = [letters[at : at + 1] if _rank(shapes, value) == 1 else "" for value in node.inputs[1:]]
-    yield from _by_letters([node.inputs[0], node.outputs[0], *node.inputs[1:]], [letters, letters, *vectors])
-
-
 def _batch_norm(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    yield from _with_vectors(node, shapes, 1)
-
-
-def _scaled(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    """Quantization: a scale for all, or for each element of one axis."""
-    rank = _rank(shapes, node.inputs[0])
-    yield from _with_vectors(node, shapes, node.attributes.get_int("axis", 1) % max(rank, 1))
+    letters = _LETTERS[: _rank(shapes, node.inputs[0])]
+    vectors = [letters[1:2]] * len(node.inputs[1:])
+    yield from _by_letters([node.inputs[0], node.outputs[0], *node.inputs[1:]], [letters, letters, *vectors])
 
 
 def _first_two(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -277,14 +268,6 @@ def _einsum(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
         yield from _by_letters([*node.inputs, node.outputs[0]], [*left.split(","), right])
 
 
-def _shape(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    yield from _each_alone(node.inputs[0], shapes)
-
-
-def _made(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
-    yield from _each_alone(node.outputs[0], shapes)
-
-
 def is_cut_by_groups(node: ir.Node, shapes: Symbolic) -> bool:
     """Whether whole groups of a convolution are cut out, as each has one channel on a side; else some of each."""
     return 1 in _sizes_of_group(node, shapes)
@@ -338,10 +321,8 @@ def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     (x,), y = node.inputs, node.outputs[0]
     assert x is not None
     times = node.attributes.get_int("blocksize", 1) ** 2
-    if node.op_type == "SpaceToDepth":
-        yield {(x, 1): (1, 1), (y, 1): (times, 1)}
-    else:
-        yield {(x, 1): (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1), (y, 1): (1, 1)}
+    tile = (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1)
+    yield {(x, 1): _ONE_EACH, (y, 1): tile} if node.op_type == "SpaceToDepth" else {(x, 1): tile, (y, 1): _ONE_EACH}
 
 
 _RULES: Mapping[str, Rule] = {
@@ -352,13 +333,12 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(("Conv", "ConvTranspose", "com.microsoft::FusedConv"), _convolution),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm),
     **dict.fromkeys(("Concat", "Split", "Slice"), _beside),
-    **dict.fromkeys(SIZES_ONLY, _shape),
+    **dict.fromkeys((*SIZES_ONLY, "ConstantOfShape", "Constant"), _alone),
     **dict.fromkeys(RECURRENT, _recurrent),
     **dict.fromkeys(("DepthToSpace", "SpaceToDepth"), _depth_to_space),
-    **dict.fromkeys(("QuantizeLinear", "DequantizeLinear"), _scaled),
+    "CastLike": _cast_like,
     "PRelu": _elementwise,
     "com.microsoft::BiasGelu": _elementwise,
-    "CastLike": _cast_like,
     "MatMul": _matmul,
     "Gemm": _gemm,
     "BatchNormalization": _batch_norm,
@@ -366,9 +346,6 @@ _RULES: Mapping[str, Rule] = {
     "Transpose": _transpose,
     "Gather": _gather,
     "GatherND": _gather_nd,
-    "Expand": _like_first,
     "Pad": _pad,
     "Einsum": _einsum,
-    "ConstantOfShape": _made,
-    "Constant": _made,
 }

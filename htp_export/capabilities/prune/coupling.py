@@ -101,8 +101,9 @@ class Coupling:
             raise StopError(f"its channels reach output {value.name!r}")
         if value.graph is not self._tagged.model.graph:
             raise StopError(f"its channels reach a branch or loop{self._at(node)}")
-        known = self.labels.get(axis)
-        if len(labels if known is None else known) != len(labels) or not self._fits(axis, labels):
+        known, shape = self.labels.get(axis), self._shapes.shape(value)
+        sizes = (shape[axis[1]], period_of(shape[axis[1]])) if shape is not None else ()
+        if len(labels if known is None else known) != len(labels) or len(labels) not in sizes:
             raise StopError(f"the sizes of {value.name!r} do not fit{self._at(node)}")
         if known is None:
             self.labels[axis] = np.array(labels)
@@ -128,11 +129,6 @@ class Coupling:
             raise StopError(f"the size of {value.name!r} is not known{where}")
         return size
 
-    def _fits(self, axis: Axis, labels: Array) -> bool:
-        """Whether there is a label for each index; for one in each period of an open dimension."""
-        shape = self._shapes.shape(axis[0])
-        return shape is not None and (shape[axis[1]] == len(labels) or period_of(shape[axis[1]]) == len(labels))
-
     def _at(self, node: ir.Node | None) -> str:
         if node is None:
             return ""
@@ -147,7 +143,8 @@ class Coupling:
             if axis[0] in (node.inputs[0], node.outputs[0]):
                 self._cross_reshape(node, axis)
             return  # sizes and axes are no channels
-        if node.op_type in ("Concat", "Split", "Slice") and not node.domain and self._is_changed(node, axis):
+        is_of_parts = node.op_type in ("Concat", "Split", "Slice") and not node.domain
+        if is_of_parts and axis[1] in (changed_axes(node, self._shapes) or ()):
             self._cross_parts(node, axis)
             return
         if node.op_type in ("Gather", "GatherND") and not node.domain and self._cross_gather(node, axis):
@@ -168,8 +165,9 @@ class Coupling:
             size = self._size(axis, self._at(node))
             labels = self._one_of_each(rows_at(labels.reshape(times, size // (times * width), width), 1))
         for other, (repeats, neighbours) in group.items():
-            is_done = other == axis and times * width == 1
-            if not is_done and not self._is_broadcast(other):
+            is_done, shape = other == axis and times * width == 1, self._shapes.shape(other[0])
+            is_broadcast = shape is not None and shape[other[1]] == 1
+            if not is_done and not is_broadcast:
                 self._mark(other, np.tile(np.repeat(labels, neighbours), repeats), node)
 
     def _sums(self, node: ir.Node, group: Group) -> bool:
@@ -177,14 +175,6 @@ class Coupling:
         values = {value for value, _ in group}
         computed = values - self._tagged.index.constant - set(self._tagged.model.graph.initializers.values())
         return len(computed) > 1 and computed.isdisjoint(node.outputs)
-
-    def _is_broadcast(self, axis: Axis) -> bool:
-        shape = self._shapes.shape(axis[0])
-        return shape is not None and shape[axis[1]] == 1
-
-    def _is_changed(self, node: ir.Node, axis: Axis) -> bool:
-        changed = changed_axes(node, self._shapes)
-        return changed is not None and axis[1] in changed
 
     def _cross_parts(self, node: ir.Node, axis: Axis) -> None:
         """Concat, Split and Slice: a whole axis, and its parts from a first index on."""
@@ -294,14 +284,15 @@ class Coupling:
         marked = [place for place, axis in enumerate(axes) if axis in self.labels]
         if marked:
             return marked[0]
-        candidates = [place for place in range(len(axes)) if self._tells_apart(spread, place)]
+        candidates = [
+            place
+            for place in range(len(axes))
+            if len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows_at(spread, place)}) > 1
+        ]
         if not candidates:
             raise StopError(f"its channels would all be cut together{self._at(node)}")
         self.alternatives[node] = len(candidates)
         return candidates[min(self._choices.get(node, 0), len(candidates) - 1)]
-
-    def _tells_apart(self, spread: Array, place: int) -> bool:
-        return len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows_at(spread, place)}) > 1
 
 
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import numpy as np
@@ -18,6 +18,7 @@ from htp_export.capabilities.prune.coupled_axes import (
 )
 from htp_export.editing.editing import add_constant, remove_unused
 from htp_export.errors import InputError
+from htp_export.format import tags
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import step
@@ -28,56 +29,43 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
 from htp_export.shapes.sizes import divide
 from htp_export.shapes.symbolic import Symbolic
+from htp_export.weights.parameter_places import ParameterPlaces, Place
 from htp_export.weights.products import changed_when_written
 
 ParameterShape: TypeAlias = tuple[int, ...]
 
 
 def change_parameters(
-    tagged: TaggedModel, changes: Iterable[tuple[str, ParameterShape, Sequence[str], Mapping[str, ParameterShape]]]
+    tagged: TaggedModel,
+    before: ParameterPlaces,
+    changes: Mapping[ir.Value, tuple[ParameterShape, Mapping[str, ParameterShape]]],
 ) -> None:
-    """Write the new shapes of parameters into the metadata; exporters transpose weights and rename them.
+    """Write the new shapes of parameters into the metadata; ``before`` says where they were.
 
-    A change is an initializer's name, its shape before, the modules that read it, and what replaces it: what is added
-    to the name of the parameter → the shape.
+    A change is the shape that an initializer had, and what replaces it: what is added to the name of a parameter → the
+    shape.
     """
-    if tagged.parameters is None:
-        return
-    parameters = dict(tagged.parameters)
-    for name, before, owners, after in changes:
-        for path in owners:
-            if path in parameters:
-                parameters[path] = _changed(parameters[path], name, before, after)
-    write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
-
-
-def _changed(
-    held: ModuleParameters, name: str, before: ParameterShape, after: Mapping[str, ParameterShape]
-) -> ModuleParameters:
-    counterparts = _counterparts(held.shapes, name, before)
-    shapes: dict[str, ParameterShape] = {}
-    for key, shape in held.shapes.items():
-        if key not in counterparts:
-            shapes[key] = shape
-            continue
-        for suffix, new in after.items():
-            shapes[f"{key}{suffix}"] = new[::-1] if counterparts[key] else new
-    return ModuleParameters(shapes, {key: full for key, full in held.tied.items() if key in shapes})
-
-
-def _counterparts(listed: Mapping[str, ParameterShape], name: str, shape: ParameterShape) -> dict[str, bool]:
-    """The parameters of a module that an initializer stands for, and whether it is transposed.
-
-    They have its name, or its shape. A vector may stand for several, where a normalisation was folded into the weight
-    before it. Exporters give a matrix another name when they transpose it, which tells of a square one.
-    """
-    own = name.rpartition(".")[2]
-    if listed.get(own) == shape:
-        return {own: False}
-    alike = {
-        key: len(shape) == 2 and other[::-1] == shape for key, other in listed.items() if shape in (other, other[::-1])
-    }
-    return alike if len(alike) == 1 or len(shape) == 1 else {}
+    new: dict[str, dict[str, ParameterShape]] = {}
+    for value, (old, after) in changes.items():
+        turned: dict[Place, bool] = {}
+        for place in before.places.get(value, ()):
+            shape = before.declared[place.parameter].shape
+            is_turned = "transposed" in place.how or ("merged" in place.how and shape != old)
+            if shape == (old[::-1] if is_turned else old):
+                turned[place] = is_turned
+        vague = [place for place in turned if "merged" in place.how and len(old) > 1]  # perhaps in another tensor
+        for place, is_turned in turned.items():
+            if len(vague) < 2 or place not in vague or place.parameter == value.name:
+                new[place.parameter] = {end: each[::-1] if is_turned else each for end, each in after.items()}
+    parameters = {}
+    for path, held in (tagged.parameters or {}).items():
+        shapes: dict[str, ParameterShape] = {}
+        for key, shape in held.shapes.items():
+            first = before.declared[tags.below(path, key)].first
+            shapes |= {f"{key}{end}": each for end, each in new.get(first, {"": shape}).items()}
+        parameters[path] = ModuleParameters(shapes, {key: full for key, full in held.tied.items() if key in shapes})
+    if parameters:
+        write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
 
 
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
@@ -269,14 +257,10 @@ def _check(
             wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
         found = after.shape(value)
         fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
-        numbers = [
-            pair for pair in zip(found or (), wanted, strict=False) if all(isinstance(size, int) for size in pair)
-        ]
-        if not fits or any(one != other for one, other in numbers):
-            node = value.producer()
-            what = f"{node.op_type} {node.name!r}" if node is not None else f"tensor {value.name!r}"
-            owners = ", ".join(map(repr, tagged.owners_of(node))) if node is not None else ""
-            where = f" of {owners}" if owners else ""
-            raise InputError(
-                f"channels cannot be cut: {what}{where} does not get the shape [{', '.join(map(str, wanted))}]"
-            )
+        known = [pair for pair in zip(found or (), wanted, strict=False) if all(isinstance(size, int) for size in pair)]
+        if not fits or any(one != other for one, other in known):
+            what, node = f"tensor {value.name!r}", value.producer()
+            if node is not None:
+                what = f"{node.op_type} {node.name!r} of {', '.join(map(repr, tagged.owners_of(node)))}"
+            sizes = ", ".join(map(str, wanted))
+            raise InputError(f"channels cannot be cut: {what} does not get the shape [{sizes}]")

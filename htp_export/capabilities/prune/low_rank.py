@@ -18,6 +18,7 @@ from htp_export.model.tensor_names import Names
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
+from htp_export.weights.parameter_places import ParameterPlaces, WeightSources
 from htp_export.weights.products import Product, Weight, readers_of
 
 _PRODUCTS = ("MatMul", "Gemm")
@@ -56,16 +57,16 @@ def factorise(
     Each product with such a weight becomes two, both with the tags that it had; a bias stays at the second one.
     """
     reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
-    names = Names(tagged.model)
-    found, parameters = {}, []
+    names, places = Names(tagged.model), ParameterPlaces(tagged, WeightSources(tagged))
+    found, parameters = {}, {}
     for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
-        owners, shape, rank = weight.owners(tagged), weight.shape, _rank(weight.shape, value)
+        shape, rank = weight.shape, _rank(weight.shape, value)
         found[weight] = _replace(tagged, weight, rank, names)
         inner = weight.uses[0].channels, weight.reduced  # the axes with the size of the rank, in each of the two
         shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner]
-        parameters.append((weight.name, shape, owners, dict(zip(("_a", "_b"), shapes, strict=True))))
+        parameters[weight.value] = shape, dict(zip(("_a", "_b"), shapes, strict=True))
     if found:
-        change_parameters(tagged, parameters)
+        change_parameters(tagged, places, parameters)
         remove_unused(tagged.model)
     return found, reasons
 

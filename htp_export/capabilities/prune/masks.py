@@ -1,8 +1,7 @@
 """Which elements of weights become zero: those with the smallest scores, alone, over a selection, or in groups.
 
-Of several weights together, no two are in memory at a time. The order of floating-point numbers of one sign is that of
-their bits. So the element at a place of the sorted order is found digit by digit, as a radix sort does, with a
-histogram of 16 bits in each pass.
+Of several weights together, no two are in memory at a time: numbers of one sign have the order of their bits, so that
+the element at a place of the sorted order is found digit by digit, as a radix sort does.
 """
 
 from __future__ import annotations

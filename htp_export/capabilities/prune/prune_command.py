@@ -20,13 +20,14 @@ IDLE = (
 )
 
 
+_VALUES = "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop"
+
+
 def prune_command(
     file: FileArgument,
     table: TableOptions,
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
-    rule: Annotated[
-        list[str] | None, rule_option("VALUE", "encoder.**=0.5, or 2:4, channels:0.25, heads:0.5, rank:25%, drop")
-    ] = None,
+    rule: Annotated[list[str] | None, rule_option("VALUE", _VALUES)] = None,
     *,
     output: OutputOption,
     method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import itertools
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -115,32 +116,21 @@ class Pruned(TaggedResult, ModuleTable):
         """Further facts, a line each."""
         root = self.modules[""]
         notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
-        if self.cut:
-            notes.append(f"{len(self.cut)} weights are smaller, such as {_changed(*next(iter(self.cut.items())))}")
+        for name, shapes in itertools.islice(self.cut.items(), 1):
+            before, after = ("×".join(map(str, shape)) for shape in shapes)  # noqa: RUF001 - "times"
+            notes.append(f"{len(self.cut)} weights are smaller, such as {name}: {before} before, {after} after")
         notes += [f"{name}: {what}" for name, what in self.short.items()]
-        if self.ranks:
-            name, rank = next(iter(self.ranks.items()))
+        for name, rank in itertools.islice(self.ranks.items(), 1):
             notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")
         if self.whole:
             notes.append(f"{len(self.whole)} weights stay as they are:")
-            notes += [f"  {_listed(names)}: {reason}" for reason, names in _by_reason(self.whole).items()]
+        for reason in dict.fromkeys(self.whole.values()):
+            names = [name for name, other in self.whole.items() if other == reason]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            notes.append(f"  {', '.join(names[:3])}{more}: {reason}")
         if root.zeros_after > root.zeros_before:
             notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
         return tuple(notes)
-
-
-def _by_reason(whole: Mapping[str, str]) -> dict[str, list[str]]:
-    return {reason: [name for name, other in whole.items() if other == reason] for reason in whole.values()}
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
-
-
-def _changed(name: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str:
-    before, after = ("×".join(map(str, shape)) for shape in shapes)  # noqa: RUF001 - "times"
-    return f"{name}: {before} before, {after} after"
 
 
 Counts = tuple[int, int]
@@ -162,22 +152,20 @@ def pruned_modules(
     """
     from htp_export.capabilities.quantize.precisions import weight_precision
 
-    sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for owners, before, after in weights:
-        for path in dict.fromkeys(up for owner in owners for up in tags.ancestors(owner)):
-            sums[path] = [total + number for total, number in zip(sums[path], (*before, *after), strict=True)]
-    rows = {}
-    for module in modules:
-        weights_before, zeros_before, weights_after, zeros_after = sums[module.path]
-        rows[module.path] = PrunedModule(
+    sums: defaultdict[str, Any] = defaultdict(Counter)
+    for owners, (weights_before, zeros_before), (weights_after, zeros_after) in weights:
+        counts = {"weights_before": weights_before, "zeros_before": zeros_before}
+        counts |= {"weights_after": weights_after, "zeros_after": zeros_after}
+        for path in {up for owner in owners for up in tags.ancestors(owner)}:
+            sums[path].update(counts)
+    return {
+        module.path: PrunedModule(
             **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
+            **sums[module.path],
             precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
             nodes=module.nodes,
-            weights_before=weights_before,
-            weights_after=weights_after,
-            zeros_before=zeros_before,
-            zeros_after=zeros_after,
             bytes_before=bytes_before.get(module.path, 0),
             bytes_after=module.weight_bytes,
         )
-    return rows
+        for module in modules
+    }

@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.prune.coupled_axes import Axis
 from htp_export.capabilities.prune.coupling import Coupling, StopError
-from htp_export.capabilities.prune.low_rank import Factors, factorise, why_not
+from htp_export.capabilities.prune.low_rank import factorise, why_not
 from htp_export.capabilities.prune.masks import Mask, Scores, element_masks, group_mask
 from htp_export.capabilities.prune.pruned import Counts, Pruned, pruned_modules
 from htp_export.capabilities.prune.residual_blocks import ends_of, remove_blocks
@@ -102,10 +102,9 @@ def prune(
     """
     check_target(output)
     check_whole("seed", seed, 0, MOST_SEED)
-    if method not in _METHODS:
-        raise InputError(f"method {method!r}: there are {' and '.join(map(repr, _METHODS))}")
-    if scope not in _SCOPES:
-        raise InputError(f"scope {scope!r}: there are {' and '.join(map(repr, _SCOPES))}")
+    for name, given, known in (("method", method, _METHODS), ("scope", scope, _SCOPES)):
+        if given not in known:
+            raise InputError(f"{name} {given!r}: there are {' and '.join(map(repr, known))}")
     rules = sparsities_of(plan)
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
@@ -135,8 +134,9 @@ def _pruned(
     for weight, value in values.items():
         if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
             raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
-    before = {weight: _counts(weight.tensor) for weight in counted(weights, "weights")}
-    removed = _outermost_blocks(wanted, dropped)
+    before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
+    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks" and path in dropped]
+    removed = tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
@@ -151,7 +151,8 @@ def _pruned(
     factors, full = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
     whole = {**cut.whole, **full}
     _refuse_whole_weights(wanted, owners, whole, values, strict=strict)
-    after = {weight: _counts(*_tensors_of(weight, factors)) for weight in counted(list(left), "weights")}
+    now = {weight: factors[weight].values if weight in factors else (weight.value,) for weight in left}
+    after = {weight: _counts(*now[weight]) for weight in counted(list(left), "weights")}
     counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
     rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
     said = {path: str(value) for path, value in wanted.modules.items()}
@@ -160,23 +161,10 @@ def _pruned(
     return Pruned(rows, said, removed, cut.shapes, ranks, kept, cut.short, model=tagged.model)
 
 
-def _outermost_blocks(wanted: Assigned[Sparsity], named: Set[str]) -> tuple[str, ...]:
-    """The modules that the plan removes, without those inside them."""
-    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks" and path in named]
-    return tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
-
-
-def _tensors_of(weight: Weight, factors: Mapping[Weight, Factors]) -> list[ir.TensorProtocol]:
-    """What a weight is now: its own tensor, or two matrices."""
-    if weight not in factors:
-        return [weight.tensor]
-    return [value.const_value for value in factors[weight].values if value.const_value is not None]
-
-
-def _counts(*tensors: ir.TensorProtocol) -> Counts:
-    arrays = (tensor.numpy() for tensor in tensors)
-    sizes = [(array.size, array.size - int(np.count_nonzero(array))) for array in arrays]
-    return sum(size for size, _ in sizes), sum(zeros for _, zeros in sizes)
+def _counts(*values: ir.Value) -> Counts:
+    arrays = [value.const_value.numpy() for value in values if value.const_value is not None]
+    size = sum(array.size for array in arrays)
+    return size, size - sum(int(np.count_nonzero(array)) for array in arrays)
 
 
 def _facts(tagged: TaggedModel) -> dict[str, ModuleFacts]:
@@ -247,13 +235,12 @@ def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool)
 
 def _apply(weight: Weight, mask: Mask) -> None:
     """Let a weight and its copies have the numbers that a mask leaves; they are computed when they are written."""
-    tensor = weight.tensor
-    recipes = [step("masked", recipe_of(value)) for value in (weight.value, *(copy.value for copy in weight.copies))]
-    weight.value.const_value = changed_when_written(tensor, mask, recipes[0])
-    for copy, recipe in zip(weight.copies, recipes[1:], strict=True):
-        copy.value.const_value = (
-            changed_when_written(tensor, lambda array: mask(array).T, recipe, weight.shape[::-1])
-            if copy.transposed
+    tensor, shape = weight.tensor, weight.shape
+    for value, is_turned in {weight.value: False, **weight.copies}.items():
+        recipe = step("masked", recipe_of(value))
+        value.const_value = (
+            changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
+            if is_turned
             else changed_when_written(tensor, mask, recipe)
         )
 
@@ -304,12 +291,14 @@ class PlanChecks:
             raise InputError(stopped)
         return found
 
-    def check_coupled(self, values: Mapping[str, Set[Sparsity]]) -> None:
+    def check_coupled(self, values: Mapping[str, Set[Sparsity | None]]) -> None:
         """Refuse different shares of channels for modules that have the same channels (`InputError`).
 
         ``values`` are what may be removed of each module.
         """
-        shares = {path: {value for value in each if value.kind == "channels"} for path, each in values.items()}
+        shares = {
+            path: {value for value in each if value and value.kind == "channels"} for path, each in values.items()
+        }
         shares = {path: each for path, each in shares.items() if each}
         if len(set[Sparsity]().union(*shares.values())) < 2:
             return

@@ -31,13 +31,18 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     for path in paths:
         taken, given = ends_of(tagged, path)
         now[given] = taken
-    graph = tagged.model.graph
     names: dict[str, str] = {}
     for given, stands in now.items():
         while stands in now:
             stands = now[stands]
         names[str(given.name)] = str(stands.name)
-        _replace(tagged, graph, given, stands, names)
+        if given.is_graph_output():
+            metadata = tags.node_tags(("",), Reason.INSERTED, tagged.hierarchy.called)
+            copy = ir.node("Identity", [stands], metadata_props=metadata, name=f"{given.name}_removed")
+            tagged.model.graph.append(copy)
+            take_place(given, copy.outputs[0], (), f"{given.name}_before")
+            names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
+        given.replace_all_uses_with(stands)
     remove_unused(tagged.model)
     return _describe(tagged, paths, names, had_nodes)
 
@@ -80,17 +85,6 @@ def _added(given: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
             inputs = node.inputs if node.op_type in ("Add", "Mul") else node.inputs[:1]
             waiting += [each for each in inputs if each is not None]
     return found
-
-
-def _replace(tagged: TaggedModel, graph: ir.Graph, given: ir.Value, stands: ir.Value, names: dict[str, str]) -> None:
-    if given.is_graph_output():
-        called = tagged.hierarchy.called
-        metadata = tags.node_tags(("",), Reason.INSERTED, called)
-        copy = ir.node("Identity", [stands], metadata_props=metadata, name=f"{given.name}_removed")
-        graph.append(copy)
-        take_place(given, copy.outputs[0], (), f"{given.name}_before")
-        names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
-    given.replace_all_uses_with(stands)
 
 
 def _describe(

@@ -18,6 +18,7 @@ from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
+from htp_export.weights.parameter_places import ParameterPlaces, WeightSources
 from htp_export.weights.products import Weight
 
 
@@ -72,12 +73,9 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
     cut = {value for value, _ in kept}
     weights = [value for value in tagged.model.graph.initializers.values() if value in cut]
-    before = {value: _shape(value) for value in weights}
-    readers = {value: _owners(tagged, value) for value in weights}
+    before, places = {value: _shape(value) for value in weights}, ParameterPlaces(tagged, WeightSources(tagged))
     cut_axes(tagged, kept)
-    change_parameters(
-        tagged, ((str(value.name), before[value], readers[value], {"": _shape(value)}) for value in weights)
-    )
+    change_parameters(tagged, places, {value: (before[value], {"": _shape(value)}) for value in weights})
     return Cut({str(value.name): (before[value], _shape(value)) for value in weights}, short, whole)
 
 
@@ -158,10 +156,3 @@ def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, s
                 sums[root] += float(channel.sum(dtype=np.float64))
                 counts[root] += channel.size
     return {root: sums[root] / max(counts[root], 1) for root in sums}
-
-
-def _owners(tagged: TaggedModel, value: ir.Value) -> list[str]:
-    """The modules whose nodes read a value, directly or transposed."""
-    nodes = [use.node for use in value.uses()]
-    nodes += [inner.node for node in nodes if node.op_type == "Transpose" for inner in node.outputs[0].uses()]
-    return list(dict.fromkeys(path for node in nodes for path in tagged.owners_of(node)))

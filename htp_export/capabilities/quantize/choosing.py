@@ -20,6 +20,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.results.columns import percent
 from htp_export.runtime.processors import is_arm, saturates
+from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import products_of
 
 _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
@@ -63,10 +64,11 @@ class Serving:
         served: dict[str, Precision] = {}
         for selector, given in rules.items():
             served.pop(selector, None)  # it holds at its new place
-            where = "" if selector == "." else f"{selector!r}: "
-            served[selector] = given if given != AUTO else self._of(deciding[selector], where)
-            if given == AUTO and served[selector].method == "dynamic":
-                served |= dict.fromkeys(self._apart(deciding[selector]), PRECISIONS["fp32"])
+            served[selector] = given
+            if given == AUTO:
+                served[selector] = self._of(deciding[selector], "" if selector == "." else f"{selector!r}: ")
+                if served[selector].method == "dynamic":
+                    served |= dict.fromkeys(self._apart(deciding[selector]), PRECISIONS["fp32"])
         return served
 
     @cached_property
@@ -82,23 +84,20 @@ class Serving:
             raise InputError(f"{where}auto: nothing here multiplies with stored weights; name a precision")
         dynamic = among[_PRODUCTS] >= among[_CONVOLUTIONS]
         name = "int8-dynamic" if dynamic else "int8" if is_arm() else "u8s8"
-        chosen = replace(PRECISIONS[name], reduce_range=saturates())
         shares = ", ".join(f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS))
         machine = "ARM" if is_arm() else "x86 without VNNI, so weights have 7 bits" if saturates() else "x86"
         self.notes.append(
             f"{where}auto is {name}, which is faster than fp32 here: {shares}; the processor is {machine}"
         )
-        return chosen
+        return replace(PRECISIONS[name], reduce_range=saturates())
 
     def _apart(self, nodes: Iterable[ir.Node]) -> list[str]:
         """The modules of convolutions that have no products with stored matrices."""
-        kinds: dict[str, set[str]] = {}
-        for node in self._tagged.nodes:
-            for path in self._tagged.index.works[node].modules:
-                kinds.setdefault(path, set()).add(self._kinds.get(node, ""))
+        products = (node for node, kind in self._kinds.items() if kind == _PRODUCTS)
+        around = {path for node in products for path in self._tagged.index.works[node].modules}
         own = (node for node in nodes if self._kinds.get(node) == _CONVOLUTIONS)
         owners = dict.fromkeys(path for node in own for path in self._tagged.owners_of(node))
-        return [path for path in owners if path and _PRODUCTS not in kinds[path]]
+        return [path for path in owners if path and path not in around]
 
     @cached_property
     def _kinds(self) -> Mapping[ir.Node, str]:
@@ -118,8 +117,8 @@ class Serving:
         except InputError:
             run = None
         for step, times in walk(run.steps) if run else ():
-            done = work_of(step)
-            work[step.node] += times * (done.macs if done else 0)
+            if done := work_of(step):
+                work[step.node] += times * done.macs
         for product in products_of(self._tagged, self._tagged.nodes):
             if not work[product.node] and product.value.const_value is not None:
                 work[product.node] = product.value.const_value.size
@@ -178,8 +177,7 @@ class PrecisionChoice:
         found: dict[str, dict[Hashable, int]] = {path: {} for path in self.tagged}
         for node in self.tagged.nodes:
             sizes = dict(self._sizes(node))
-            owners = self.tagged.owners_of(node) or ("",)
-            for path in {"", *(up for owner in owners for up in tags.ancestors(owner))} if sizes else ():
+            for path in {"", *(up for owner in self.tagged.owners_of(node) for up in tags.ancestors(owner))}:
                 found[path] |= sizes
         return {path: sum(sizes.values()) for path, sizes in found.items()}
 
@@ -195,7 +193,7 @@ class PrecisionChoice:
             if value is None or tensor is None:
                 continue
             maker = value.producer()
-            if maker in self.precision_of and (value not in self.weights or _is_identity(maker)):
+            if maker in self.precision_of and (value not in self.weights or is_standard(maker, "Identity")):
                 continue  # it is cast itself
             size = self._size_of(node, place)
             if size is not None and precision is not None:
@@ -212,48 +210,37 @@ class PrecisionChoice:
 
     def counted(self, nodes: Mapping[Precision, Sequence[ir.Node]]) -> dict[str, dict[str, int]]:
         """Name of a precision → operator type → number of nodes; precisions with the same name count as one."""
-        found: dict[str, Counter[str]] = {}
+        found = defaultdict[str, Counter[str]](Counter)
         for precision, listed in nodes.items():
-            if listed:
-                found.setdefault(precision.name, Counter()).update(node.op_type for node in listed)
+            found[precision.name].update(node.op_type for node in listed)
         return {name: dict(kinds.most_common()) for name, kinds in found.items()}
-
-
-def _is_identity(node: ir.Node | None) -> bool:
-    return node is not None and node.op_type == "Identity"
 
 
 def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoice:
     """Find out what a plan does to a model; a rule that changes nothing is refused. No weights are read."""
     found, facts = assigned(tagged, rules), Facts.of(tagged)
     chosen: dict[ir.Node | None, Precision] = {}
-    nodes: dict[Precision, list[ir.Node]] = {}
-    left: dict[Precision, list[ir.Node]] = {}
+    nodes, left = (defaultdict[Precision, list[ir.Node]](list) for _ in range(2))
     for node, precision in found.nodes.items():
         if precision.is_kept:
             continue
         how = precision.how
-        if facts.opset < how.first_opset:
-            needed = how.first_opset
+        if facts.opset < (needed := how.first_opset):
             raise precision.fault(
                 f"needs opset {needed} or later, and the model has {facts.opset}: export it with "
                 f"opset_version={needed}, or convert it with htp_export.tools.version_converter"
             )
-        with_producer = node.op_type not in how.with_producer or chosen.get(_first_producer(node)) == precision
+        first = node.inputs[0] if node.op_type in how.with_producer else None
+        with_producer = first is None or chosen.get(first.producer()) == precision
         in_reach = node.graph is facts.graph or how.in_subgraphs
         if with_producer and in_reach and how.takes(node, facts):
-            nodes.setdefault(precision, []).append(node)
+            nodes[precision].append(node)
             chosen[node] = precision
         elif any(facts.dtypes.get(value) == ir.DataType.FLOAT and constant_of(value) is None for value in node.outputs):
-            left.setdefault(precision, []).append(node)
-    choice = PrecisionChoice(tagged, facts, found, nodes, left)
+            left[precision].append(node)
+    choice = PrecisionChoice(tagged, facts, found, dict(nodes), dict(left))
     _check_rules(choice, rules)
     return choice
-
-
-def _first_producer(node: ir.Node) -> ir.Node | None:
-    value = node.inputs[0]
-    return None if value is None else value.producer()
 
 
 def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> None:
@@ -270,17 +257,9 @@ def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> Non
         listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
         paths = sorted(choice.found.named[selector], key=tags.path_order)
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        raise RuleError(
-            selector,
-            f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; "
-            f"there are: {listed}{_said_otherwise(choice, nodes, precision)}",
-        )
-
-
-def _said_otherwise(choice: PrecisionChoice, nodes: Sequence[ir.Node], precision: Precision) -> str:
-    """That other modules of these nodes have another precision, if that is why they do not take one."""
-    merged = [node for node in nodes if choice.found.nodes.get(node) != precision]
-    if not merged:
-        return ""
-    owners = ", ".join(repr(path) for path in choice.tagged.index.works[merged[0]].doing)
-    return f"; {merged[0].op_type} {merged[0].name!r} does the work of {owners}: give them one precision"
+        problem = f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; there are: {listed}"
+        merged = next((node for node in nodes if choice.found.nodes.get(node) != precision), None)
+        if merged is not None:
+            owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))
+            problem += f"; {merged.op_type} {merged.name!r} does the work of {owners}: give them one precision"
+        raise RuleError(selector, problem)

@@ -124,11 +124,9 @@ class Method:
         """Refuse weights with NaN, which integers do not have."""
         for node in nodes:
             for value in node.inputs:
-                tensor = constant_of(value)
-                if tensor is not None and value is not None and nan_in({str(value.name): tensor.numpy()}):
-                    path = next(iter(tags.owners_of(node.metadata_props)), "")
-                    where = f"{value.name!r} of module {path or '(root)'!r}"
-                    raise InputError(f"{where} has NaN, which {self.precision.name} has not")
+                if value is not None and (tensor := constant_of(value)) and nan_in({str(value.name): tensor.numpy()}):
+                    path = next(iter(tags.owners_of(node.metadata_props)), "") or "(root)"
+                    raise InputError(f"{value.name!r} of module {path!r} has NaN, which {self.precision.name} has not")
 
 
 @dataclass(frozen=True)
@@ -197,15 +195,17 @@ class Precision:
         self.check("format", self.format, how.formats)
         if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
-        if self.accuracy_level is not None:
-            self._check_level(self.accuracy_level, how.accuracy_levels)
+        if (level := self.accuracy_level) is not None:
+            if not how.accuracy_levels:
+                raise self.fault("accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights")
+            self.check("accuracy_level", str(level) if isinstance(level, bool) else level, how.accuracy_levels)
         bits = _BITS[self.weight]
         if self.bits not in (0, bits):
             raise self.fault(f"{self.weight} has {bits} bits, not {self.bits!r}")
         object.__setattr__(self, "bits", bits)
         for name in self.options:
             if name not in how.options:
-                raise InputError(f"precision {self.name!r} has no field {name!r}{self._nearest(name)}")
+                raise InputError(f"precision {self.name!r} has no field {name!r}; {self._nearest(name)}")
         how.check()
 
     def __str__(self) -> str:
@@ -242,16 +242,10 @@ class Precision:
             engine = "" if self.engine == ENGINE or what == "engine" else f"with the engine {self.engine!r}, "
             raise self.fault(f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}")
 
-    def _check_level(self, level: Any, allowed: Sequence[int]) -> None:
-        if not allowed:
-            raise self.fault("accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights")
-        self.check("accuracy_level", str(level) if isinstance(level, bool) else level, allowed)
-
     def _nearest(self, word: str) -> str:
         known = [*FIELDS, *self.how.options]
-        near = difflib.get_close_matches(str(word), known, n=1)
         listed = f"the method {self.method!r} of {self.engine} has {', '.join(known)}"
-        return f"; nearest: {near[0]!r}" if near else f"; {listed}"
+        return next((f"nearest: {near!r}" for near in difflib.get_close_matches(str(word), known, n=1)), listed)
 
     def fault(self, problem: str) -> InputError:
         """The error that says what is wrong with it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +34,8 @@ Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]
 _USUAL: Mapping[str, tuple[Any, ...]] = {"format": ("default",), "accuracy_level": (None, 0)}
 """Values that tools take which say nothing else: they write their own operators, with no level of arithmetic."""
 
+LEVELS = (None, *Blocks.accuracy_levels)
+"""The values of ``accuracy_level`` for a tool that writes it."""
 
 IN_BLOCKS = ("MatMul", "Gather")
 """Operators whose weights ONNX Runtime and Olive cut into blocks."""
@@ -73,11 +75,10 @@ class PlannedModel:
 
     def of(self, method: str) -> dict[Precision, list[ir.Node]]:
         """Precision → its nodes, for the precisions with a method."""
-        found: dict[Precision, list[ir.Node]] = {}
+        found = defaultdict[Precision, list[ir.Node]](list)
         for node in self.nodes:
-            precision = self.precisions.get(node)
-            if precision is not None and precision.method == method:
-                found.setdefault(precision, []).append(node)
+            if node in self.precisions and self.precisions[node].method == method:
+                found[self.precisions[node]].append(node)
         return found
 
     def others(self, chosen: Iterable[ir.Node]) -> list[ir.Node]:
@@ -118,11 +119,9 @@ class PlannedModel:
         counts = Counter(node.name for node in self.nodes)
         for node in self.nodes:
             if node in self.precisions and (not node.name or counts[node.name] > 1):
-                owner = next(iter(self.tagged.owners_of(node)), "")
+                owner = next(iter(self.tagged.owners_of(node)), "") or "(root)"
                 problem = "has no name" if not node.name else f"shares the name {node.name!r} with another node"
-                raise InputError(
-                    f"a {node.op_type} of module {owner or '(root)'!r} {problem}; tools know nodes by their names"
-                )
+                raise InputError(f"a {node.op_type} of module {owner!r} {problem}; tools know nodes by their names")
 
     def block_notes(self, tool: str) -> tuple[str, ...]:
         """A line about weights that a tool does not cut into blocks, because of their operators."""
@@ -141,6 +140,16 @@ class PlannedModel:
 def value_of(precision: Precision, field: str) -> Any:
     """The value of a field; for the level of arithmetic the one that is used where none is given."""
     return Blocks(precision).accuracy_level if field == "accuracy_level" else getattr(precision, field)
+
+
+def block_fields(precision: Precision) -> dict[str, Any]:
+    """The fields of weights in blocks under the names that ONNX Runtime and Olive have for them."""
+    return {
+        "bits": precision.bits,
+        "block_size": precision.block_size,
+        "is_symmetric": precision.symmetric,
+        "accuracy_level": value_of(precision, "accuracy_level"),
+    }
 
 
 def names(nodes: Iterable[ir.Node]) -> list[str]:

@@ -70,8 +70,8 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
 
 def _field(text: str) -> tuple[str, Any]:
     """A field and its value."""
-    name, found, value = text.partition("=")
-    if not (name and found and value):
+    name, _, value = text.partition("=")
+    if not (name and value):
         raise InputError(f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0")
     with contextlib.suppress(ValueError):  # numbers, true and false; others are words
         return name, json.loads(value)

@@ -33,12 +33,9 @@ from htp_export.files.targets import Kind
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)
+_OF_RUNS = ("data", "metric", "validation", "dims", "shapes", "seed", "check", "share_weights", "in_place")
 IDLE = (
-    Idle(
-        ("data", "metric", "validation", "dims", "shapes", "seed", "check", "share_weights", "in_place"),
-        lambda given: given["dry_run"] or given["plan_for"],
-        "--dry-run and --plan-for run nothing",
-    ),
+    Idle(_OF_RUNS, lambda given: given["dry_run"] or given["plan_for"], "--dry-run and --plan-for run nothing"),
     Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
     Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
     Idle(("weights",), lambda given: given["plan_for"], "--plan-for reads no weights"),
@@ -59,13 +56,9 @@ def quantize_command(
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
     check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
-    plan_for: Annotated[
-        str | None, "Run nothing; write the plan as another tool reads it, to -o: ort, nncf, modelopt, genai, olive."
-    ] = None,
+    plan_for: Annotated[str | None, "Write the plan for another tool to -o: ort, nncf, modelopt, genai, olive."] = None,
     share_weights: ShareOption = False,
-    weights: Annotated[
-        Path | None, "A checkpoint that is quantized already (GPTQ, AWQ, bitsandbytes, GGUF): its packed weights."
-    ] = None,
+    weights: Annotated[Path | None, "A quantized checkpoint (GPTQ, AWQ, bitsandbytes, GGUF): packed weights."] = None,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
@@ -81,10 +74,10 @@ def quantize_command(
         raise typer.BadParameter("give the file to write with -o, or --dry-run")
     if output is not None:
         check_output(output, Kind.MODEL if plan_for is None else Kind.JSON)
-    without = "auto" if weights is None else CHECKPOINT
-    preset = without if plan is None and not rule and plan_for is None else plan
+    if plan is None and not rule and plan_for is None:
+        plan = "auto" if weights is None else CHECKPOINT
     named = PRECISIONS if weights is None else (*PRECISIONS, CHECKPOINT)
-    rules = read_rules(preset, rule, "PRECISION", named=named)
+    rules = read_rules(plan, rule, "PRECISION", named=named)
     if plan_for is not None:
         _write_plan(file, rules, output, plan_for, table.as_json)
         return

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
+from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
 from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
 from htp_export.results.result import PlainData
@@ -78,11 +79,8 @@ class Check(PlainData):
         )
 
 
-def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, sizes: tuple[int, int]) -> Check:
-    """Compare what was quantized with the original on the first runs of the data, and time both on the first one.
-
-    ``sizes``: the bytes of all weights, before and after.
-    """
+def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int) -> Check:
+    """Compare what was quantized with the original on the first runs of the data, and time both on the first one."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
@@ -102,8 +100,8 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, size
         cosine=None if worst is None else worst.cosine,
         compared=len(feeds),
         random=samples.random,
-        bytes_before=sizes[0],
-        bytes_after=sizes[1],
+        bytes_before=contents_of(original).modules[""].facts.weight_bytes,
+        bytes_after=bytes_after,
         ms_before=before,
         ms_after=after,
         runs=_TIMED,

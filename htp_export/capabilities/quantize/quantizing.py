@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose
-from htp_export.capabilities.quantize.method import ENGINE, Precision
+from htp_export.capabilities.quantize.method import CHECKPOINT, ENGINE, Precision
 from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
 from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule, check_of
@@ -111,21 +111,18 @@ def quantize(
         [('MatMulNBits', '0'), ('Add', '0'), ('Relu', '1'), ('Gemm', '2')]
     """
     check_target(output, reads=files_named_in([data, validation]))
+    if dry_run and check:
+        raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
     checkpoint = None
     if weights is None:
-        rules, flat = precisions_of(plan), None
+        rules, flat = precisions_of(plan), read_flat(model)
     else:
         flat = read_flat(model)
         checkpoint = checkpoint_precision(weights, flat)
-        named = {**PRECISIONS, checkpoint.name: checkpoint}
-        rules = precisions_of(checkpoint.name if plan == "auto" else plan, named)
-    if dry_run and check:
-        raise InputError("check runs the quantized model, and dry_run makes none: give one of them")
+        rules = precisions_of(CHECKPOINT if plan == "auto" else plan, {**PRECISIONS, CHECKPOINT: checkpoint})
+    original = raised(flat, max((precision.how.first_opset for precision in rules.values()), default=1))
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
-    first_opset = max((precision.how.first_opset for precision in rules.values()), default=1)
-    original = raised(read_flat(model) if flat is None else flat, first_opset)
-    if not dry_run:
         original.require_exact_tags()
     if checkpoint is not None:
         original = with_numbers(original, checkpoint)
@@ -142,18 +139,15 @@ def quantize(
         notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
-        held_out = (
-            samples if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
-        )
-        control = Validation(metric, held_out, original.model, name)
+        own = None if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+        control = Validation(metric, own or samples, original.model, name)
     changed, stayed = _changed(choice, samples, name, control)
-    most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
-    metrics = None if control is None else (control.before, control.check(changed.model, most_drop))
+    metrics: tuple[float | None, float | None] = (None, None)
+    if control is not None:
+        most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
+        metrics = control.before, control.check(changed.model, most_drop)
     sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
-    checked = None
-    if check:
-        whole = contents_of(original).modules[""].facts.weight_bytes, sizes[""]
-        checked = check_of(original, changed, samples, whole)
+    checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
     notes += stayed
@@ -236,7 +230,7 @@ def _result(
     bytes_after: Mapping[str, int],
     notes: Sequence[str],
     model: ir.Model | None = None,
-    metrics: tuple[float, float] | None = None,
+    metrics: tuple[float | None, float | None] = (None, None),
     checked: Check | None = None,
 ) -> Quantized:
     words = choice.precisions()
@@ -251,15 +245,5 @@ def _result(
         )
         for path, contents in contents_of(choice.tagged).modules.items()
     }
-    before, after = metrics or (None, None)
-    return Quantized(
-        modules,
-        choice.counted(choice.nodes),
-        choice.counted(choice.left),
-        tuple(notes),
-        dry=model is None,
-        metric_before=before,
-        metric_after=after,
-        check=checked,
-        given=model,
-    )
+    changed, left = choice.counted(choice.nodes), choice.counted(choice.left)
+    return Quantized(modules, changed, left, tuple(notes), model is None, *metrics, checked, given=model)

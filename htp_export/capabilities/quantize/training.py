@@ -95,12 +95,9 @@ def _of_torch(module: Any) -> Forward:
 
 def _is_by_channel(quantizer: Any) -> bool:
     """Whether a module is torchao's fake quantization to int8 with a scale for each row of a matrix."""
-    import torch
-
-    config = getattr(quantizer, "config", None)
+    config, is_torchao = getattr(quantizer, "config", None), type(quantizer).__module__.startswith("torchao.")
     granularity = type(getattr(config, "granularity", None)).__name__
-    is_torchao = type(quantizer).__module__.startswith("torchao.")
-    return is_torchao and getattr(config, "dtype", None) == torch.int8 and granularity == "PerAxis"
+    return is_torchao and str(getattr(config, "dtype", "")) == "torch.int8" and granularity == "PerAxis"
 
 
 def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
@@ -153,7 +150,6 @@ def module_filter(
         paths = set(select_below(plan, classes))
     modules = dict(model.named_modules())
     if not any(isinstance(modules.get(path), nn.Linear) for path in paths):
-        raise InputError(
-            f"the plan gives {value!r} to no linear layer" if value is not None else f"{plan!r} names none"
-        )
+        problem = f"{plan!r} names none" if value is None else f"the plan gives {value!r} to no linear layer"
+        raise InputError(problem)
     return lambda module, name: isinstance(module, nn.Linear) and name in paths

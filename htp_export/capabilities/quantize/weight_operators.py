@@ -1,12 +1,7 @@
-"""Operators with stored weights in the forms that ONNX Runtime's quantizers read, or do not write.
+"""Operators with stored weights in the forms that ONNX Runtime's quantizers read (``MatMul``), or do not write.
 
-- Its quantizers of weights know ``MatMul`` alone: `write_products` writes each ``Gemm`` as a product and a sum.
-- Engines that know no operators of ONNX Runtime, such as TensorRT, read weights in blocks as a ``DequantizeLinear`` in
-  front of a ``MatMul``: `write_dequantized`. ONNX Runtime fuses the pair to the ``MatMulNBits`` that it was
-  (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
-- It has operators for 8-bit weights of convolutions and tables, and no quantizer: `store_in_eight_bits`. A convolution
-  reads what a ``DequantizeLinear`` makes of its weight, with a scale for each channel. The rows of a table are looked
-  up by ``GatherBlockQuantized``, with a scale and zero point for each block. Nothing is computed before it is written.
+It has operators for 8-bit weights of convolutions and tables, and no quantizer; and engines that do not know its own
+operators read weights in blocks through a ``DequantizeLinear``.
 """
 
 from __future__ import annotations
@@ -42,12 +37,11 @@ def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.Ten
     turned = weight
     if node.attributes.get_int("transB", 0):
         name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
-        if name not in graph.initializers:
-            shape = tensor.shape.numpy()[::-1]
-            add_initializer(graph, changed_when_written(tensor, np.transpose, recipe, shape), name, recipe)
-        turned = graph.initializers[name]
-    product = ir.node("MatMul", [node.inputs[0], turned], name=node.name)
-    result, new = product.outputs[0], [product]
+        turned = graph.initializers.get(name) or add_initializer(
+            graph, changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]), name, recipe
+        )
+    new = [ir.node("MatMul", [node.inputs[0], turned], name=node.name)]
+    result = new[0].outputs[0]
     result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
     if len(node.inputs) > 2 and node.inputs[2] is not None:
         new.append(ir.node("Add", [result, node.inputs[2]], name=f"{node.name}_bias"))
@@ -57,7 +51,10 @@ def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.Ten
 
 
 def write_dequantized(graph: ir.Graph) -> None:
-    """Write each ``MatMulNBits`` as a ``MatMul``, which has its name, with a ``DequantizeLinear`` of its weight."""
+    """Write each ``MatMulNBits`` as a ``MatMul``, which has its name, with a ``DequantizeLinear`` of its weight.
+
+    ONNX Runtime fuses the pair again (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
+    """
     made: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         if node.op_type == "MatMulNBits":
@@ -76,13 +73,15 @@ def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
     rows, columns, bits, block = (node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size"))
     blocks = -(-rows // block)
     scales, points = node.inputs[2], node.inputs[3] if len(node.inputs) > 3 else None
-    signed = points is None  # the integers are those of MatMulNBits less the zero point that it has without one
-    kind = {(4, True): ir.DataType.INT4, (4, False): ir.DataType.UINT4, (8, True): ir.DataType.INT8}.get(
-        (bits, signed), ir.DataType.UINT8
-    )
-    levels = _integers(graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind)
+    # Signed ones are the integers of MatMulNBits less the zero point that it has without points.
+    kind = ir.DataType[f"INT{bits}" if points is None else f"UINT{bits}"]
     assert scales is not None
-    read = [levels, _turned(graph, scales, (columns, blocks))]
+    assert scales.const_value is not None
+    turned = ir.Tensor(np.ascontiguousarray(scales.const_value.numpy().reshape(columns, blocks).T))
+    read = [
+        _integers(graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind),
+        _register(graph, scales, turned, step("transpose", recipe_of(scales), [1, 0])),
+    ]
     if points is not None:
         read.append(_integers(graph, points, (columns, -1), (blocks, bits), kind))
     attributes = {"axis": 0, "block_size": block}
@@ -104,18 +103,9 @@ def _integers(
     return _register(graph, value, ir.Tensor(np.ascontiguousarray(array), dtype=kind), recipe)
 
 
-def _turned(graph: ir.Graph, scales: ir.Value, sizes: tuple[int, int]) -> ir.Value:
-    """The scales of ``MatMulNBits``, those of a column in a column."""
-    assert scales.const_value is not None
-    array = np.ascontiguousarray(scales.const_value.numpy().reshape(sizes).T)
-    return _register(graph, scales, ir.Tensor(array), step("transpose", recipe_of(scales), [1, 0]))
-
-
 def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Recipe) -> ir.Value:
     name = f"{of.name}_rows"
-    if name in graph.initializers:
-        return graph.initializers[name]
-    return add_initializer(graph, tensor, name, recipe)
+    return graph.initializers.get(name) or add_initializer(graph, tensor, name, recipe)
 
 
 CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
@@ -129,7 +119,8 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
 
     ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero points.
     """
-    made: dict[tuple[ir.Value, int], list[ir.Value]] = {}
+    by_channel: dict[tuple[ir.Value, int], ir.Value] = {}
+    by_block: dict[ir.Value, list[ir.Value]] = {}
     for node in list(graph):
         place = 1 if node.op_type in CONVOLUTIONS else 0
         weight, axes = node.inputs[place], weight_axes(node, place)
@@ -137,23 +128,19 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
         assert axes is not None
         tensor = weight.const_value
         assert tensor is not None
-        channels = axes[1] if place else -1
-        if (weight, channels) not in made:
-            made[weight, channels] = (
-                _by_channel(graph, weight, tensor, channels)
-                if place
-                else _by_block(graph, weight, tensor, block_size, symmetric)
-            )
-        stored = made[weight, channels]
         if place:
-            node.replace_input_with(1, stored[0])
+            if (weight, axes[1]) not in by_channel:
+                by_channel[weight, axes[1]] = _by_channel(graph, weight, tensor, axes[1])
+            node.replace_input_with(1, by_channel[weight, axes[1]])
         else:
-            _look_up(graph, node, stored, block_size)
+            if weight not in by_block:
+                by_block[weight] = _by_block(graph, weight, tensor, block_size, symmetric)
+            _look_up(graph, node, by_block[weight], block_size)
         if not weight.uses():
             graph.initializers.pop(str(weight.name), None)
 
 
-def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int) -> list[ir.Value]:
+def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int) -> ir.Value:
     """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
     others = tuple(axis for axis in range(len(shape)) if axis != channels)
@@ -170,11 +157,10 @@ def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, ch
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
         _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, (shape[channels],)),
     ]
-    node = ir.node("DequantizeLinear", stored, {"axis": channels}, name=f"{weight.name}_dequantize")
-    node.outputs[0].name = f"{weight.name}_dequantized"
-    node.outputs[0].type, node.outputs[0].shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(shape)
-    graph.insert_before(graph[0], node)
-    return [node.outputs[0]]
+    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+    attributes, name = {"axis": channels}, f"{weight.name}_dequantize"
+    graph.insert_before(graph[0], ir.node("DequantizeLinear", stored, attributes, outputs=[result], name=name))
+    return result
 
 
 def _by_block(
@@ -220,9 +206,8 @@ def _rounded(levels: Array) -> Array:
 
 def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size: int) -> None:
     """Replace a ``Gather`` by one of blocks."""
-    data, *others = stored
     attributes = {"bits": 8, "block_size": block_size, "gather_axis": 0, "quantize_axis": 1}
-    read = [data, node.inputs[1], *others]
+    read = [stored[0], node.inputs[1], *stored[1:]]
     replace(node, [ir.node("GatherBlockQuantized", read, attributes, domain="com.microsoft")])
     graph.opset_imports.setdefault("com.microsoft", 1)
 

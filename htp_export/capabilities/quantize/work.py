@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -72,18 +72,16 @@ def activations(
     known = [tensor for tensor in wanted if tensor in given]
     computed = [tensor for tensor in wanted if tensor not in given]
 
-    def read() -> Iterator[dict[str, Array]]:
+    def read(run: Callable[[Mapping[str, Array]], dict[str, Array]]) -> Iterator[dict[str, Array]]:
         for number, arrays in enumerate(samples):
-            found = {tensor: arrays[tensor] for tensor in known} | (run(arrays) if computed else {})
+            found = {tensor: arrays[tensor] for tensor in known} | run(arrays)
             for tensor in nan_in(found):
                 raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
             yield found
 
-    if not computed:
-        yield read()
-        return
-    with Runner(model, name, SessionSettings()).opened(computed) as run:
-        yield read()
+    opened: Any = Runner(model, name, SessionSettings()).opened(computed) if computed else nullcontext(lambda _: {})
+    with opened as run:
+        yield read(run)
 
 
 _SLACK = 1e-9  # rounding errors of differences between metrics

@@ -52,12 +52,16 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
     }
     if prompts:
         inputs = {**inputs, "data": [str(folder / name) for name in prompts]}
+    given = {key: value for key, value in inputs.items() if value}
     texts = {_FRONT: json.dumps(search.to_dict(), indent=2) + "\n"}
     if len(search.objectives) > 1 and search.trials:
         texts[_PICTURE] = front_svg(search)
     for number, trial in enumerate(search.pareto):
-        content = _with_inputs(trial.steps, inputs) if trial.prune else dict(trial.plan)
-        texts[plan_file(number, trial)] = json.dumps(content, indent=2) + "\n"
+        steps = [  # in which quantizing has inputs
+            {name: {**options, **given} if name == "quantize" else options for name, options in step.items()}
+            for step in trial.steps
+        ]
+        texts[plan_file(number, trial)] = json.dumps(steps if trial.prune else dict(trial.plan), indent=2) + "\n"
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [*texts, *prompts]
@@ -68,15 +72,6 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
             for name, run in prompts.items():
                 np.savez(work.new / name, **run)
             work.commit([Move(work.new / name, folder / name) for name in names], lambda: old)
-
-
-def _with_inputs(steps: list[dict[str, Any]], inputs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The steps, in which quantizing has inputs."""
-    given = {key: value for key, value in inputs.items() if value}
-    return [
-        {name: {**options, **given} if name == "quantize" else options for name, options in step.items()}
-        for step in steps
-    ]
 
 
 def _is_ours(name: str) -> bool:
@@ -101,20 +96,19 @@ def front_svg(search: Search) -> str:
     if len(search.objectives) < 2:
         raise InputError("a front has two objectives; the search has one")
     upward, across = search.objectives[0], search.objectives[1]
-    drawn = {
-        place: trial
-        for place, trial in enumerate(search.trials)
-        if math.isfinite(trial.values[upward]) and math.isfinite(trial.values[across])
-    }
+    trials = enumerate(search.trials)
+    drawn = {place: each for place, each in trials if math.isfinite(each.values[upward] + each.values[across])}
     if not drawn:
         raise InputError("there is nothing to draw: no plan was measured")
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
     x = _Axis.of([trial.values[across] for trial in drawn.values()], _LEFT, right)
     y = _Axis.of([trial.values[upward] for trial in drawn.values()], bottom, _TOP)
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}
-    line = " ".join(
-        f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in _line(list(drawn.values()), across, upward)
-    )
+    points = [(trial.values[across], trial.values[upward]) for trial in drawn.values()]
+    signs = [-1 if name in LARGER_IS_BETTER else 1 for name in (across, upward)]
+    # Of the two objectives that are drawn; with a third one, the whole front has further points.
+    front = sorted(points[place] for place in pareto([(one * signs[0], other * signs[1]) for one, other in points]))
+    line = " ".join(f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in front)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{html.escape(search.summary)}</title>",
@@ -129,13 +123,6 @@ def front_svg(search: Search) -> str:
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
-
-
-def _line(trials: Sequence[Trial], across: str, upward: str) -> list[tuple[float, float]]:
-    """The front in the two objectives that are drawn; with a third one, the whole front has further points."""
-    points = [(trial.values[across], trial.values[upward]) for trial in trials]
-    signs = [-1 if name in LARGER_IS_BETTER else 1 for name in (across, upward)]
-    return sorted(points[place] for place in pareto([(one * signs[0], other * signs[1]) for one, other in points]))
 
 
 @dataclass(frozen=True)

@@ -165,10 +165,10 @@ def refined_plans(
     """
     front = [measured[place] for place in pareto([(plan.size, plan.error) for plan in measured])]
     steps = sorted((plan.size, plan.error) for plan in front)
-    known = {_key(plan.choices) for plan in measured}
+    known = {tuple(sorted(plan.choices.items())) for plan in measured}
     candidates: dict[tuple[tuple[str, str], ...], MeasuredPlan] = {}
     for each in (neighbour for plan in front for neighbour in _neighbours(plan, modules)):
-        key = _key(each.choices)
+        key = tuple(sorted(each.choices.items()))
         if key not in known and (key not in candidates or candidates[key].error < each.error):
             candidates[key] = each  # of several predictions, the worst
     found: list[dict[str, str]] = []
@@ -207,7 +207,3 @@ def _factor(plan: MeasuredPlan, steps: Sequence[tuple[float, float]]) -> float:
     if not plan.error:
         return math.inf if steps[place - 1][1] else 1.0
     return steps[place - 1][1] / plan.error
-
-
-def _key(choices: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    return tuple(sorted(choices.items()))

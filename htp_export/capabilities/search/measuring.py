@@ -117,12 +117,8 @@ class Prompts:
         return [{given.name: ids} for ids in self.ids]
 
 
-@dataclass(frozen=True)
-class _Ran:
-    """What a model computed: its outputs in each run, and the time in ms of what was timed."""
-
-    outputs: list[dict[str, Array]]
-    ms: float | None = None
+_Ran: TypeAlias = tuple[list[dict[str, Array]], float | None]
+"""What a model computed: its outputs in each run, and the time in ms of what was timed."""
 
 
 @dataclass(eq=False)
@@ -161,22 +157,20 @@ class Measurer:
     @cached_property
     def expected(self) -> list[dict[str, Array]]:
         """The outputs of the original, for each of the inputs."""
-        outputs = self._run(self.tagged, 0).outputs if self.prompts is None else self._of_prompts
+        outputs = self._run(self.tagged, 0)[0] if self.prompts is None else self._of_prompts
         for number, run in enumerate(outputs):
             for name in nan_in(run):
                 if np.isnan(run[name]).all():
-                    raise InputError(
-                        f"data, run {number}: output {name!r} of the model is NaN; errors of it are not known"
-                    )
+                    what = f"output {name!r} of the model is NaN; errors of it are not known"
+                    raise InputError(f"data, run {number}: {what}")
         return outputs
 
     @property
     def remarks(self) -> list[str]:
         """What errors do not tell: outputs of the original of which elements are NaN."""
         found = [(number, name) for number, run in enumerate(self.expected) for name in nan_in(run)]
-        return [
-            f"data, run {k}: output {name!r} of the model has NaN, which counts as no error" for k, name in found[:1]
-        ]
+        counts = "of the model has NaN, which counts as no error"
+        return [f"data, run {number}: output {name!r} {counts}" for number, name in found[:1]]
 
     @cached_property
     def original(self) -> Measurement:
@@ -220,10 +214,9 @@ class Measurer:
             pruned = prune(tagged, pruning)
             whole = pruned.modules[""]
             tagged, nonzeros = pruned.tagged, whole.weights_after - whole.zeros_after
-        if made is None:
-            changes = any(not precision.is_kept for precision in plan.values())
-            made = self.quantized(plan, tagged) if changes else tagged
-        return made, nonzeros
+        if made is None and not all(precision.is_kept for precision in plan.values()):
+            made = self.quantized(plan, tagged)
+        return made or tagged, nonzeros
 
     def _kept(self, key: str, make: Callable[[], Measurement]) -> Measurement:
         known = self.finished.get(key)
@@ -235,23 +228,23 @@ class Measurer:
 
     def _measured(self, tagged: TaggedModel, nonzeros: int | None = None, *, beside: bool = True) -> Measurement:
         """What is measured of a model; times ``beside`` the original, or, of the original itself, alone."""
-        wanted = self.expected
-        ran = self._run(tagged, self.runs, beside) if self.prompts is None else self._generated(tagged, beside)
-        number = None if self.metric is None else metric_value(self.metric, ran.outputs)
+        wanted, is_loop = self.expected, self.prompts is not None
+        outputs, ms = self._generated(tagged, beside) if is_loop else self._run(tagged, self.runs, beside)
+        number = None if self.metric is None else metric_value(self.metric, outputs)
         errors, same = OutputErrors(), []
-        for expected, actual in zip(wanted, ran.outputs, strict=True):
+        for expected, actual in zip(wanted, outputs, strict=True):
             errors.add(expected, actual)
-            if self.prompts is not None:
+            if is_loop:
                 [(one, other)] = zip(expected.values(), actual.values(), strict=True)
                 same.append(np.mean(one.argmax(-1) == other.argmax(-1)))
         return Measurement(
             **vars(errors.result()),
             bytes=sum(slot.tensor.nbytes for slot in slots(tagged.model)),
-            latency_ms=ran.ms if self.prompts is None else None,
+            latency_ms=None if is_loop else ms,
             metric=number,
             nonzeros=nonzeros,
             tokens=float(np.mean(same)) if same else None,
-            time_ms=None if self.prompts is None else ran.ms,
+            time_ms=ms if is_loop else None,
         )
 
     @cached_property
@@ -282,7 +275,7 @@ class Measurer:
             ]
         outputs = [{"logits": each[0].logits} for each in made[: len(prompts)]]
         times = [[each.ms for each in pair] for pair in made]
-        return _Ran(outputs, self._ms(times, "time_ms") if self.prompts.timed else None)
+        return outputs, self._ms(times, "time_ms") if self.prompts.timed else None
 
     def _ms(self, times: Sequence[Sequence[float]], name: str) -> float:
         """The median of times; of those beside times of the original, its time, multiplied by the median ratio."""
@@ -302,12 +295,12 @@ class Measurer:
             runnable = RunnableModel.of(tagged.model, name, folder)
             outputs = outputs_of(runnable, self.feeds, self.settings)
             if not runs:
-                return _Ran(outputs)
+                return outputs, None
             sessions = [Session(runnable, self.settings)]
             if beside:
                 sessions.append(self._session(self.tagged, folder))
             times = median_times(sessions, self.feeds[:1] * len(sessions), runs)
-            return _Ran(outputs, self._ms([times], "latency_ms"))
+            return outputs, self._ms([times], "latency_ms")
 
 
 def check_repeats(repeats: int) -> None:

@@ -35,6 +35,9 @@ IDLE = (
 )
 
 
+_OBJECTIVES = "By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size)."
+
+
 def search_command(
     file: FileArgument,
     runs_on: DataOptions,
@@ -45,14 +48,7 @@ def search_command(
         list[str] | None,
         "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
-    objective: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--objective",
-            "--objectives",
-            help="By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size).",
-        ),
-    ] = None,
+    objective: Annotated[list[str] | None, typer.Option("--objective", "--objectives", help=_OBJECTIVES)] = None,
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
@@ -60,12 +56,10 @@ def search_command(
     sampler: Annotated[str, "tpe, nsga2, random or grid."] = "tpe",
     storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
     study: Annotated[str, "Name of the study in the storage."] = "htp_export",
-    grace: Annotated[
-        float, typer.Option(min=0, help="Seconds without a sign of another process before its trial is taken up.")
-    ] = 60.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds until a silent process is taken for dead.")] = 60.0,
     runs: Annotated[int, count_option("Timed runs of each plan, for the objective latency.")] = 20,
     repeats: Annotated[
-        int, count_option("Measure plans of the front so often again, for noisy numbers: medians and a spread (0).", 0)
+        int, count_option("Measure the plans of the front so often again, for medians and a spread (0).", 0)
     ] = 0,
     new_tokens: Annotated[int, count_option("Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,

@@ -133,7 +133,7 @@ class Search(Result):
 
     def table(self) -> Table:
         """The trials on the front."""
-        spread: Column[Trial] = Column("spread", "spread", _spread_of, right=False)
+        spread: Column[Trial] = Column("spread", "spread", right=False, text=_spread)
         columns = trial_columns(self.objectives)
         noisy = any(trial.spread for trial in self.pareto)
         return [*columns[:-2], *([spread] if noisy else []), *columns[-2:]], self.pareto
@@ -154,36 +154,29 @@ class SearchInterrupted(KeyboardInterrupt):
 def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
     """The columns of a table of trials."""
     values = [_value_column(name) for name in objectives]
-    number: Column[Trial] = Column(
-        "number", "trial", lambda trial: -1 if trial.number is None else trial.number, text=_name
-    )
+    number: Column[Trial] = Column("number", "trial", lambda trial: "-" if trial.number is None else str(trial.number))
     return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
 
 
-def _spread_of(trial: Trial) -> str | None:
-    """Spreads in words, as ``time ±0.12``; None without."""
-    return ", ".join(f"{name} ±{value:.3g}" for name, value in trial.spread.items()) or None
+def _spread(spread: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} ±{value:.3g}" for name, value in spread.items())
 
 
-def _name(number: int) -> str:
-    return "-" if number < 0 else str(number)
+_TEXTS = {
+    "error": "{:.2e}".format,
+    "size": lambda value: si(value, "B"),
+    "latency": "{:.3f}".format,
+    "time": "{:.3f}".format,
+    "tokens": "{:.2%}".format,
+    "nonzeros": "{:,.0f}".format,
+    "metric": "{:.4f}".format,
+}
+"""Objective → how its values are drawn."""
 
 
 def _value_column(name: str) -> Column[Trial]:
-    texts = {
-        "error": "{:.2e}".format,
-        "size": lambda value: si(value, "B"),
-        "latency": "{:.3f}".format,
-        "time": "{:.3f}".format,
-        "tokens": "{:.2%}".format,
-        "nonzeros": "{:,.0f}".format,
-    }
-    return Column(
-        name,
-        f"{name} ms" if name in ("latency", "time") else name,
-        lambda trial: trial.values[name],
-        text=texts.get(name, "{:.4f}".format),
-    )
+    title = f"{name} ms" if name in ("latency", "time") else name
+    return Column(name, title, lambda trial: trial.values[name], text=_TEXTS[name])
 
 
 def search_from(data: object) -> Search | None:

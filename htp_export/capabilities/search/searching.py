@@ -153,15 +153,16 @@ def search(
         prompts, note = _prompts(tagged, samples, settings, new_tokens, "time" in wanted), RANDOM_PROMPTS
     feeds = samples if prompts is None else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
     measurer = Measurer(tagged, feeds, metric, timed, settings, None, calibration, prompts)
+    # Times were no ratios to those of the original in earlier versions.
+    in_turn = ["in turn"] * bool({"latency", "time"} & {*wanted})
+    measured_with = (timed, *([new_tokens] if prompts else ()), *in_turn)
     shared = SharedStudy(
         storage,
         study,
         ["maximize" if name in LARGER_IS_BETTER else "minimize" for name in wanted],
         grace=grace,
         facts={
-            "model and data": digest_of(
-                tagged.model, measurer.feeds, (timed, *([new_tokens] if prompts else ()), *_in_turn(wanted))
-            ),
+            "model and data": digest_of(tagged.model, measurer.feeds, measured_with),
             "objectives": list(wanted),
             "choices": choices.written,
         },
@@ -175,25 +176,12 @@ def search(
     predicted = next(iter(fronts.values()))
 
     def result(measured: tuple[Trial, ...], *, stopped: bool = False) -> Search:
-        return Search(
-            wanted,
-            measured,
-            shared.failed,
-            work.space.variables,
-            tuple((size, error) for size, error, _ in predicted.points),
-            predicted.exact,
-            (
-                *serving.notes,
-                *([note] if samples.random else []),
-                *measurer.remarks,
-                *work.space.problems,
-                *_dense(choices, wanted),
-                *shared.problems,
-                *(() if stopped else shared.why_fewer(trials)),
-            ),
-            tagged.tag_facts,
-            tuple(prompts.feeds) if prompts and samples.random else (),
-        )
+        notes = [*serving.notes, *[note] * samples.random, *measurer.remarks, *work.space.problems]
+        notes += [*_dense(choices, wanted), *shared.problems, *([] if stopped else shared.why_fewer(trials))]
+        front = tuple((size, error) for size, error, _ in predicted.points)
+        random = tuple(prompts.feeds) if prompts and samples.random else ()
+        facts = front, predicted.exact, tuple(notes), tagged.tag_facts, random
+        return Search(wanted, measured, shared.failed, work.space.variables, *facts)
 
     try:
         with report_counts("trials", trials) as count:
@@ -204,11 +192,6 @@ def search(
         if not stems_from_interrupt(error):
             raise
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
-
-
-def _in_turn(objectives: Sequence[str]) -> list[str]:
-    """What tells times that are ratios to those of the original from those of earlier versions."""
-    return ["in turn"] if {"latency", "time"} & {*objectives} else []
 
 
 def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool) -> Prompts:

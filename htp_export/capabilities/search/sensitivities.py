@@ -90,8 +90,7 @@ def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Val
     weight = np.asarray(use.value.const_value.numpy(), np.float32)
     wide = weight.astype(np.float64)
     change = float(np.square(wide - rounded(weight, precision, use.reduced, use.channels)).sum())
-    values = _values_of(use)
-    if not values:
+    if not (values := _values_of(use)):
         whole = float(np.square(wide).sum())
         return change / whole if whole else 0.0
     multiplied, result = (squares.get(value, 0.0) for value in values)
@@ -237,11 +236,9 @@ def sensitivity(
     measurer = Measurer(tagged, samples, metric, runs, settings, results, calibration, repeats=repeats)
     estimates = estimated_errors(tagged, paths, chosen.values(), samples)
     rows: _Rows = {
-        (path, name): ModuleSensitivity(
-            path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, precision.name]
-        )
+        (path, name): ModuleSensitivity(path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, name])
         for path in paths
-        for name, precision in chosen.items()
+        for name in chosen
     }
     if not estimate:
         rows = _measured(measurer, rows, chosen, all_but=all_but, by_module=by_module)
@@ -249,14 +246,9 @@ def sensitivity(
     for (path, name), row in rows.items():
         by_path[path][name] = row
     original = None if estimate else measurer.original
-    problems = [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
-    notes = (
-        *serving.notes,
-        *([RANDOM_NOTE] if samples.random else []),
-        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
-        *problems,
-    )
-    return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, notes, tagged.tag_facts)
+    notes = [*serving.notes, *[RANDOM_NOTE] * samples.random, *([ESTIMATE_NOTE] if estimate else measurer.remarks)]
+    notes += [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
+    return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, tuple(notes), tagged.tag_facts)
 
 
 def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Precision]:
@@ -297,6 +289,8 @@ def _measured(
 
 
 def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision, by_module: bool) -> ModuleSensitivity:
+    from htp_export.capabilities.verify.file_comparing import compare
+
     plan, original = {row.path or ".": precision}, measurer.original
     try:
         made = measurer.quantized(plan) if by_module else None
@@ -307,14 +301,10 @@ def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision
     if measured.latency_ms is not None and original.latency_ms is not None:
         faster = original.latency_ms - measured.latency_ms
     row = replace(row, alone=measured, saved_bytes=original.bytes - measured.bytes, saved_ms=faster)
-    return row if made is None else replace(row, by_module=_cosines(measurer, made))
-
-
-def _cosines(measurer: Measurer, made: TaggedModel) -> dict[str, float]:
-    from htp_export.capabilities.verify.file_comparing import compare
-
-    compared = compare(measurer.tagged, made, measurer.feeds[0])
-    return {path: result.cosine for path, result in compared.modules.items() if result.cosine is not None}
+    if made is None:
+        return row
+    compared = compare(measurer.tagged, made, measurer.feeds[0]).modules
+    return replace(row, by_module={path: each.cosine for path, each in compared.items() if each.cosine is not None})
 
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:

@@ -23,12 +23,9 @@ from htp_export.command.terminal import Steps, print_json, print_text, show, spl
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)
+_ESTIMATE = "--estimate quantizes nothing"
 IDLE = (
-    Idle(
-        ("runs", "repeats", "all_but", "by_module", "metric", "results"),
-        lambda given: given["estimate"],
-        "--estimate quantizes nothing",
-    ),
+    Idle(("runs", "repeats", "all_but", "by_module", "metric", "results"), lambda given: given["estimate"], _ESTIMATE),
     Idle(("by_module",), lambda given: not given["as_json"], "it is for --json"),
     DATA_HAS_VALUES,
 )
@@ -46,9 +43,7 @@ def sensitivity_command(
     all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
     by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
     runs: Annotated[int, count_option("Timed runs of each model.", 0)] = 0,
-    repeats: Annotated[
-        int, count_option("Measure each model so often, for noisy numbers: medians and a spread (0).", 0)
-    ] = 0,
+    repeats: Annotated[int, count_option("Measure each model so often, for medians and a spread (0).", 0)] = 0,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write CSV."] = False,

@@ -53,14 +53,6 @@ class ModuleSensitivity(PlainData):
         return {**record(SENSITIVITY_COLUMNS, self), **{name: getattr(self, name) for name in details}}
 
 
-def _of(measurement: str, name: str) -> Any:
-    def value(row: ModuleSensitivity) -> Any:
-        measured: Measurement | None = getattr(row, measurement)
-        return None if measured is None else getattr(measured, name)
-
-    return value
-
-
 def _short(value: float) -> str:
     return "0" if value == 0 else f"{value:.2e}"
 
@@ -73,11 +65,11 @@ SENSITIVITY_COLUMNS: tuple[Column[ModuleSensitivity], ...] = (
     CLASS_NAME,
     Column("precision", "precision", right=False),
     Column("error", "error", text=_short),
-    Column("sqnr_db", "SQNR", _of("alone", "sqnr_db"), text=_decibels),
-    Column("cosine", "cosine", _of("alone", "cosine"), text="{:.6f}".format),
-    Column("kl", "KL", _of("alone", "kl"), text=_short),
-    Column("metric", "metric", _of("alone", "metric"), text="{:.4f}".format),
-    Column("all_but_sqnr_db", "all but", _of("all_but", "sqnr_db"), text=_decibels),
+    Column("sqnr_db", "SQNR", lambda row: row.alone and row.alone.sqnr_db, text=_decibels),
+    Column("cosine", "cosine", lambda row: row.alone and row.alone.cosine, text="{:.6f}".format),
+    Column("kl", "KL", lambda row: row.alone and row.alone.kl, text=_short),
+    Column("metric", "metric", lambda row: row.alone and row.alone.metric, text="{:.4f}".format),
+    Column("all_but_sqnr_db", "all but", lambda row: row.all_but and row.all_but.sqnr_db, text=_decibels),
     Column("saved_bytes", "saved", unit="B"),
     Column("saved_ms", "faster", unit="ms"),
     Column("estimate", "estimate", text=_short),

@@ -78,8 +78,6 @@ def choice_of(value: Any) -> ModuleChoice:
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import precision_of
 
-    if isinstance(value, ModuleChoice):
-        return value
     if isinstance(value, Mapping):
         fields = dict(value)
         removed = fields.pop("prune", None)
@@ -87,10 +85,8 @@ def choice_of(value: Any) -> ModuleChoice:
         choice = ModuleChoice(sparsity, precision_of(fields) if fields or removed is None else kept_precision())
     elif isinstance(value, str):
         choice = _joined(value)
-    elif isinstance(value, Precision):
-        choice = ModuleChoice(None, value)
     else:
-        choice = ModuleChoice(sparsity_of(value))
+        choice = ModuleChoice(None, value) if isinstance(value, Precision) else ModuleChoice(sparsity_of(value))
     if choice.is_dropped and choice.is_quantized:
         raise InputError(f"choice {choice.name!r}: nothing is left to quantize of a module that is dropped")
     return choice
@@ -108,13 +104,11 @@ def _joined(text: str) -> ModuleChoice:
         elif part == "drop" or ":" in part or part.replace(".", "", 1).isdecimal():
             sparsities.append(sparsity_of(part))
         else:
-            raise InputError(
-                f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and values of prune such as 0.5, "
-                "2:4, channels:0.25, rank:25% and drop"
-            )
+            others = "values of prune such as 0.5, 2:4, channels:0.25, rank:25% and drop"
+            raise InputError(f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and {others}")
     if len(precisions) > 1 or len(sparsities) > 1:
         raise InputError(f"choice {text!r}: write one value of prune and one precision, such as '2:4+int8'")
-    return ModuleChoice(sparsities[0] if sparsities else None, precisions[0] if precisions else kept_precision())
+    return ModuleChoice(next(iter(sparsities), None), next(iter(precisions), kept_precision()))
 
 
 def kept_precision() -> Precision:
@@ -139,13 +133,12 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -
 
 def named_apart(choices: Iterable[N], known: dict[str, N]) -> list[str]:
     """The names of choices or precisions, which are added to those that are known; no two others have one name."""
-    names: dict[str, None] = {}
-    for each in choices:
+    listed = list(choices)
+    for each in listed:
         if known.setdefault(each.name, each) != each:
             problem = f"two precisions are named {each.name!r}; write one as 'int4:block_size=16'"
             raise InputError(f"{problem}, or give it a name of its own")
-        names[each.name] = None
-    return list(names)
+    return list(dict.fromkeys(each.name for each in listed))
 
 
 def _written(precision: Precision) -> Any:
@@ -155,9 +148,9 @@ def _written(precision: Precision) -> Any:
     with contextlib.suppress(InputError):  # it may have a name of its own
         if precision_of(precision.name) == precision:
             return precision.name
-    known = PRECISIONS.get(precision.name)
+    same = (each for each in PRECISIONS.values() if each.method == precision.method)
+    base = PRECISIONS.get(precision.name) or next(same)
     fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
-    base = known or next(each for each in PRECISIONS.values() if each.method == precision.method)
     changed = {key: value for key, value in fields.items() if getattr(base, key) != value}
     return {"precision": base.name, **changed, **precision.options}
 
@@ -252,7 +245,11 @@ def read_space(
         found = {path: given[selector] for path, selector in deciding.items()}
     stays = {name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()}
     frames = [path for path, names in found.items() if stays.issuperset(names)]
-    _check_apart([path for path in found if path not in frames])
+    whole = [path for path in found if path not in frames]
+    for path in whole:  # else a weight would have two precisions
+        above = next((other for other in whole if other != path and tags.is_under(path, other)), None)
+        if above is not None:
+            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
     return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
 
 
@@ -273,11 +270,8 @@ def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, st
         for path, reason in reasons.items():
             if reason:
                 space = space.without(path, name, reason)
-    pruned = {
-        path: {sparsity for name in names if (sparsity := space.choices[name].sparsity) is not None}
-        for path, names in space.variables.items()
-    }
-    checks.check_coupled(pruned)
+    variables = space.variables.items()
+    checks.check_coupled({path: {space.choices[name].sparsity for name in names} for path, names in variables})
     return space
 
 
@@ -318,14 +312,6 @@ def deciding_modules(
     if not found:
         raise InputError("none of these modules has weights that can be quantized")
     return found
-
-
-def _check_apart(paths: Sequence[str]) -> None:
-    """Refuse modules that lie in each other: a weight would have two precisions."""
-    for path in paths:
-        above = next((other for other in paths if other != path and tags.is_under(path, other)), None)
-        if above is not None:
-            raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
 
 
 def _deciding_parts(tagged: TaggedModel) -> list[tuple[Part, ...]]:

@@ -1,8 +1,7 @@
 """Optuna studies, which several processes and machines work on, and which survive processes that die.
 
-A study has a fixed number of trials. Every process that opens its storage takes the next one until all are finished:
-there is no main process. What a process that died has begun is measured again: in databases, Optuna's heartbeats find
-it; Optuna has none for other storages, where it is what is left when nothing has changed for a while.
+Every process that opens a storage takes the next trial until all are finished: there is no main process. What one that
+died has begun is measured again: Optuna's heartbeats find it in databases; elsewhere it is what is left in the end.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from htp_export.errors import FileError, HtpExportError, InputError, first_line
 if TYPE_CHECKING:
     import optuna
 
-SAMPLERS = ("tpe", "nsga2", "random", "grid")
+SAMPLERS = {"tpe": "TPESampler", "nsga2": "NSGAIISampler", "random": "RandomSampler", "grid": "GridSampler"}
+"""Name → class in ``optuna.samplers``."""
 _RUN = "run "
 _TAKEN_UP = "taken up again"
 """Attribute of a trial: the numbers of those that it stands for."""
@@ -104,9 +104,10 @@ def _opened(optuna: Any, named: str, grace: float) -> Any:
     if named.startswith("grpc://"):
         host, _, port = named.removeprefix("grpc://").partition(":")
         return optuna.storages.GrpcStorageProxy(host=host, port=int(port or 13000))
-    renamed = hasattr(optuna.storages, "RetryHeartbeatStaleTrialCallback")  # in Optuna 4.9
-    retry = getattr(optuna.storages, "RetryHeartbeatStaleTrialCallback" if renamed else "RetryFailedTrialCallback")
-    callback = {"heartbeat_stale_trial_callback" if renamed else "failed_trial_callback": retry(_MOST_RETRIES)}
+    names = "RetryHeartbeatStaleTrialCallback", "heartbeat_stale_trial_callback"
+    if not hasattr(optuna.storages, names[0]):  # before Optuna 4.9
+        names = "RetryFailedTrialCallback", "failed_trial_callback"
+    callback = {names[1]: getattr(optuna.storages, names[0])(_MOST_RETRIES)}
     interval = max(1, math.ceil(grace / 4))
     return optuna.storages.RDBStorage(
         named, heartbeat_interval=interval, grace_period=max(interval, math.ceil(grace)), **callback
@@ -161,9 +162,8 @@ class SharedStudy:
             if key not in known:
                 self.study.set_user_attr(key, value)
             elif known[key] != value:
-                raise InputError(
-                    f"study {self.study.study_name!r} is of another search: its {key} differs; give another name"
-                )
+                problem = f"is of another search: its {key} differs; give another name"
+                raise InputError(f"study {self.study.study_name!r} {problem}")
 
     def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
         """Set what trials choose from, parameter → its choices, and the sampler, one of `SAMPLERS`.
@@ -173,12 +173,9 @@ class SharedStudy:
         """
         self._space = {key: list(choices) for key, choices in space.items()}
         self._check_facts({"space": self._space})
-        seed += len(self.study.get_trials(deepcopy=False))
-        samplers = _need_optuna().samplers
-        made = {"tpe": samplers.TPESampler, "nsga2": samplers.NSGAIISampler, "random": samplers.RandomSampler}
-        self.study.sampler = (
-            samplers.GridSampler(self._space, seed=seed) if sampler == "grid" else made[sampler](seed=seed)
-        )
+        made: Any = getattr(_need_optuna().samplers, SAMPLERS[sampler])
+        given = [self._space] if sampler == "grid" else []
+        self.study.sampler = made(*given, seed=seed + len(self.study.get_trials(deepcopy=False)))
 
     def enqueue(self, plans: Sequence[Mapping[str, str]]) -> None:
         """Add trials to be run first; those that the study has, in whatever state, are left out."""

@@ -1,8 +1,7 @@
 """Keys and values of a decoder stored as integers of 8 bits: the caches of ONNX Runtime's ``GroupQueryAttention``.
 
-The operator quantizes what it appends and reads it back; scales are measured ahead, one for each head and feature, and
-are symmetric. Inputs and outputs of the model that hold the caches become integers, a quarter of the bytes.
-See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
+The operator quantizes what it appends, by scales that are measured ahead:
+https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Operators in another float type: their tensors and weights are cast, with Casts where they meet others.
 
-A tensor that an operator outside reads too stays what it was for that operator. A Cast is placed once for all that
-read it, and none between operators that are cast to the same type, whether in one call or in several: what an earlier
-Cast widened is read before that Cast. So there is one Cast for each tensor that crosses a border, in each direction.
+There is one Cast for each tensor that crosses a border, in each direction, and none between operators of one type, also
+if these got it in several calls: what an earlier Cast widened is read before that Cast.
 """
 
 from __future__ import annotations

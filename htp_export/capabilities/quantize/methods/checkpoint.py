@@ -1,8 +1,7 @@
 """Weights as a quantized checkpoint has them: its integers, scales and zero points, in the operators of ONNX Runtime.
 
-Nothing is rounded. A scale of 16 bits is written in 32, which holds it exactly; groups of any multiple of 16 inputs
-become blocks of a power of two with equal scales. Inputs that GPTQ reordered (``desc_act``) are gathered in this order,
-because ONNX Runtime's ``g_idx`` is deprecated.
+Nothing is rounded: scales are written in 32 bits, groups of any multiple of 16 inputs as blocks of a power of two.
+Inputs that GPTQ reordered are gathered in this order, because ONNX Runtime's ``g_idx`` is deprecated.
 """
 
 from __future__ import annotations

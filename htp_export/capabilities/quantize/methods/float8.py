@@ -64,36 +64,34 @@ class Float8(Static):
             write_for_tool(part.model, file)
             ranges = self._ranges(part, file, sorted(_PRODUCTS), work)
         largest = {name: np.abs(np.asarray(each.range_value, np.float64)).max() for name, each in ranges.items()}
-        left = _write(self, part.model.graph, largest)
+        left = self._write(part.model.graph, largest)
         note = f"{left} nodes stay in fp32: they read values that fill masks and cannot be scaled" if left else ""
         return part.model, note
+
+    def _write(self, graph: ir.Graph, largest: dict[str, float]) -> int:
+        """Quantize the inputs of products, in place, each tensor once; the number of nodes that stay as they are."""
+        made: dict[tuple[ir.Value, int | None], ir.Value] = {}
+        left = 0
+        for node in list(graph):
+            values = [value for value in node.inputs[:2] if value is not None]
+            if not all(_is_bounded(value, largest) for value in values):
+                left += 1
+                continue
+            for place, value in enumerate(values):
+                axes = weight_axes(node, place) if place == 1 and self.channels(node) else None
+                axis = None if axes is None else axes[1]
+                if (value, axis) not in made:
+                    made[value, axis] = _quantized(graph, node, value, axis, largest)
+                node.replace_input_with(place, made[value, axis])
+        return left
 
 
 METHOD = Float8
 
 
-def _write(method: Float8, graph: ir.Graph, largest: dict[str, float]) -> int:
-    """Quantize the inputs of products, in place, each tensor once; the number of nodes that stay as they are."""
-    made: dict[tuple[ir.Value, int | None], ir.Value] = {}
-    left = 0
-    for node in list(graph):
-        values = [value for value in node.inputs[:2] if value is not None]
-        if node.op_type not in _PRODUCTS or not all(_is_bounded(value, largest) for value in values):
-            left += 1
-            continue
-        for place, value in enumerate(values):
-            axes = weight_axes(node, place)
-            axis = axes[1] if axes is not None and place == 1 and method.channels(node) else None
-            if (value, axis) not in made:
-                made[value, axis] = _quantized(graph, node, value, axis, largest)
-            node.replace_input_with(place, made[value, axis])
-    return left
-
-
 def _is_bounded(value: ir.Value, largest: dict[str, float]) -> bool:
     """Whether a value can be scaled; the largest value of a weight is added to those that were measured."""
-    tensor = constant_of(value)
-    if tensor is not None:
+    if (tensor := constant_of(value)) is not None:
         largest[str(value.name)] = float(np.abs(tensor.numpy()).max(initial=0))
     return is_divisible([largest.get(str(value.name), np.inf)])
 
@@ -106,9 +104,10 @@ def _quantized(
     ``axis``: that of a weight along which each element has its own scale; None for one scale.
     """
     tensor = constant_of(value)
-    array = np.asarray(largest[str(value.name)]) if tensor is None else tensor.numpy()
+    array = np.asarray(largest[str(value.name)]) if tensor is None else np.asarray(tensor.numpy())
     others = None if axis is None else tuple(k for k in range(array.ndim) if k != axis % array.ndim)
-    scale = _positive(np.abs(array).max(others, keepdims=True) / _LARGEST)
+    measured = np.abs(array).max(others, keepdims=True) / _LARGEST
+    scale = np.where(measured > np.finfo(np.float32).tiny, measured, 1).astype(np.float32)  # zeros have some scale
     scales = scale.reshape(() if axis is None else -1)
     recipe = step("computed", *([] if tensor is None else [recipe_of(value)]), "quantized")
 
@@ -128,8 +127,3 @@ def _quantized(
     else:
         narrow = constant(np.clip(array / scale, -_LARGEST, _LARGEST).astype(_TYPE.numpy()), "quantized")
     return made("DequantizeLinear", narrow, ir.DataType.FLOAT)
-
-
-def _positive(scale: Any) -> Array:
-    """Scales of 32 bits; what has only zeros has some scale."""
-    return np.where(np.asarray(scale) > np.finfo(np.float32).tiny, scale, 1).astype(np.float32)

@@ -96,14 +96,10 @@ class Static(Method):
             wide = {name for name, measured in ranges.items() if not is_divisible(measured.range_value)}
             wide |= {name for name, value in part.weights.items() if not _is_moderate(value)}
             made, left = self._with_ranges(file, kinds, ranges, wide)
-        if not left:
-            return made, ""
         tensors = sorted(set(left.values()))
         listed = ", ".join(tensors[:3]) + (", ..." if len(tensors) > 3 else "")
-        return made, (
-            f"{len(left)} nodes stay in fp32: values of {listed} fill masks and cannot be divided into the steps of "
-            f"{self.precision.name}"
-        )
+        why = f"values of {listed} fill masks and cannot be divided into the steps of {self.precision.name}"
+        return made, f"{len(left)} nodes stay in fp32: {why}" if left else ""
 
     @property
     def _calibration(self) -> Any:
@@ -201,7 +197,6 @@ def is_divisible(bounds: Iterable[Any]) -> bool:
 def _is_moderate(value: ir.Value) -> bool:
     """Whether a weight has no value that fills masks; only small ones are read."""
     tensor = constant_of(value)
-    if tensor is None or tensor.dtype != ir.DataType.FLOAT or math.prod(tensor.shape.numpy()) > 1 << 24:
-        return True
-    array = tensor.numpy()
-    return not array.size or bool(np.all(np.abs(array) < _LARGEST))
+    return (
+        tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size > 1 << 24 or is_divisible([tensor.numpy()])
+    )

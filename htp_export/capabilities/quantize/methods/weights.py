@@ -1,9 +1,6 @@
 """Weights of matrix products and tables in few bits, block by block: ONNX Runtime's MatMulNBitsQuantizer.
 
-In the format ``qdq``, each ``MatMulNBits`` that it makes is written as a ``MatMul`` with a ``DequantizeLinear`` of the
-same integers (``dequantizing.py``).
-
-Convolutions and tables in 8 bits, which it does not know: `eight_bits`.
+Other forms, and convolutions and tables in 8 bits, which it does not know: ``weight_operators.py``.
 """
 
 from __future__ import annotations
@@ -107,23 +104,17 @@ class Blocks(Method):
         weight = constant_of(node.inputs[weight_place(node)])
         if weight is None or weight.dtype != ir.DataType.FLOAT:
             return False
-        precision = self.precision
+        precision, is_default = self.precision, self.precision.algorithm == "default"
         if node.op_type in CONVOLUTIONS:
-            return precision.bits == 8 and precision.algorithm == "default" and self._around is None
+            return precision.bits == 8 and is_default and self._around is None
         if len(weight.shape) != 2:
             return False
         if node.op_type == "Gather":
-            takes_rows = precision.algorithm == "default" and not self.is_standard
-            takes_rows = takes_rows and (precision.bits == 4 or self._around is None)
+            takes_rows = is_default and not self.is_standard and (precision.bits == 4 or self._around is None)
             return takes_rows and node.attributes.get_int("axis", 0) == 0
-        return is_matrix_product(node) and not self._is_refused(node)
-
-    def _is_refused(self, node: ir.Node) -> bool:
-        """Whether the algorithm fails on the zero points of a product."""
-        precision = self.precision
-        if precision.algorithm not in _PACKING or precision.bits != 4:
-            return False
-        return self._has_points() and -(-sizes_in_blocks(node)[0] // precision.block_size) % 2 == 1
+        fails = precision.algorithm in _PACKING and precision.bits == 4 and self._has_points()
+        is_odd = -(-sizes_in_blocks(node)[0] // precision.block_size) % 2 == 1
+        return is_matrix_product(node) and not (fails and is_odd)
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
@@ -160,11 +151,9 @@ class Blocks(Method):
             cast_nodes(new, self.precision, work)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        apart: dict[ir.Graph | ir.Function | None, list[ir.Node]] = {}
-        for node in nodes:
-            if self._in_eight_bits(node):
-                apart.setdefault(node.graph, []).append(node)
-        yield from apart.values()  # nothing of them is in memory
+        apart = [node for node in nodes if self._in_eight_bits(node)]  # nothing of them is in memory
+        for graph in dict.fromkeys(node.graph for node in apart):
+            yield [node for node in apart if node.graph is graph]
         yield from groups_in_memory([node for node in nodes if not self._in_eight_bits(node)])
 
     def _in_eight_bits(self, node: ir.Node) -> bool:
@@ -218,15 +207,14 @@ class Blocks(Method):
     def _algorithm(self, tool: Any, part: Submodel) -> Any:
         """The configuration of the algorithm, for the nodes of a part."""
         algorithm, bits, size = self.precision.algorithm, self.precision.bits, self.precision.block_size
-        if algorithm in ("rtn", "k-quant"):
+        if algorithm in _PACKING:
             by_node = {str(node.name): {"bits": bits, "group_size": size} for node in part.model.graph}
             config = tool.RTNWeightOnlyQuantConfig if algorithm == "rtn" else tool.KQuantWeightOnlyQuantConfig
             return config(customized_weight_config=by_node)
         if algorithm == "hqq":
             return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
-        kinds = ("MatMul", "Gather") if any(node.op_type == "Gather" for node in part.model.graph) else ("MatMul",)
-        symmetric = self.precision.symmetric
-        return tool.DefaultWeightOnlyQuantConfig(size, symmetric, bits=bits, op_types_to_quantize=kinds)
+        kinds = tuple(kind for kind in ("MatMul", "Gather") if any(node.op_type == kind for node in part.model.graph))
+        return tool.DefaultWeightOnlyQuantConfig(size, self.precision.symmetric, bits=bits, op_types_to_quantize=kinds)
 
 
 METHOD = Blocks

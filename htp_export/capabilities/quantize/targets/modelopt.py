@@ -34,18 +34,12 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
     content: dict[str, object] = {
         "quantize_mode": "int4" if weights else "int8",
-        "nodes_to_quantize": _patterns(chosen),
         "nodes_to_exclude": _patterns(planned.others(chosen)),
         "high_precision_dtype": next(iter(high), "fp32"),
+        **(_blocks(planned) if weights else {"nodes_to_quantize": _patterns(chosen)}),
     }
-    if weights:
-        del content["nodes_to_quantize"]  # of no use in this mode
-        content |= _blocks(planned)
     notes = ["modelopt.onnx.quantization.quantize(MODEL, calibration_data=..., output_path=..., **arguments)"]
-    if high:
-        notes.append(
-            f"{next(iter(high))} is that of the whole model: ModelOpt excludes operators from it, and no nodes"
-        )
+    notes += [f"{kind} is that of the whole model: ModelOpt excludes operators from it, and no nodes" for kind in high]
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
 
 
@@ -57,20 +51,13 @@ def _blocks(planned: PlannedModel) -> dict[str, object]:
     """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
     weights = planned.of("weights")
     planned.check_alike("modelopt", "weights", "block_size")
-    names = {
-        bits: [
-            str(use.value.name)
-            for precision, nodes in weights.items()
-            if precision.bits == bits
-            for use in planned.weighted(nodes)
-        ]
-        for bits in (4, 8)
-    }
-    for name in names[8]:
+    bits = {str(use.value.name): each.bits for each, nodes in weights.items() for use in planned.weighted(nodes)}
+    eight = [name for name in bits if bits[name] == 8]
+    for name in eight:
         if not _EIGHT_BITS.fullmatch(name):
             raise InputError(f"modelopt cannot read the name of weight {name!r} in layers_8bit")
-        within = next((other for other in names[4] if f".{name}." in f".{other}."), None)
+        within = next((other for other in bits if bits[other] == 4 and f".{name}." in f".{other}."), None)
         if within is not None:
             raise InputError(f"modelopt's layers_8bit would also take weight {within!r} with {name!r}")
-    eight = {"enable_mixed_quant": True, "layers_8bit": ",".join(names[8])} if names[8] else {}
-    return {"block_size": next(iter(weights)).block_size, **eight}
+    mixed = {"enable_mixed_quant": True, "layers_8bit": ",".join(eight)} if eight else {}
+    return {"block_size": next(iter(weights)).block_size, **mixed}

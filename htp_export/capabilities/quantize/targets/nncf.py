@@ -37,9 +37,7 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     ]
     notes = ["nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"]
     if weights:
-        notes.append(
-            "nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each entry in this order"
-        )
+        notes.append("nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each, in this order")
     if any(precision.bits == 4 for precision in weights):
         notes.append("NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns")
     if len(static) > 1:

@@ -12,11 +12,12 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.plan_exporting import (
     IN_BLOCKS,
+    LEVELS,
     Expressed,
     PlannedModel,
     TargetFile,
+    block_fields,
     names,
-    value_of,
 )
 
 if TYPE_CHECKING:
@@ -25,42 +26,28 @@ if TYPE_CHECKING:
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},
     "dynamic": {},
-    "weights": {
-        "activation": ("float32",),
-        "algorithm": ("default", "rtn"),
-        "accuracy_level": (None, 0, 1, 2, 3, 4),
-    },
+    "weights": {"activation": ("float32",), "algorithm": ("default", "rtn"), "accuracy_level": LEVELS},
 }
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The workflow as JSON, without its ``input_model``."""
     steps = [
-        *(_float16(planned, precision, nodes) for precision, nodes in planned.of("cast").items()),
-        *(_dynamic(precision, nodes) for precision, nodes in planned.of("dynamic").items()),
-        *(_blocks(planned, precision, nodes) for precision, nodes in planned.of("weights").items()),
+        _pass(planned, precision, nodes) for method in EXPRESSED for precision, nodes in planned.of(method).items()
     ]
     passes = {f"step{number}": step for number, step in enumerate(filter(None, steps), 1)}
     notes = ["olive run --config FILE -m MODEL.onnx -o FOLDER"]
     return TargetFile({"passes": passes}, (*notes, *planned.block_notes("Olive"), *planned.subgraph_notes()))
 
 
-def _blocks(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
-    """The pass for weights in blocks; None without such weights: an empty list would be all nodes."""
-    included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS)
-    if not included:
-        return None
-    return {
-        "type": "OnnxBlockWiseRtnQuantization",
-        "bits": precision.bits,
-        "block_size": precision.block_size,
-        "is_symmetric": precision.symmetric,
-        "accuracy_level": value_of(precision, "accuracy_level"),
-        "nodes_to_include": included,
-    }
-
-
-def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
+def _pass(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
+    """The pass for a precision; None without weights in blocks: an empty list would be all nodes."""
+    if precision.method == "cast":
+        return {"type": "OnnxFloatToFloat16", "keep_io_types": True, "node_block_list": names(planned.others(nodes))}
+    if precision.method == "weights":
+        included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS)
+        kind = {"type": "OnnxBlockWiseRtnQuantization"}
+        return {**kind, **block_fields(precision), "nodes_to_include": included} if included else None
     return {
         "type": "OnnxDynamicQuantization",
         "precision": precision.weight,
@@ -69,7 +56,3 @@ def _dynamic(precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
         "quant_preprocess": False,  # it would give nodes other names
         "nodes_to_quantize": names(nodes),
     }
-
-
-def _float16(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object]:
-    return {"type": "OnnxFloatToFloat16", "keep_io_types": True, "node_block_list": names(planned.others(nodes))}
