@@ -87,7 +87,8 @@ def _find_weights(model: ir.Model, file: Path) -> None:
             shown = file.parent / name if folder == file.parent.absolute() else None
             data_files[location] = (folder, name, DataFile(folder / name, file, shown))
         folder, name, data = data_files[location]
-        slot.put(DataTensor(tensor, data, folder, name))
+        shape = tensor.shape.numpy()
+        slot.put(DataTensor(name, tensor.offset, tensor.length, tensor.dtype, shape, about(tensor), data, folder))
         placed.setdefault(location, []).append(tensor)
     files = {location: data.path for location, (*_, data) in data_files.items()}
     check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))

@@ -243,14 +243,14 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
         node = _CONTEXT.search(str(error))
         problem = _CONTEXT.sub("", str(error).partition("==> Context:")[0])
         fault = _fault(problem, *((node[2], node[1]) if node else ()))
-        found.append(_located(proto, fault, onnx.checker.check_model))
+        found.append(_located(proto, fault))
     known = _without_unknown(proto)
     try:
         inferred = _infer(known)
     except Exception as error:
         named = _NODE.findall(str(error))
         faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
-        return [*found, *(_located(known, fault, _infer) for fault in faults)], {}
+        return [*found, *(_located(known, fault) for fault in faults)], {}
     return found, _empty(inferred, known)
 
 
@@ -282,57 +282,15 @@ def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
     return Fault(_QUOTED.sub("''", _NODE_NAME.sub("", text)), op_type, text, node)
 
 
-def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], object]) -> Fault:
-    """A fault with the modules of its node; the node is looked for where the message does not name it."""
+def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
+    """A fault with the modules of the node that it names."""
     nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
     node = next((node for node in nodes if fault.node and node.name == fault.node), None)
-    if node is None and not fault.node:
-        node = _first_refused(proto, check)
     if node is None:
         return fault
     owners = tags.owners_of({entry.key: entry.value for entry in node.metadata_props})
     return Fault(fault.kind, fault.op_type or node.op_type, fault.problem, node.name, tuple(owners))
-
-
-def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
-    """The node with which a graph is refused, and without which it is not; or that alone makes a function refused."""
-    part = onnx.ModelProto()
-    part.CopyFrom(proto)
-    del part.graph.output[:]
-
-    def is_refused(count: int) -> bool:
-        del part.graph.node[:]
-        part.graph.node.extend(proto.graph.node[:count])
-        try:
-            check(part.SerializeToString())
-        except Exception:
-            return True
-        return False
-
-    low, high = 0, len(proto.graph.node)
-    if is_refused(low):
-        return _first_in_functions(proto, check)
-    if not is_refused(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_refused(middle) else (middle, high)
-    node: onnx.NodeProto = proto.graph.node[high - 1]
-    return node
-
-
-def _first_in_functions(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
-    for number, function in enumerate(proto.functions):
-        for index, node in enumerate(function.node):
-            part = onnx.ModelProto()
-            part.CopyFrom(proto)
-            _hide(part.functions[number].node[index], part.functions[number].opset_import)
-            with contextlib.suppress(Exception):
-                check(part.SerializeToString())
-                found: onnx.NodeProto = node
-                return found
-    return None
 
 
 def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
@@ -347,5 +305,5 @@ def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int 
             shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
             if shape not in found:
                 text = f"{name!r} has the shape [{', '.join(map(str, shape))}], without elements"
-                found[shape] = _located(proto, _fault(text, node.op_type, node.name), _infer)
+                found[shape] = _located(proto, _fault(text, node.op_type, node.name))
     return found
