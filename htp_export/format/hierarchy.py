@@ -93,7 +93,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     Examples:
         >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1), ModuleInfo("fc", "torch.nn.Linear")])
         >>> list(tree), tree["fc"].fate, tree.children(""), tree.called
-        (['', 'fc'], 'uncalled', ('fc',), CalledModules({''}))
+        (['', 'fc'], 'uncalled', ('fc',), frozenset({''}))
     """
 
     def __init__(self, modules: Iterable[ModuleInfo]) -> None:
@@ -234,9 +234,9 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return self._modules[""]
 
     @cached_property
-    def called(self) -> tags.CalledModules:
+    def called(self) -> frozenset[str]:
         """The paths of the modules whose ``forward`` ran."""
-        return tags.CalledModules(path for path, module in self.items() if module.calls > 0)
+        return frozenset(path for path, module in self.items() if module.calls > 0)
 
     @cached_property
     def classes(self) -> Mapping[str, str]:

@@ -18,10 +18,8 @@ Random operators depend on no input by these rules; what is the same in every ru
 
 from __future__ import annotations
 
-import itertools
-from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
@@ -34,46 +32,12 @@ Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
 
 
-class _Runs(Sequence[T]):
-    """Some elements of a sequence, in its order; as a list, they would take memory for each module around each node."""
-
-    __slots__ = ("_bounds", "_elements", "_size")
-
-    def __init__(self, elements: Sequence[T]) -> None:
-        self._elements = elements
-        self._bounds = array("q")  # start and end of each run
-        self._size = 0
-
-    def add(self, place: int) -> None:
-        if self._bounds and self._bounds[-1] == place:
-            self._bounds[-1] += 1
-        else:
-            self._bounds.extend((place, place + 1))
-        self._size += 1
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[T]:
-        bounds = zip(self._bounds[::2], self._bounds[1::2], strict=True)
-        return itertools.chain.from_iterable(self._elements[start:stop] for start, stop in bounds)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        return list(self)[index]
-
-
-def runs_below(elements: Sequence[T], works: Iterable[NodeCalls | None]) -> dict[str, _Runs[T]]:
+def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
     """Module path → the nodes with an owner at or below it, without what such a module computed for other callers."""
-    below: dict[str, _Runs[T]] = {}
-    for place, work in enumerate(works):
-        for path in () if work is None else work.modules:
-            if path not in below:
-                below[path] = _Runs(elements)
-            below[path].add(place)
+    below: dict[str, list[T]] = {}
+    for node, work in nodes:
+        for path in work.modules:
+            below.setdefault(path, []).append(node)
     return below
 
 
@@ -113,8 +77,8 @@ class Boundaries(Generic[Key]):
         holders: Sequence[int] = (),
     ) -> None:
         self.works = works
-        listed = [work if reads or makes else None for (reads, makes), work in zip(nodes, works, strict=True)]
-        self.below: Mapping[str, Sequence[int]] = runs_below(range(len(listed)), listed)
+        listed = ((k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each))
+        self.below: Mapping[str, Sequence[int]] = nodes_below(listed)
         self._holders, self._counts = holders, counts
         self._makers: dict[Key, list[int]] = {}
         self._readers: dict[Key, list[int]] = {}

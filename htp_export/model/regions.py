@@ -18,7 +18,7 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
-from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, runs_below
+from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
 from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
 
@@ -77,7 +77,7 @@ class GraphIndex:
     @cached_property
     def below(self) -> Mapping[str, Sequence[ir.Node]]:
         """Module path → the nodes in its region, in order."""
-        return runs_below(self.nodes, self.works.values())
+        return nodes_below(self.works.items())
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:

@@ -8,7 +8,7 @@ the PyTorch model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ def check_tags(tagged: TaggedModel) -> None:
         tagged.require_exact_tags()
 
 
-def path_prefix(path: str, called: Iterable[str]) -> str:
+def path_prefix(path: str, called: Collection[str]) -> str:
     """What the names of a module's nodes begin with.
 
     Modules that did not run, such as ``nn.ModuleList``, are joined with what they hold.
@@ -134,7 +134,7 @@ def path_prefix(path: str, called: Iterable[str]) -> str:
         >>> path_prefix("a/b.@0.c d", {"", "a/b", "a/b.@0", "a/b.@0.c d"})
         '/a%2Fb/%400/c%20d/'
     """
-    space = _SEPARATORS.sub(_percent, tags.namespace(path, called if isinstance(called, frozenset) else set(called)))
+    space = _SEPARATORS.sub(_percent, tags.namespace(path, called))
     levels = (f"%40{level[1:]}" if level.startswith("@") else level for level in space.split("/"))
     return f"/{'/'.join(levels)}/" if path else "/"
 
