@@ -58,7 +58,6 @@ def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _found(source: Path) -> Path:
-    """The index or the only file of what was named."""
     if source.is_dir():
         for name in (_ONE, _INDEX):
             if (source / name).is_file():
@@ -97,7 +96,6 @@ def _shard(index: Path, name: str) -> Path:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor → shape."""
     from safetensors import SafetensorError, safe_open
 
     try:

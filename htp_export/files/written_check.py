@@ -1,9 +1,7 @@
 """The check of what is written: onnx's checker and its shape inference, before a file takes its place.
 
-A capability that makes an invalid model must not write it. Weights are not needed for that: large ones become inputs of
-the graph that is checked, and a model of 1,200 nodes takes about 10 ms. A user's model may have faults of its own, such
-as an operator that only ONNX Runtime knows. So what the model had that it was made of is no fault of the work:
-`made_from` says what that is, and it is looked at only where the check fails.
+Large weights become inputs of the graph that is checked: 1,200 nodes take 10 ms. Faults that the model already had of
+which this one was made (`made_from`) are no fault of the work; that model is looked at only where the check fails.
 """
 
 from __future__ import annotations
@@ -192,7 +190,6 @@ def _has_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for inner in subgraph_protos(node):
@@ -200,7 +197,6 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
-    """The tensor in the attributes of a node that is not in the message."""
     held = (attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR)
     return next((tensor for tensor in held if is_absent(tensor)), None)
 
@@ -223,7 +219,6 @@ def _operators_of_onnxruntime() -> frozenset[str]:
 
 
 def _hide(node: onnx.NodeProto, imports: Iterable[onnx.OperatorSetIdProto]) -> None:
-    """Turn a node into one of an operator that onnx does not know."""
     node.domain = _OPAQUE
     del node.attribute[:]
     if all(each.domain != _OPAQUE for each in imports):
@@ -294,7 +289,6 @@ def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
 
 
 def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
-    """The shapes with a dimension of 0 of what nodes make."""
     shapes = {
         value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
     }

@@ -231,7 +231,6 @@ class CallTree:
         return info.calls if info is not None else 0
 
     def _nearest(self, path: str) -> str | None:
-        """Return the nearest module above that ran."""
         if path not in self._near:
             self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
         return self._near[path]
@@ -279,7 +278,6 @@ class CallTree:
         return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
 
     def _part(self, call: Instance) -> Part:
-        """Return a call with its callers, innermost first."""
         if call not in self._parts:
             running: dict[Instance, None] = {}
             current, around = call, Part(call, frozenset(), frozenset())

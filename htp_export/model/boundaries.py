@@ -1,19 +1,10 @@
-"""What crosses the boundaries of modules, in any graph whose nodes do the work of modules.
+"""What crosses the boundaries of modules, in any graph whose nodes do the work of modules, and what depends on inputs.
 
-There is one rule. A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
-a node of the module makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that
-was merged into one node feeds both blocks (`NodeCalls.others`).
-
-Which tensors count is often a question of what depends on the values of the inputs: whose numbers can change when the
-numbers of an input do. Four rules:
-
-- What a node computes depends on whatever the node reads, and on whatever its subgraphs read around them.
-- ``Shape`` and ``Size`` read sizes: what they give depends on no values, of whatever tensor. ``CastLike`` reads the
-  type of its second input, and not its values.
-- The inputs of a subgraph are given by its node, and depend on what the node reads.
-- The inputs of a function are given by any of its calls: they are starts, as the inputs of the model are.
-
-Random operators depend on no input by these rules; what is the same in every run, ``GraphIndex.constant`` says.
+A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if a node of the module
+makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that was merged into one
+node feeds both (`NodeCalls.others`). Values depend on what their node and its subgraphs read: ``Shape`` and ``Size``
+read no values, ``CastLike`` none of its second input; inputs of a subgraph are given by its node; those of a function
+are starts, as the inputs of the model are. Random operators depend on no input (see ``GraphIndex.constant``).
 """
 
 from __future__ import annotations
@@ -91,7 +82,6 @@ class Boundaries(Generic[Key]):
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 
     def _edges_out(self, index: int, makes: Sequence[Key], results: Container[Key]) -> list[tuple[Key, int]]:
-        """What a node gives to which others that are not in the same regions."""
         edges: list[tuple[Key, int]] = []
         for key in makes:
             if self._counts(key):
@@ -101,7 +91,6 @@ class Boundaries(Generic[Key]):
         return edges
 
     def _edges_in(self, index: int, reads: Sequence[Key]) -> list[tuple[Key, Sequence[int]]]:
-        """What a node takes, from which others."""
         edges: list[tuple[Key, Sequence[int]]] = []
         for key in reads:
             if self._counts(key):

@@ -73,7 +73,6 @@ def _is_few(tensor: ir.TensorProtocol | None) -> bool:
 
 
 def _holds_weight(node: ir.Node) -> bool:
-    """Whether a ``Constant`` node holds more than a few numbers."""
     return node.op_type == "Constant" and not _is_few(constant_tensor(node.outputs[0]))
 
 

@@ -81,7 +81,6 @@ class GraphIndex:
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:
-        """Node that calls a function of the model → the function's body."""
         bodies = {function.identifier(): [graph] for graph, function in self._functions.items()}
         if not bodies:
             return {}
@@ -301,7 +300,6 @@ class Region:
 
     @cached_property
     def _crossing(self) -> list[tuple[ir.Value, bool]]:
-        """What crosses the boundary of the region, and whether it leaves."""
         call = None if self._call is None else Instance(self.path, self._call)
         crossing = self._index.boundaries.around(self._closure, [self.path], call)
         return [(value, leaves) for value, _, leaves in crossing]

@@ -112,7 +112,6 @@ class TaggedModel:
         return html_tree(self._lines(), [str(self.tag_facts)])
 
     def _lines(self) -> Iterator[tuple[int, str, str, str]]:
-        """The lines of the tree: level, name, path, and what is said of a module."""
         parents = drawn_parents({path: self[path] for path in self})
         levels = drawn_levels(parents)
         for path, above in parents.items():
@@ -282,7 +281,6 @@ class TaggedModel:
         return known or CallTree(self.hierarchy)
 
     def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
-        """What the metadata says under a key; None if it says nothing."""
         written = self.model.metadata_props.get(key)
         try:
             return None if written is None else parse(written)

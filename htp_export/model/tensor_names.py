@@ -168,8 +168,6 @@ def give_path_names(tagged: TaggedModel) -> Renamed:
 
 @dataclass
 class _Namer:
-    """Finds the names of one model."""
-
     tagged: TaggedModel
     _nodes: dict[ir.Node, str] = field(default_factory=dict)
     _tensors: dict[ir.Value, str] = field(default_factory=dict)
@@ -220,14 +218,12 @@ class _Namer:
             self._tensors[value] = used.unused(wanted)
 
     def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
-        """The nodes of a graph, each followed by those in its subgraphs."""
         for node in _canonical_order(graph, self._key):
             yield node
             for _, body in bodies_of(node):
                 yield from self._ordered(body)
 
     def _wanted(self, node: ir.Node) -> str:
-        """The name of a node, without a number."""
         path, call = self._place(node)
         if path not in self._prefixes:
             self._prefixes[path] = path_prefix(path, self.tagged.hierarchy.called)

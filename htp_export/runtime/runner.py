@@ -78,7 +78,8 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
 
     Nothing is read of that file. Weights in files, ONNX Runtime maps itself.
     """
-    files = [tensor for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor)]
+    tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+    files = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
     check_data(files)
     folder = os.fspath(files[0].base_dir) if files else ""
     location = os.fspath(files[0].location) if files else _NO_FILE
@@ -115,11 +116,6 @@ def _weights_folder(model: RunnableModel) -> Iterator[Path]:
 def _is_shareable(dtype: ir.DataType) -> bool:
     """Whether numpy, ONNX and ONNX Runtime lay out values of a type alike: not text, and no two in a byte."""
     return dtype != ir.DataType.STRING and dtype.bitwidth >= 8
-
-
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
-        yield from (value.const_value for value in graph.initializers.values() if value.const_value is not None)
 
 
 def _more_outputs(names: Iterable[str]) -> bytes:

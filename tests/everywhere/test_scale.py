@@ -31,7 +31,6 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.hashes import Hasher
 from htp_export.model.module_facts import contents_of
-from htp_export.model.tensor_names import UsedNames
 from htp_export.process.restoring import rare_collections
 from tests.graphs import Builder
 from tools import scale
@@ -86,30 +85,6 @@ def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_ow
     shared = ir.node("Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called))
     found = Expectations(tree, CallTree(tree)).metadata(shared, Instance(path))
     assert tags.owners_of(found) == tuple(owners.split())
-
-
-def test_calls_of_modules_nested_deep_are_known() -> None:
-    calls = htp_export.load(scale.deep(400)).calls
-    inmost = "a" + ".m" * 399
-    (part,) = calls.work((inmost,)).parts
-    assert len(part.running) == 401
-    assert calls.caller(Instance(inmost)) == Instance("a" + ".m" * 398)
-
-
-def test_used_names_count_on_from_the_last_number() -> None:
-    tried: list[str] = []
-
-    class Counting(set[str]):
-        def __contains__(self, name: object) -> bool:
-            tried.append(str(name))
-            return super().__contains__(name)
-
-    used = UsedNames()
-    used._names = Counting()
-    names = [used.unused("output") for _ in range(1000)]
-    assert names[:2] == ["output", "output_2"]
-    assert names[-1] == "output_1000"
-    assert len(tried) < 3000
 
 
 @pytest.fixture
