@@ -7,9 +7,7 @@ link, in the folder of its target. No other file is opened.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -36,12 +34,8 @@ class DataFile:
         self.path, self.model, self._shown = path, model, shown or path
         self.needed = 0
         self._state = state
-        self._mapped: weakref.ref[mmap.mmap] | None = None
         if state is None:
             self.note()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # another process maps the file itself
 
     def note(self) -> None:
         """Record the identity of the existing file."""
@@ -75,15 +69,6 @@ class DataFile:
             self._check(file)
             yield file
             self._check(file)
-
-    def mapped(self) -> mmap.mmap:
-        """Return the file in memory, mapped once for all its tensors that are in use; it is checked, as by `check`."""
-        held = None if self._mapped is None else self._mapped()
-        with self.opened() as file:
-            if held is None:
-                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._mapped = weakref.ref(held)
-        return held
 
     def _check(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())
@@ -150,7 +135,8 @@ class DataTensor(ir.ExternalTensor):
     def _bytes(self) -> np.ndarray[Any, Any]:
         if not self.nbytes:  # nothing can be mapped
             return np.empty(0, np.uint8)
-        return np.frombuffer(self.file.mapped(), np.uint8, self.nbytes, self.offset or 0)
+        with self.file.opened() as file:
+            return np.memmap(file, np.uint8, "r", self.offset or 0, (self.nbytes,)).view(np.ndarray)
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, in parts."""

@@ -18,20 +18,16 @@ from rich.console import Console
 import htp_export
 from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
-from htp_export.capabilities.fingerprint.families import repeated_blocks
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.editing.function_records import Expectations
-from htp_export.editing.submodels import remove_unused
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.hashes import Hasher
-from htp_export.model.module_facts import contents_of
-from htp_export.process.restoring import rare_collections
 from tests.graphs import Builder
 from tools import scale
 
@@ -141,20 +137,6 @@ def test_the_exponent_is_the_slope_of_the_logarithms() -> None:
     assert scale.exponent({10: 1.0, 100: 100.0, 1000: 10000.0}) == pytest.approx(2.0)
 
 
-def test_every_module_of_many_levels_has_its_numbers() -> None:
-    levels = 200
-    with rare_collections():  # as commands run
-        contents = contents_of(htp_export.load(scale.deep(levels))).modules
-    for level in (0, 1, 99, 199):
-        here = contents["a" + ".m" * level]
-        left = levels - level
-        assert (len(here.nodes), len(here.own_nodes)) == (3 * left, 3)
-        assert (here.facts.parameters, here.facts.self_parameters) == (8 * left, 8)
-        assert (here.facts.weight_bytes, here.facts.self_weight_bytes) == (32 * left, 32)
-        assert here.facts.weight_bytes_by_dtype == {"float32": 32 * left}
-    assert (contents[""].facts.parameters, contents[""].facts.self_parameters) == (2 * 8 * levels, 0)
-
-
 def test_the_memory_of_modules_nested_deep_is_known() -> None:
     levels = 150
     found = htp_export.cost(scale.deep(levels), dims={"batch": 1}).modules
@@ -196,29 +178,6 @@ def test_containers_above_any_of_the_calls_hold_what_they_do() -> None:
     calls = CallTree.from_json('{"x.y.a":[["other.list.c",0]]}', tree)
     work = calls.work(("x.y.a.list.b",))
     assert work.modules == {*ran, "x", "x.y", "x.y.a.list", "other", "other.list"}
-
-
-def test_parts_of_blocks_are_counted_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scale.wide(2000)
-    asked: list[str] = []
-    ancestors = tags.ancestors
-    monkeypatch.setattr(tags, "ancestors", lambda path: asked.append(path) or ancestors(path))
-    (block, *_) = repeated_blocks(GraphFacts(htp_export.load(model)))
-    assert block.count == 100
-    assert len(asked) < 20 * 300  # modules
-
-
-def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = [ir.node("Relu", [ir.val("x")])]
-    for _ in range(999):
-        chain.append(ir.node("Relu", [chain[-1].outputs[0]]))
-    graph = ir.Graph(chain[0].inputs, [], nodes=chain)
-    asked: list[ir.Value] = []
-    uses = ir.Value.uses
-    monkeypatch.setattr(ir.Value, "uses", lambda value: asked.append(value) or uses(value))
-    remove_unused([value for node in chain for value in node.outputs], set(chain))
-    assert len(graph) == 0
-    assert len(asked) < 10 * len(chain)
 
 
 def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it() -> None:
