@@ -241,7 +241,7 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
         found.append(_located(proto, fault))
     known = _without_unknown(proto)
     try:
-        inferred = _infer(known)
+        inferred = onnx.shape_inference.infer_shapes(known, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         named = _NODE.findall(str(error))
         faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
@@ -266,10 +266,6 @@ def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
         del part.graph.node[place]
     part.graph.input.extend(said[name] for name in names)
     return part
-
-
-def _infer(proto: onnx.ModelProto | bytes) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
 
 
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:

@@ -86,7 +86,9 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
     weights: dict[str, Any] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or tensor.nbytes <= _SMALL_BYTES or not _is_shareable(tensor.dtype):
+        if tensor is None or tensor.nbytes <= _SMALL_BYTES:
+            continue
+        if tensor.dtype == ir.DataType.STRING or tensor.dtype.bitwidth < 8:  # numpy lays these out in another way
             continue
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == folder:
             continue
@@ -111,11 +113,6 @@ def _weights_folder(model: RunnableModel) -> Iterator[Path]:
     with temporary_folder() as folder:
         (folder / _NO_FILE).touch()
         yield folder
-
-
-def _is_shareable(dtype: ir.DataType) -> bool:
-    """Whether numpy, ONNX and ONNX Runtime lay out values of a type alike: not text, and no two in a byte."""
-    return dtype != ir.DataType.STRING and dtype.bitwidth >= 8
 
 
 def _more_outputs(names: Iterable[str]) -> bytes:
