@@ -19,6 +19,8 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import rename
 
+_FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
+
 
 def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else."""
@@ -129,7 +131,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
         if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
             places = same_dimensions(node, list(part.inputs.values()))
         if places is not None:
-            built = _read_dimensions(places, counterparts, str(node.outputs[0].name))
+            built = _read_dimensions(places, counterparts, graph.opset_imports.get("", 1), str(node.outputs[0].name))
             nodes.extend(built)
             result = [built[-1].outputs[0]]
         else:
@@ -156,13 +158,15 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
 
 
 def _read_dimensions(
-    places: Sequence[int | tuple[ir.Value, int]], counterparts: Mapping[ir.Value, ir.Value], name: str
+    places: Sequence[int | tuple[ir.Value, int]], counterparts: Mapping[ir.Value, ir.Value], opset: int, name: str
 ) -> list[ir.Node]:
     """Nodes whose last one gives the dimensions as a vector of int64."""
     nodes: list[ir.Node] = []
     for place in places:
         if isinstance(place, int):
             nodes.append(ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))}))
+        elif opset >= _FIRST_SHAPE_WITH_RANGE:
+            nodes.append(ir.node("Shape", [counterparts[place[0]]], {"start": place[1], "end": place[1] + 1}))
         else:
             shape = ir.node("Shape", [counterparts[place[0]]])
             axis = ir.node("Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))})

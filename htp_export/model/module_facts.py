@@ -219,7 +219,10 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 
 
 def is_weight(value: ir.Value, reader: ir.Node) -> bool:
-    """Whether a stored tensor that a node reads is a weight, as the head of this module has it."""
+    """Whether a stored tensor that a node reads is a weight: floating point, complex, or quantized, and no scalar.
+
+    Quantized are integers of eight bits and fewer, and the wider biases of quantized operators; no indices or sizes.
+    """
     tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
         return False
