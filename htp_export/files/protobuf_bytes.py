@@ -60,6 +60,10 @@ def _encode_varint(value: int) -> bytes:
     return bytes(out)
 
 
+def _head(number: int, length: int) -> bytes:
+    return _encode_varint(number << 3 | _BYTES) + _encode_varint(length)
+
+
 class _Slice(NamedTuple):
     """One field of a message: its number, its offset, and the start and end of its payload."""
 
@@ -181,8 +185,7 @@ def _rewrite(
         else:
             new = _rewrite(data, inside, part.payload, part.end, wanted, change, depth + 1)
         if new:
-            head = _encode_varint(part.number << 3 | _BYTES) + _encode_varint(total_size(new))
-            pieces += (data[done : part.start], head, *new)
+            pieces += (data[done : part.start], _head(part.number, total_size(new)), *new)
             done = part.end
     return [*pieces, data[done:end]] if pieces else []
 
