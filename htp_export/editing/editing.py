@@ -44,7 +44,6 @@ def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recip
 
 
 def _unique(graph: ir.Graph, name: str) -> str:
-    """A name that no initializer has: this one, or this one with a number."""
     numbered = (f"{name}_{count}" for count in itertools.count(1))
     return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in graph.initializers)
 

@@ -7,8 +7,6 @@ metadata) is written down in the model's metadata, as ``htp.functions``; see ``d
 
 from __future__ import annotations
 
-import bisect
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -75,7 +73,6 @@ class Expectations:
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
         self._hierarchy, self._calls = hierarchy, calls
         self._owners: dict[ir.Node, tuple[str, ...]] = {}
-        self._owned: dict[ir.Node, list[tuple[str, int]]] = {}  # owners and their places, sorted
 
     def metadata(self, shared: ir.Node, instance: Instance) -> dict[str, str]:
         """The metadata that a node of a body has when the function is called for ``instance``.
@@ -83,13 +80,16 @@ class Expectations:
         Of its owners, those at or below the module that is called; all, where none is.
         """
         metadata = dict(shared.metadata_props)
-        if not self._owners_of(shared):
+        if shared not in self._owners:
+            self._owners[shared] = tags.owners_of(metadata)
+        every = self._owners[shared]
+        if not every:
             return metadata
-        owners = self._owners_in(shared, instance.path)
+        owners = tuple(owner for owner in every if tags.is_under(owner, instance.path)) or every
         reason = metadata.get(tags.REASON, "")
         if reason == Reason.SHARED and len(owners) < 2:
             reason = Reason.SCOPE
-        call = tags.encoded_calls(metadata) if len(owners) == len(self._owners_of(shared)) else ""
+        call = tags.encoded_calls(metadata) if owners == every else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
         entry = tags.node_tags(owners, reason, self._hierarchy.called, call)
@@ -103,27 +103,6 @@ class Expectations:
         metadata = self.metadata(shared, instance)
         owners, call = tags.owners_of(metadata), metadata.get(tags.CALL, "0")
         return Instance(owners[0] if owners else instance.path, int(call) if call.isdecimal() else 0)
-
-    def _owners_of(self, shared: ir.Node) -> tuple[str, ...]:
-        """The owners of a node of a body: those of all calls, which are read once."""
-        if shared not in self._owners:
-            self._owners[shared] = tags.owners_of(shared.metadata_props)
-        return self._owners[shared]
-
-    def _owners_in(self, shared: ir.Node, path: str) -> Sequence[str]:
-        """The node's owners at or below a path; all, where none is."""
-        owners = self._owners_of(shared)
-        if len(owners) == 1 or not path:
-            return owners
-        if shared not in self._owned:
-            self._owned[shared] = sorted((f"{owner}.", place) for place, owner in enumerate(owners))
-        ordered, start = self._owned[shared], f"{path}."  # what starts alike is sorted together
-        found: list[int] = []
-        for key, place in itertools.islice(ordered, bisect.bisect_left(ordered, (start, -1)), None):
-            if not key.startswith(start):
-                break
-            found.append(place)
-        return [owners[place] for place in sorted(found)] or owners
 
     def _call(self, owner: str, instance: Instance) -> str:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""

@@ -149,7 +149,6 @@ def _depth(index: GraphIndex, graph: ir.Graph | None) -> int:
 
 
 def _empty(value: ir.Value) -> ir.TensorProtocol:
-    """A tensor without elements, of the type and rank of a value."""
     if value.shape is None or value.dtype is None or not len(value.shape):
         raise InputError(
             f"{value.name!r} is one number: the branch without it could give none in its place, as every tensor has one"

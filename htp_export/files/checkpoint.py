@@ -18,6 +18,7 @@ from htp_export.files.text_files import read_json
 
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_PICKLED = "is a pickle, which can run code when it is read; save the weights as safetensors (save_pretrained does)"
 
 
 @dataclass(frozen=True)
@@ -58,24 +59,19 @@ def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _found(source: Path) -> Path:
-    """The index or the only file of what was named."""
     if source.is_dir():
         for name in (_ONE, _INDEX):
             if (source / name).is_file():
                 return source / name
         pickles = sorted(file.name for file in source.iterdir() if file.suffix in _PICKLES)
         if pickles:
-            raise FileError(source / pickles[0], _pickled())
+            raise FileError(source / pickles[0], _PICKLED)
         raise FileError(source, f"has no {_ONE} and no {_INDEX}")
     if source.suffix in _PICKLES:
-        raise FileError(source, _pickled())
+        raise FileError(source, _PICKLED)
     if not source.is_file():
         raise FileError(source, "is missing")
     return source
-
-
-def _pickled() -> str:
-    return "is a pickle, which can run code when it is read; save the weights as safetensors (save_pretrained does)"
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -90,14 +86,13 @@ def _shard(index: Path, name: str) -> Path:
     folder, location = find_data(index, name, "file")
     file = folder / location
     if not name.endswith(".safetensors"):
-        raise FileError(file, _pickled() if file.suffix in _PICKLES else "is no safetensors file")
+        raise FileError(file, _PICKLED if file.suffix in _PICKLES else "is no safetensors file")
     if not file.is_file():
         raise FileError(file, f"is missing: {index.name} names it")
     return file
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Tensor → shape."""
     from safetensors import SafetensorError, safe_open
 
     try:

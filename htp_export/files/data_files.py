@@ -7,13 +7,8 @@ link, in the folder of its target. No other file is opened.
 from __future__ import annotations
 
 import contextlib
-import errno
-import mmap
 import os
-import stat
-import sys
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -26,8 +21,6 @@ from htp_export.files.filesystem import Identity
 from htp_export.files.stored import Slot, about, write_values
 from htp_export.process.progress import counted
 
-_FICLONE = 0x40049409  # of Linux: <linux/fs.h>; file systems that share blocks copy a file at once
-_MOSTLY = 0.9  # of a file has to be in use for a copy of all of it
 _CHUNK_BYTES = 1 << 20
 
 
@@ -41,12 +34,8 @@ class DataFile:
         self.path, self.model, self._shown = path, model, shown or path
         self.needed = 0
         self._state = state
-        self._mapped: weakref.ref[mmap.mmap] | None = None
         if state is None:
             self.note()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_mapped": None}  # another process maps the file itself
 
     def note(self) -> None:
         """Record the identity of the existing file."""
@@ -60,10 +49,6 @@ class DataFile:
         """Whether both are one file, with the same contents."""
         return self is other or (self._state is not None and self._state == other._state)
 
-    def need(self, tensor: ir.ExternalTensor) -> None:
-        """Record that the file needs to contain a tensor."""
-        self.needed = max(self.needed, (tensor.offset or 0) + (tensor.length or tensor.nbytes))
-
     def check(self) -> None:
         """Refuse a file that is missing, is too short, or was replaced after the model was read."""
         with self.opened():
@@ -73,8 +58,6 @@ class DataFile:
     def opened(self) -> Iterator[IO[bytes]]:
         """Open the file, and check it before and after it is read."""
         try:
-            if not stat.S_ISREG(self.path.stat().st_mode) and not self.path.is_dir():  # a pipe would be waited for
-                raise OSError(errno.EINVAL, "it is no plain file")
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
             replaced = " (it was there when the model was read; load the model again)" if self._state else ""
@@ -86,15 +69,6 @@ class DataFile:
             self._check(file)
             yield file
             self._check(file)
-
-    def mapped(self) -> mmap.mmap:
-        """Return the file in memory, mapped once for all its tensors that are in use; it is checked, as by `check`."""
-        held = None if self._mapped is None else self._mapped()
-        with self.opened() as file:
-            if held is None:
-                held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-                self._mapped = weakref.ref(held)
-        return held
 
     def _check(self, file: IO[bytes]) -> None:
         status = os.fstat(file.fileno())
@@ -113,36 +87,32 @@ class DataTensor(ir.ExternalTensor):
     onnx_ir refuses files with several hard links. Here, `find_data` has checked the folder of the file.
     """
 
-    __slots__ = ("_file", "_numbers")
+    __slots__ = ("_numbers", "file")
 
     def __init__(
-        self, tensor: ir.ExternalTensor, file: DataFile, base_dir: str | os.PathLike[str], location: str
+        self,
+        location: str,
+        offset: int | None,
+        length: int | None,
+        dtype: ir.DataType,
+        shape: Sequence[int],
+        facts: Mapping[str, Any],
+        file: DataFile,
+        base_dir: str | os.PathLike[str],
     ) -> None:
-        super().__init__(
-            location,
-            tensor.offset,
-            tensor.length,
-            tensor.dtype,
-            shape=ir.Shape(tensor.shape.numpy()),
-            base_dir=os.fspath(base_dir),
-            **about(tensor),
-        )
-        self._file = file
+        base_dir = os.fspath(base_dir)
+        super().__init__(location, offset, length, dtype, shape=ir.Shape(shape), base_dir=base_dir, **facts)
+        self.file = file
         self._numbers: np.ndarray[Any, Any] | None = None
-        file.need(self)
+        file.needed = max(file.needed, (offset or 0) + (length or self.nbytes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.location, self.offset, self.length, self.dtype)
-        return _tensor_again, (fields, tuple(self.shape.numpy()), about(self), self._file, self.base_dir)
-
-    @property
-    def file(self) -> DataFile:
-        """The path of the file."""
-        return self._file
+        fields = (self.location, self.offset, self.length, self.dtype, tuple(self.shape.numpy()), about(self))
+        return DataTensor, (*fields, self.file, self.base_dir)
 
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return the values, mapped from the file; read-only."""
-        self._file.check()
+        self.file.check()
         numbers = self._numbers  # another thread may release them
         if numbers is None:
             shape = tuple(self.shape.numpy())
@@ -165,35 +135,29 @@ class DataTensor(ir.ExternalTensor):
     def _bytes(self) -> np.ndarray[Any, Any]:
         if not self.nbytes:  # nothing can be mapped
             return np.empty(0, np.uint8)
-        return np.frombuffer(self._file.mapped(), np.uint8, self.nbytes, self.offset or 0)
+        with self.file.opened() as file:
+            return np.memmap(file, np.uint8, "r", self.offset or 0, (self.nbytes,)).view(np.ndarray)
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, in parts."""
         left = self.length or self.nbytes
-        with self._file.opened() as source:
+        with self.file.opened() as source:
             source.seek(self.offset or 0)
             while left:
                 part = source.read(min(left, _CHUNK_BYTES))
                 if not part:
-                    raise FileError(self._file.path, f"cannot be read: it ends within tensor {self.name!r}")
+                    raise FileError(self.file.path, f"cannot be read: it ends within tensor {self.name!r}")
                 file.write(part)
                 left -= len(part)
 
     def is_stored_as(self, other: DataTensor) -> bool:
         """Whether both are the same numbers in one file, under whatever name, that did not change between them."""
         is_there = self.dtype == other.dtype and (self.offset or 0) == (other.offset or 0)
-        return is_there and self.nbytes == other.nbytes and self._file.is_same(other.file)
+        return is_there and self.nbytes == other.nbytes and self.file.is_same(other.file)
 
     def release(self) -> None:
         """Forget the values; the file is closed when no array of them is in use."""
         self._numbers = None
-
-
-def _tensor_again(
-    fields: tuple[Any, ...], shape: tuple[int, ...], facts: dict[str, Any], file: DataFile, base_dir: str
-) -> DataTensor:
-    """Restore a pickled tensor."""
-    return DataTensor(ir.ExternalTensor(*fields, shape=ir.Shape(shape), **facts), file, base_dir, fields[0])
 
 
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
@@ -230,21 +194,22 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
 def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
     """Write tensors into a new data file, those with the same storage once, and return the same tensors in that file.
 
-    ``data`` is the final path of ``stream``. A file that is almost completely used is cloned if the file system
-    supports shared blocks.
+    ``data`` is the final path of ``stream``.
     """
-    places = _clone(slots, stream)
-    if places is None:
-        places = {}
-        for slot in counted(slots, "weights"):
-            key = _place(slot.tensor)
-            if key not in places:
-                start = stream.tell()
-                write_values(slot.tensor, stream)
-                places[key] = (start, stream.tell() - start)
+    places: dict[object, tuple[int, int]] = {}
+    for slot in counted(slots, "weights"):
+        key = _place(slot.tensor)
+        if key not in places:
+            start = stream.tell()
+            write_values(slot.tensor, stream)
+            places[key] = (start, stream.tell() - start)
     stream.flush()
     file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
-    return [_external(slot.tensor, places[_place(slot.tensor)], file) for slot in slots]
+    tensors = ((slot.tensor, *places[_place(slot.tensor)]) for slot in slots)
+    return [
+        DataTensor(data.name, at, length, tensor.dtype, tensor.shape.numpy(), about(tensor), file, file.path.parent)
+        for tensor, at, length in tensors
+    ]
 
 
 def _place(tensor: ir.TensorProtocol) -> object:
@@ -252,36 +217,3 @@ def _place(tensor: ir.TensorProtocol) -> object:
     if isinstance(tensor, ir.ExternalTensor):
         return (tensor.path, tensor.offset or 0, tensor.length or tensor.nbytes)
     return id(tensor)
-
-
-def _external(tensor: ir.TensorProtocol, place: tuple[int, int], file: DataFile) -> DataTensor:
-    offset, length = place
-    shape = ir.Shape(tensor.shape.numpy())
-    plain = ir.ExternalTensor(file.path.name, offset, length, tensor.dtype, shape=shape, **about(tensor))
-    return DataTensor(plain, file, file.path.parent.absolute(), file.path.name)
-
-
-def _clone(slots: Sequence[Slot], stream: IO[bytes]) -> dict[object, tuple[int, int]] | None:
-    """Clone the file with all tensors, and return their places; None if it cannot be cloned."""
-    tensors = [slot.tensor for slot in slots if isinstance(slot.tensor, DataTensor)]
-    sources = {tensor.path for tensor in tensors}
-    if len(tensors) < len(slots) or len(sources) != 1:
-        return None
-    places: dict[object, tuple[int, int]] = {
-        _place(tensor): (tensor.offset or 0, tensor.length or tensor.nbytes) for tensor in tensors
-    }
-    if not sys.platform.startswith("linux"):
-        return None
-    try:
-        import fcntl
-
-        with tensors[0].file.opened() as source:
-            if sum(length for _, length in places.values()) < _MOSTLY * os.fstat(source.fileno()).st_size:
-                return None
-            fcntl.ioctl(stream.fileno(), _FICLONE, source.fileno())
-    except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EXDEV, errno.EINVAL, errno.ENOTTY, errno.ENOSYS, errno.EPERM):
-            return None
-        raise
-    stream.seek(0, os.SEEK_END)
-    return places

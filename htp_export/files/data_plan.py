@@ -95,7 +95,6 @@ def plan_data(
 
 
 def _free_name(target: Path, *, serial: bool) -> Path:
-    """Return a name for a data file that does not exist, so that no model refers to it."""
     usual = target.with_name(f"{target.name}.data")
     if not serial and not os.path.lexists(usual):
         return usual
@@ -269,7 +268,6 @@ def _serial(file: Path, places: Iterable[Place], size: int, differs: int | None 
 
 
 def _layout(places: list[Place]) -> str:
-    """Return a hash of the places of the tensors."""
     return hashlib.sha256(json.dumps(places).encode()).hexdigest()[:16]
 
 

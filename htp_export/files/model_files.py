@@ -1,10 +1,8 @@
 """Read ONNX files without their weights, and write them completely or not at all.
 
-External data stays external: reading opens no data file, and writing streams it, tensor by tensor, into a file that
-belongs to the new model alone, unless it is asked to share one (`data_notes`). Large weights within the ONNX file stay
-there too, until they are asked for, and are written one at a time (`stored`). Everything is written into a work folder
-beside its target and renamed (`replacing`); a failure leaves what was there. What is written is a copy of the model
-that shares its tensors: other threads can read the model meanwhile. What is not valid is not written (`written_check`).
+External data and large weights stay in their files until they are used, and are written one at a time (`stored`).
+Everything is written into a work folder beside its target and renamed (`replacing`), from a copy that shares the
+tensors: other threads can read the model meanwhile. What is not valid is not written (`written_check`).
 """
 
 from __future__ import annotations
@@ -87,7 +85,8 @@ def _find_weights(model: ir.Model, file: Path) -> None:
             shown = file.parent / name if folder == file.parent.absolute() else None
             data_files[location] = (folder, name, DataFile(folder / name, file, shown))
         folder, name, data = data_files[location]
-        slot.put(DataTensor(tensor, data, folder, name))
+        shape = tensor.shape.numpy()
+        slot.put(DataTensor(name, tensor.offset, tensor.length, tensor.dtype, shape, about(tensor), data, folder))
         placed.setdefault(location, []).append(tensor)
     files = {location: data.path for location, (*_, data) in data_files.items()}
     check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))
@@ -167,14 +166,14 @@ def _write_model(
         except (FileError, ResultError):
             raise
         except Exception as error:  # whatever it was, the caller's files are as they were
-            problem = "; ".join((_without_work_folder(error), *getattr(error, "__notes__", ())))
+            said = getattr(error, "strerror", None) or first_line(error)  # without the names of work folders
+            problem = "; ".join((said, *getattr(error, "__notes__", ())))
             raise FileError(target, f"cannot be written: {problem}") from error
         for slot, tensor in moved:
             slot.put(tensor)
 
 
 def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool) -> None:
-    """Write a model to a device or a pipe, with all its weights."""
     for slot, same in places:
         if slot.external:
             tensor, shape = slot.tensor, ir.Shape(slot.tensor.shape.numpy())
@@ -242,7 +241,6 @@ def _write_files(
 
 
 def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """Return the descriptions of the data files that stay: the model's own, and those of other models."""
     check_data(slot.tensor for slot, _ in plan.staying)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot, name in plan.staying:
@@ -258,19 +256,10 @@ def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[s
 
 
 def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
-    """Return an external tensor with another name of its file."""
     if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
         return tensor
     shape = ir.Shape(tensor.shape.numpy())
     return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about(tensor))
-
-
-def _without_work_folder(error: Exception) -> str:
-    """Return the message of an error without the names of work folders."""
-    if not isinstance(error, OSError) or error.strerror is None:
-        return first_line(error)
-    named = error.filename is not None and "/.htp-" not in Path(os.fsdecode(error.filename)).as_posix()
-    return f"{error.filename}: {error.strerror}" if named else error.strerror
 
 
 def _copied(model: ir.Model) -> ir.Model:

@@ -7,9 +7,8 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.errors import FileError
 
@@ -17,8 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-@dataclass(frozen=True)
-class ArrayHeader:
+class ArrayHeader(NamedTuple):
     """The shape and element type of an array, which stand before its values in an ``.npz`` file."""
 
     shape: tuple[int, ...]

@@ -1,10 +1,8 @@
 """Serialized ONNX models without the values of their large weights, and the values put back when they are written.
 
-Protobuf copies what it reads and what it writes: a model of 400 MB would take twice that. So the large values are cut
-out of the bytes before protobuf sees them, and are put between the bytes that protobuf makes when it writes. A mark of
-random bytes keeps the place of each. Only the outermost fields of messages are read here (a tag and a length each, see
-https://protobuf.dev/programming-guides/encoding/). Field numbers are those of ``onnx.proto``, where they can never
-change.
+Protobuf copies what it reads and writes: a model of 400 MB would take twice that. So large values are cut out of the
+bytes, and a mark of random bytes keeps the place of each. Only the outermost fields of messages are read here, see
+https://protobuf.dev/programming-guides/encoding/; field numbers are those of ``onnx.proto``.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ def _encode_varint(value: int) -> bytes:
 
 
 def _head(number: int, length: int) -> bytes:
-    """Return the bytes before the payload of a field."""
     return _encode_varint(number << 3 | _BYTES) + _encode_varint(length)
 
 

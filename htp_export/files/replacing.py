@@ -1,9 +1,8 @@
 """Write files beside their targets, and rename them to their places together.
 
-What is written lies in a *work folder*, ``.htp-<random>`` beside the target, until it is whole. There is a lock in it,
-which is free once the process has ended, and, from before the first rename on, a journal of what is to be renamed and
-removed. Whoever opens a work folder clears away those of processes that were killed. Without a journal, nothing but the
-work folder is there, and it goes; with one, what is left to do is done, unless somebody changed a target meanwhile.
+What is written lies in a *work folder*, ``.htp-<random>``, with a lock that is free once the process has ended and,
+from before the first rename on, a journal of renames and removals. Whoever opens a work folder clears away those of
+killed processes: with a journal, what is left to do is done, unless somebody changed a target meanwhile.
 """
 
 from __future__ import annotations
@@ -211,8 +210,6 @@ class _Step:
 
 @dataclass(frozen=True)
 class _Removal:
-    """A file to be removed, if it has not changed."""
-
     target: Path
     old: Identity | None
 
@@ -222,7 +219,6 @@ class _Removal:
 
 
 def _all_done(removed: Iterable[_Removal]) -> bool:
-    """Remove all, and return whether all could be removed."""
     return not [removal for removal in removed if not removal.done()]
 
 

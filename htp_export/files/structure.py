@@ -1,9 +1,7 @@
 """The check of a model when it is read: edges, names, operators, attributes, tensors.
 
-onnx_ir reads models that no runtime loads: an edge to a tensor without a producer, an attribute of the wrong type, a
-tensor with fewer values than its shape requires. Without this check, a later step would fail with an error that does
-not name them. Only requirements of the ONNX specification that ONNX Runtime enforces are checked, so that a model that
-runs is not refused. One pass over the graph; no weights are read.
+onnx_ir reads models that no runtime loads, and a later step would fail with an error that names nothing. Only
+requirements of the ONNX specification that ONNX Runtime enforces are checked. One pass; no weights are read.
 """
 
 from __future__ import annotations
@@ -85,7 +83,6 @@ def _check_recursion(functions: Iterable[ir.Function]) -> None:
 
 
 def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]) -> None:
-    """Check a graph and its subgraphs."""
     version = imports.get("", imports.get("ai.onnx", 0))
     waiting = [graph]
     while waiting:
@@ -158,7 +155,6 @@ def _without_edges(node: onnx.NodeProto) -> onnx.NodeProto:
 
 
 def _short(name: str) -> str:
-    """Return a name in quotes, shortened if it is very long."""
     return repr(name if len(name) <= 200 else f"{name[:200]}…")
 
 
@@ -210,7 +206,6 @@ def _decode(metadata: MutableMapping[str, str]) -> None:
 
 
 def _decode_texts(owner: Any, *names: str) -> None:
-    """Decode documentation that is not UTF-8."""
     for name in names:
         if isinstance(text := getattr(owner, name), bytes):
             setattr(owner, name, _text(text))
@@ -273,7 +268,6 @@ def _rules(op_type: str, version: int) -> _Rules | None:
 
 
 def _check_operator(node: ir.Node, version: int) -> None:
-    """Check a node against the requirements of its operator."""
     rules = _rules(node.op_type, version)
     if rules is None:
         return
@@ -298,7 +292,6 @@ def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> s
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
-    """Check the type and the number of values of a tensor."""
     entries = (text for entry in tensor.metadata_props.items() for text in entry)
     _check_names(lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries))
     if type(tensor) is ir.TensorProtoTensor:
@@ -321,7 +314,6 @@ def _tensor_text(name: str | None) -> str:
 
 
 def _check_proto(proto: onnx.TensorProto) -> None:
-    """Check the number of values of a tensor against its shape."""
     bits, dims = _BITS.get(proto.data_type), proto.dims
     if bits is None:
         problem = (

@@ -162,7 +162,6 @@ def _weights_of(file: Path) -> set[Path]:
 
 
 def _is_model(file: Path) -> bool:
-    """Return whether a file is ONNX, valid or not; weights are not read."""
     from htp_export.files.parsing import message_of
 
     try:

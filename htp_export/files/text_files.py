@@ -33,7 +33,6 @@ def read_json(path: str | os.PathLike[str]) -> Any:
 
 @contextlib.contextmanager
 def _named_if_unreadable(path: str | os.PathLike[str], form: str, advice: str = "") -> Iterator[None]:
-    """Raise a `FileError` for a file that cannot be read or is not of this form."""
     try:
         yield
     except OSError as error:

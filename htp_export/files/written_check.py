@@ -1,9 +1,7 @@
 """The check of what is written: onnx's checker and its shape inference, before a file takes its place.
 
-A capability that makes an invalid model must not write it. Weights are not needed for that: large ones become inputs of
-the graph that is checked, and a model of 1,200 nodes takes about 10 ms. A user's model may have faults of its own, such
-as an operator that only ONNX Runtime knows. So what the model had that it was made of is no fault of the work:
-`made_from` says what that is, and it is looked at only where the check fails.
+Large weights become inputs of the graph that is checked: 1,200 nodes take 10 ms. Faults that the model already had of
+which this one was made (`made_from`) are no fault of the work; that model is looked at only where the check fails.
 """
 
 from __future__ import annotations
@@ -192,7 +190,6 @@ def _has_shape(value: onnx.ValueInfoProto) -> bool:
 
 
 def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """A graph and its subgraphs."""
     yield graph
     for node in graph.node:
         for inner in subgraph_protos(node):
@@ -200,7 +197,6 @@ def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
 
 
 def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
-    """The tensor in the attributes of a node that is not in the message."""
     held = (attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR)
     return next((tensor for tensor in held if is_absent(tensor)), None)
 
@@ -223,7 +219,6 @@ def _operators_of_onnxruntime() -> frozenset[str]:
 
 
 def _hide(node: onnx.NodeProto, imports: Iterable[onnx.OperatorSetIdProto]) -> None:
-    """Turn a node into one of an operator that onnx does not know."""
     node.domain = _OPAQUE
     del node.attribute[:]
     if all(each.domain != _OPAQUE for each in imports):
@@ -243,14 +238,14 @@ def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str
         node = _CONTEXT.search(str(error))
         problem = _CONTEXT.sub("", str(error).partition("==> Context:")[0])
         fault = _fault(problem, *((node[2], node[1]) if node else ()))
-        found.append(_located(proto, fault, onnx.checker.check_model))
+        found.append(_located(proto, fault))
     known = _without_unknown(proto)
     try:
-        inferred = _infer(known)
+        inferred = onnx.shape_inference.infer_shapes(known, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         named = _NODE.findall(str(error))
         faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
-        return [*found, *(_located(known, fault, _infer) for fault in faults)], {}
+        return [*found, *(_located(known, fault) for fault in faults)], {}
     return found, _empty(inferred, known)
 
 
@@ -273,70 +268,23 @@ def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     return part
 
 
-def _infer(proto: onnx.ModelProto | bytes) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
-
-
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
     text = _KIND.sub("", " ".join(problem.split()))[:_LONGEST]
     return Fault(_QUOTED.sub("''", _NODE_NAME.sub("", text)), op_type, text, node)
 
 
-def _located(proto: onnx.ModelProto, fault: Fault, check: Callable[[bytes], object]) -> Fault:
-    """A fault with the modules of its node; the node is looked for where the message does not name it."""
+def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
+    """A fault with the modules of the node that it names."""
     nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
     node = next((node for node in nodes if fault.node and node.name == fault.node), None)
-    if node is None and not fault.node:
-        node = _first_refused(proto, check)
     if node is None:
         return fault
     owners = tags.owners_of({entry.key: entry.value for entry in node.metadata_props})
     return Fault(fault.kind, fault.op_type or node.op_type, fault.problem, node.name, tuple(owners))
 
 
-def _first_refused(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
-    """The node with which a graph is refused, and without which it is not; or that alone makes a function refused."""
-    part = onnx.ModelProto()
-    part.CopyFrom(proto)
-    del part.graph.output[:]
-
-    def is_refused(count: int) -> bool:
-        del part.graph.node[:]
-        part.graph.node.extend(proto.graph.node[:count])
-        try:
-            check(part.SerializeToString())
-        except Exception:
-            return True
-        return False
-
-    low, high = 0, len(proto.graph.node)
-    if is_refused(low):
-        return _first_in_functions(proto, check)
-    if not is_refused(high):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_refused(middle) else (middle, high)
-    node: onnx.NodeProto = proto.graph.node[high - 1]
-    return node
-
-
-def _first_in_functions(proto: onnx.ModelProto, check: Callable[[bytes], object]) -> onnx.NodeProto | None:
-    for number, function in enumerate(proto.functions):
-        for index, node in enumerate(function.node):
-            part = onnx.ModelProto()
-            part.CopyFrom(proto)
-            _hide(part.functions[number].node[index], part.functions[number].opset_import)
-            with contextlib.suppress(Exception):
-                check(part.SerializeToString())
-                found: onnx.NodeProto = node
-                return found
-    return None
-
-
 def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
-    """The shapes with a dimension of 0 of what nodes make."""
     shapes = {
         value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
     }
@@ -347,5 +295,5 @@ def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int 
             shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
             if shape not in found:
                 text = f"{name!r} has the shape [{', '.join(map(str, shape))}], without elements"
-                found[shape] = _located(proto, _fault(text, node.op_type, node.name), _infer)
+                found[shape] = _located(proto, _fault(text, node.op_type, node.name))
     return found

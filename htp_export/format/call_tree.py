@@ -8,76 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias
 
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
-
-T = TypeVar("T")
-
-
-class LinkedSet(AbstractSet[T]):
-    """A set that holds only what another one, its rest, has not, and a reference to that one.
-
-    The sets of all modules around a module, for all modules of a tree, take memory for each module once. As frozensets
-    they take it for each pair of modules: 260 MB in a tree of 2,000 levels. What set operations give is a frozenset.
-
-    Examples:
-        >>> outer = LinkedSet(["encoder", ""])
-        >>> inner = LinkedSet(["encoder.fc", ""], outer)
-        >>> list(inner), "encoder" in inner, inner == {"", "encoder", "encoder.fc"}
-        (['encoder.fc', 'encoder', ''], True, True)
-    """
-
-    __slots__ = ("__weakref__", "_hash_value", "_own", "_rest", "_size")
-
-    def __init__(self, elements: Iterable[T] = (), rest: LinkedSet[T] | None = None) -> None:
-        known: AbstractSet[T] = frozenset() if rest is None else frozenset(rest)
-        self._own = tuple(element for element in dict.fromkeys(elements) if element not in known)
-        self._rest = rest
-        self._size = len(self._own) + len(known)
-        self._hash_value = hash(frozenset(self._own)) ^ (0 if rest is None else hash(rest))
-
-    def __iter__(self) -> Iterator[T]:
-        elements: list[T] = []
-        link: LinkedSet[T] | None = self
-        while link is not None:  # without a call for each link: trees are thousands of levels deep
-            elements += link._own
-            link = link._rest
-        return iter(elements)
-
-    def __contains__(self, element: object) -> bool:
-        return element in _unlinked(self)
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __hash__(self) -> int:
-        return self._hash_value
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, AbstractSet) and frozenset(self) == frozenset(other))
-
-    def isdisjoint(self, other: Iterable[Any]) -> bool:
-        """Whether no element is in both."""
-        return _unlinked(self).isdisjoint(other)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({[*self]!r})"
-
-    @classmethod
-    def _from_iterable(cls, elements: Iterable[Any]) -> AbstractSet[Any]:
-        return frozenset(elements)
-
-
-@lru_cache(maxsize=32)  # few: each is as long as its tree is deep, and who asks for one element asks for more
-def _unlinked(linked: LinkedSet[T]) -> frozenset[T]:
-    return frozenset(linked)
-
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +38,8 @@ class Part:
     """One call whose operations a node computes, its callers, and their modules, with containers that never run."""
 
     call: Instance
-    running: LinkedSet[Instance]
-    modules: LinkedSet[str]
+    running: AbstractSet[Instance]
+    modules: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +48,7 @@ class NodeCalls:
 
     owners: tuple[str, ...] = ()
     parts: tuple[Part, ...] = ()
-    modules: AbstractSet[str] = LinkedSet()
+    modules: frozenset[str] = frozenset()
 
     @property
     def calls(self) -> tuple[Instance, ...]:
@@ -177,7 +114,6 @@ class CallTree:
         self._hierarchy = hierarchy
         self._callers, self._is_known = dict(callers or {}), callers is not None
         self._near: dict[str, str | None] = {}
-        self._held: dict[str, LinkedSet[str]] = {}
         self._parts: dict[Instance, Part] = {}
         self._works: dict[tuple[tuple[str, ...], str], NodeCalls] = {}
         self._warned: set[str] = set()
@@ -295,24 +231,9 @@ class CallTree:
         return info.calls if info is not None else 0
 
     def _nearest(self, path: str) -> str | None:
-        """Return the nearest module above that ran."""
         if path not in self._near:
             self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
         return self._near[path]
-
-    def _never_ran(self, path: str) -> LinkedSet[str]:
-        """Return the modules above a path that never ran: containers."""
-        missing: list[str] = []
-        current = path
-        while current and current not in self._held:
-            missing.append(current)
-            current = tags.parent_path(current) or ""
-        containers = self._held.get(current, LinkedSet())
-        for module in reversed(missing):
-            if not self._ran(above := tags.parent_path(module) or ""):
-                containers = LinkedSet([above], containers)
-            self._held[module] = containers
-        return containers
 
     # --- whose work a node does -----------------------------------------------------------------------------
 
@@ -357,35 +278,21 @@ class CallTree:
         return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
 
     def _part(self, call: Instance) -> Part:
-        """Return a call with what lies around it, which is linked to that of its caller."""
-        if call in self._parts:
-            return self._parts[call]
-        visited, end = self._callers_of(call, self._parts)
-        around = None if end is None else self._parts.get(end)
-        if end in visited or (around is not None and not visited.keys().isdisjoint(around.running)):
-            in_a_circle, _ = self._callers_of(call)  # files come from anywhere
-            self._parts[call] = self._extended([*in_a_circle], None)
-            return self._parts[call]
-        for inner in reversed(visited):
-            around = self._parts[inner] = self._extended([inner], around)
+        if call not in self._parts:
+            running: dict[Instance, None] = {}
+            current, around = call, Part(call, frozenset(), frozenset())
+            while current not in running:  # in a file, calls may be in a circle
+                running[current] = None
+                caller = self.caller(current)
+                if caller is None or caller in self._parts:
+                    around = self._parts[caller] if caller is not None else around
+                    break
+                current = caller
+            paths = [each.path for each in running]
+            containers = (up for up in tags.all_above(paths) if not self._ran(up))
+            modules = around.modules.union((*paths, *containers, ""))
+            self._parts[call] = Part(call, dict.fromkeys((*running, *around.running)).keys(), modules)
         return self._parts[call]
-
-    def _callers_of(
-        self, call: Instance, known: Container[Instance] = ()
-    ) -> tuple[dict[Instance, None], Instance | None]:
-        """Return a call and its callers before a known one, or one of themselves; and that one."""
-        visited: dict[Instance, None] = {}
-        current: Instance | None = call
-        while current is not None and current not in visited and current not in known:
-            visited[current] = None
-            current = self.caller(current)
-        return visited, current
-
-    def _extended(self, calls: Sequence[Instance], around: Part | None) -> Part:
-        """Return calls, innermost first, and their modules, with those of their caller."""
-        modules = [path for call in calls for path in (call.path, *self._never_ran(call.path))]
-        rests = (None, None) if around is None else (around.running, around.modules)
-        return Part(calls[0], LinkedSet(calls, rests[0]), LinkedSet([*modules, ""], rests[1]))
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
         listed = tags.calls_listed(encoded)

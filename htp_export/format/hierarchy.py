@@ -93,7 +93,7 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     Examples:
         >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1), ModuleInfo("fc", "torch.nn.Linear")])
         >>> list(tree), tree["fc"].fate, tree.children(""), tree.called
-        (['', 'fc'], 'uncalled', ('fc',), CalledModules({''}))
+        (['', 'fc'], 'uncalled', ('fc',), frozenset({''}))
     """
 
     def __init__(self, modules: Iterable[ModuleInfo]) -> None:
@@ -169,27 +169,15 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     ) -> Hierarchy:
         """Return a tree that knows what an export did; modules that are not named stay as they are.
 
-        Raises:
-            ValueError: If a path is not in the tree, a fate is none of the format's, or a module is said to be merged
-                with others whose fate is not ``fused``.
-
         Examples:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net"), ModuleInfo("bn", "torch.nn.BatchNorm2d")])
             >>> tree.with_results(calls={"bn": 1}, fates={"bn": "fused"}, fused_with={"bn": ["conv"]})["bn"]
             ModuleInfo(path='bn', class_name='torch.nn.BatchNorm2d', calls=1, fate='fused', fused_with=('conv',))
         """
         calls, fates, fused_with = calls or {}, fates or {}, fused_with or {}
-        for path in (*calls, *fates, *fused_with):
-            if path not in self._modules:
-                raise ValueError(f"no module {path!r} in the tree")
         modules = []
         for path, module in self.items():
-            word = fates.get(path, module.fate)
-            if word not in tuple(Fate):
-                raise ValueError(f"module {path!r}: fate {word!r} is none of {', '.join(Fate)}")
-            fate = Fate(word)
-            if path in fused_with and not fate.is_merged:
-                raise ValueError(f"module {path!r} is merged with others, but its fate is {fate!r}")
+            fate = Fate(fates.get(path, module.fate))
             merged = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
             modules.append(replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged))
         return Hierarchy(modules)
@@ -234,9 +222,9 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         return self._modules[""]
 
     @cached_property
-    def called(self) -> tags.CalledModules:
+    def called(self) -> frozenset[str]:
         """The paths of the modules whose ``forward`` ran."""
-        return tags.CalledModules(path for path, module in self.items() if module.calls > 0)
+        return frozenset(path for path, module in self.items() if module.calls > 0)
 
     @cached_property
     def classes(self) -> Mapping[str, str]:
@@ -262,7 +250,6 @@ class Hierarchy(Mapping[str, ModuleInfo]):
 
 
 def _module_from_json(path: str, entry: object) -> ModuleInfo:
-    """One entry of ``htp.modules``, checked."""
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
     class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")

@@ -72,7 +72,6 @@ def _joined(name: str, key: Any) -> str:
 
 
 def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The keys and items of a tuple, a list or a mapping; None for anything else."""
     if isinstance(tree, Mapping):
         named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
         return iter(list(zip(named, tree.values(), strict=True)))
@@ -106,7 +105,6 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _node_of(value: Any) -> Any:
-    """How torch takes apart the values of a type; None if it does not."""
     from torch.utils._pytree import SUPPORTED_NODES
 
     return SUPPORTED_NODES.get(type(value))

@@ -60,7 +60,6 @@ def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> 
 
 
 def _write(metadata: MutableMapping[str, str], key: str, entries: Mapping[str, Any]) -> None:
-    """Write entries in place of those that were there; no key if there are none."""
     metadata.pop(key, None)
     if entries:
         metadata[key] = tags.json_text(entries)

@@ -131,7 +131,6 @@ def _terms(pattern: str | Sequence[str]) -> list[_Term]:
 
 
 def _texts(pattern: str | Sequence[str], if_empty: str) -> list[str]:
-    """The parts of a selector."""
     texts = [text for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
     if not texts:
         raise SelectorError("", if_empty)
@@ -162,8 +161,6 @@ def _with_below(paths: set[str], classes: Mapping[str, str]) -> set[str]:
 
 @dataclass(frozen=True)
 class _Term:
-    """One part of a selector: what it says about a module's path or class."""
-
     text: str
     excludes: bool
     kind: str  # "glob", "class" or "re"

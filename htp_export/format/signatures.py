@@ -66,12 +66,10 @@ def _calls(path: str, calls: object) -> tuple[Signature, ...]:
     signatures = []
     for call in calls:
         match call:
-            case [dict() as inputs, list() as outputs] if all(map(_is_tensor, (*inputs.values(), *outputs))):
+            case [dict() as inputs, list() as outputs] if all(
+                name is None or isinstance(name, str) for name in (*inputs.values(), *outputs)
+            ):
                 signatures.append(Signature(inputs, tuple(outputs)))
             case _:
                 raise ValueError(f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]")
     return tuple(signatures)
-
-
-def _is_tensor(name: object) -> bool:
-    return name is None or isinstance(name, str)

@@ -185,47 +185,18 @@ def _escape(part: str) -> str:
 def namespace(path: str, called: Collection[str]) -> str:
     """Return the path as graph viewers group it: ``/`` between modules, containers joined to their children.
 
-    The modules that did not run (``nn.ModuleList`` and the like) are no level. For many calls, pass `CalledModules`:
-    namespaces are then computed from those of the modules around.
+    The modules that did not run (``nn.ModuleList`` and the like) are no level.
 
     Examples:
         >>> namespace("encoder.layer.0.query", {"", "encoder", "encoder.layer.0", "encoder.layer.0.query"})
         'encoder/layer.0/query'
     """
-    return namespaces([path], called)[path]
-
-
-def namespaces(paths: Iterable[str], called: Collection[str]) -> dict[str, str]:
-    """Return each path → its `namespace`. What paths have in common is looked at once."""
-    levels = called.levels if isinstance(called, CalledModules) else {"": ""}
-    return {path: _namespace(path, called, levels) for path in paths}
-
-
-class CalledModules(frozenset[str]):
-    """The paths of the modules that ran; their namespaces, ``levels``, are computed once."""
-
-    levels: dict[str, str]
-
-    def __new__(cls, paths: Iterable[str] = ()) -> CalledModules:
-        """Take the paths."""
-        called = super().__new__(cls, paths)
-        called.levels = {"": ""}
-        return called
-
-
-def _namespace(path: str, called: Collection[str], levels: dict[str, str]) -> str:
-    """The namespace of a path; ``levels`` gets those of the modules around it that ran."""
-    below, above = list[str](), path
-    while above not in levels:
-        below.append(above)
-        above = next(up for up in itertools.islice(ancestors(above), 1, None) if up in called or not up)
-    space = levels[above]
-    for level in reversed(below):
-        part = _escape(level[len(above) + 1 :] if above else level)
-        space, above = f"{space}/{part}" if space else part, level
-        if level in called:
-            levels[level] = space
-    return space
+    levels, inner = list[str](), path
+    for above in itertools.islice(ancestors(path), 1, None):
+        if above in called or not above:
+            levels.append(_escape(inner[len(above) + 1 :] if above else inner))
+            inner = above
+    return "/".join(reversed(levels))
 
 
 def json_text(content: Any) -> str:

@@ -1,27 +1,16 @@
-"""What crosses the boundaries of modules, in any graph whose nodes do the work of modules.
+"""What crosses the boundaries of modules, in any graph whose nodes do the work of modules, and what depends on inputs.
 
-There is one rule. A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
-a node of the module makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that
-was merged into one node feeds both blocks (`NodeCalls.others`).
-
-Which tensors count is often a question of what depends on the values of the inputs: whose numbers can change when the
-numbers of an input do. Four rules:
-
-- What a node computes depends on whatever the node reads, and on whatever its subgraphs read around them.
-- ``Shape`` and ``Size`` read sizes: what they give depends on no values, of whatever tensor. ``CastLike`` reads the
-  type of its second input, and not its values.
-- The inputs of a subgraph are given by its node, and depend on what the node reads.
-- The inputs of a function are given by any of its calls: they are starts, as the inputs of the model are.
-
-Random operators depend on no input by these rules; what is the same in every run, ``GraphIndex.constant`` says.
+A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if a node of the module
+makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that was merged into one
+node feeds both (`NodeCalls.others`). Values depend on what their node and its subgraphs read: ``Shape`` and ``Size``
+read no values, ``CastLike`` none of its second input; inputs of a subgraph are given by its node; those of a function
+are starts, as the inputs of the model are. Random operators depend on no input (see ``GraphIndex.constant``).
 """
 
 from __future__ import annotations
 
-import itertools
-from array import array
 from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Generic, TypeVar, overload
+from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
@@ -34,46 +23,12 @@ Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
 
 
-class _Runs(Sequence[T]):
-    """Some elements of a sequence, in its order; as a list, they would take memory for each module around each node."""
-
-    __slots__ = ("_bounds", "_elements", "_size")
-
-    def __init__(self, elements: Sequence[T]) -> None:
-        self._elements = elements
-        self._bounds = array("q")  # start and end of each run
-        self._size = 0
-
-    def add(self, place: int) -> None:
-        if self._bounds and self._bounds[-1] == place:
-            self._bounds[-1] += 1
-        else:
-            self._bounds.extend((place, place + 1))
-        self._size += 1
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[T]:
-        bounds = zip(self._bounds[::2], self._bounds[1::2], strict=True)
-        return itertools.chain.from_iterable(self._elements[start:stop] for start, stop in bounds)
-
-    @overload
-    def __getitem__(self, index: int) -> T: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[T]: ...
-    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
-        return list(self)[index]
-
-
-def runs_below(elements: Sequence[T], works: Iterable[NodeCalls | None]) -> dict[str, _Runs[T]]:
+def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
     """Module path → the nodes with an owner at or below it, without what such a module computed for other callers."""
-    below: dict[str, _Runs[T]] = {}
-    for place, work in enumerate(works):
-        for path in () if work is None else work.modules:
-            if path not in below:
-                below[path] = _Runs(elements)
-            below[path].add(place)
+    below: dict[str, list[T]] = {}
+    for node, work in nodes:
+        for path in work.modules:
+            below.setdefault(path, []).append(node)
     return below
 
 
@@ -113,8 +68,8 @@ class Boundaries(Generic[Key]):
         holders: Sequence[int] = (),
     ) -> None:
         self.works = works
-        listed = [work if reads or makes else None for (reads, makes), work in zip(nodes, works, strict=True)]
-        self.below: Mapping[str, Sequence[int]] = runs_below(range(len(listed)), listed)
+        listed = ((k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each))
+        self.below: Mapping[str, Sequence[int]] = nodes_below(listed)
         self._holders, self._counts = holders, counts
         self._makers: dict[Key, list[int]] = {}
         self._readers: dict[Key, list[int]] = {}
@@ -127,7 +82,6 @@ class Boundaries(Generic[Key]):
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 
     def _edges_out(self, index: int, makes: Sequence[Key], results: Container[Key]) -> list[tuple[Key, int]]:
-        """What a node gives to which others that are not in the same regions."""
         edges: list[tuple[Key, int]] = []
         for key in makes:
             if self._counts(key):
@@ -137,7 +91,6 @@ class Boundaries(Generic[Key]):
         return edges
 
     def _edges_in(self, index: int, reads: Sequence[Key]) -> list[tuple[Key, Sequence[int]]]:
-        """What a node takes, from which others."""
         edges: list[tuple[Key, Sequence[int]]] = []
         for key in reads:
             if self._counts(key):

@@ -80,7 +80,9 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
         if known is not None:
             value.type, value.shape = value.type or known.type, value.shape or known.shape
     _compute_sizes(graph, part)
-    _own_outputs(graph, part.path)
+    for place, value in enumerate(graph.outputs):
+        if value.producer() is None:  # what is given back as it came, and what is constant
+            graph.outputs[place] = own_output(graph, value, tags.node_tags((part.path,), Reason.FLOW, {part.path}))
     return graph, _name_inputs(graph, list(part.inputs))
 
 
@@ -175,14 +177,6 @@ def _read_dimensions(
     if len(ends) != 1:
         nodes.append(ir.node("Concat", ends, {"axis": 0}))
     return nodes
-
-
-def _own_outputs(graph: ir.Graph, path: str) -> None:
-    """Give every output a node of its own: what is given back as it came, and what is constant, gets an Identity."""
-    for place, value in enumerate(graph.outputs):
-        if value.producer() is not None:
-            continue
-        graph.outputs[place] = own_output(graph, value, tags.node_tags((path,), Reason.FLOW, {path}))
 
 
 def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import onnx_ir as ir
 
@@ -18,6 +19,14 @@ from htp_export.format import tags
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY
+
+
+class _Walk(NamedTuple):
+    """What a way back from outputs to where the values come from met; see `Cutter.cut_nodes`."""
+
+    nodes: set[ir.Node]
+    entering: Mapping[ir.Value, None]
+    comes_along: Callable[[ir.Value], bool]
 
 
 @dataclass(frozen=True)
@@ -67,8 +76,7 @@ class Cutter:
         path = region.path
         members = frozenset(node for node in region.nodes if node in self._order)
         inputs, wanted = self._ends(region, path, call)
-        walk = _Walk(self, members, frozenset(inputs.values()), self.is_free)
-        walk.from_outputs(wanted.values())
+        walk = self._walk(wanted.values(), members, frozenset(inputs.values()), self.is_free)
         part = self._part(path, call, walk, inputs, wanted)
         if not part.nodes and not part.inputs:
             raise InputError(f"module {path!r} computes nothing from tensors of the model: it is constant")
@@ -90,14 +98,35 @@ class Cutter:
                 whoever needs it. The others are taken where their node is a member, and else they enter.
             stops: Values that enter even if a member computes them.
         """
-        walk = _Walk(self, members, frozenset(stops), comes_along)
-        walk.from_outputs(outputs.values())
+        walk = self._walk(outputs.values(), members, frozenset(stops), comes_along)
         measuring = self._measuring_others(walk)
         if measuring:
-            walk = _Walk(self, members - measuring, frozenset(), comes_along)
-            walk.from_outputs(outputs.values())
+            walk = self._walk(outputs.values(), members - measuring, frozenset(), comes_along)
         inputs = {str(value.name): value for value in walk.entering if not self.is_size(value)}
         return self._part("", 0, walk, inputs, outputs)
+
+    def _walk(
+        self,
+        outputs: Iterable[ir.Value],
+        members: Set[ir.Node],
+        stops: frozenset[ir.Value],
+        comes_along: Callable[[ir.Value], bool],
+    ) -> _Walk:
+        nodes, entering = set[ir.Node](), dict[ir.Value, None]()
+        queue, seen = list(outputs), set[ir.Value]()
+        while queue:
+            value = queue.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            producer = value.producer()
+            free = self.is_free(value) and comes_along(value)
+            if value in stops or (not free and (producer is None or producer not in members)):
+                entering[value] = None
+            elif producer is not None and producer not in nodes:
+                nodes.add(producer)
+                queue.extend(self.reads(producer))
+        return _Walk(nodes, entering, comes_along)
 
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
         """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
@@ -123,7 +152,6 @@ class Cutter:
     def _part(
         self, path: str, call: int, walk: _Walk, inputs: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
     ) -> Cut:
-        """What a walk found, with the sizes that it met outside read from what is given."""
         known = frozenset(inputs.values())
         needed, sizes, size_nodes = set(walk.entering), dict[ir.Value, None](), dict[ir.Node, None]()
         for value in walk.entering:
@@ -169,7 +197,6 @@ class Cutter:
         return region
 
     def _whole_around(self, path: str) -> str:
-        """The nearest module above one whose border is in the file."""
         above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
         return next((up for up in above if self._tagged.hierarchy[up].fate.is_exact), "")
 
@@ -246,38 +273,6 @@ class Cutter:
     def is_free(self, value: ir.Value) -> bool:
         """Whether a value comes along with whatever needs it: an initializer, or made of constants."""
         return value.is_initializer() or value in self._index.constant
-
-
-class _Walk:
-    """The way back from outputs to where the values come from; see `Cutter.cut_nodes`."""
-
-    def __init__(
-        self,
-        cutter: Cutter,
-        members: Set[ir.Node],
-        stops: frozenset[ir.Value],
-        comes_along: Callable[[ir.Value], bool],
-    ) -> None:
-        self._cutter, self._members, self._stops = cutter, members, stops
-        self.comes_along = comes_along
-        self.nodes: set[ir.Node] = set()
-        self.entering: dict[ir.Value, None] = {}
-
-    def from_outputs(self, outputs: Iterable[ir.Value]) -> None:
-        queue = list(outputs)
-        seen: set[ir.Value] = set()
-        while queue:
-            value = queue.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            producer = value.producer()
-            free = self._cutter.is_free(value) and self.comes_along(value)
-            if value in self._stops or (not free and (producer is None or producer not in self._members)):
-                self.entering[value] = None
-            elif producer is not None and producer not in self.nodes:
-                self.nodes.add(producer)
-                queue.extend(self._cutter.reads(producer))
 
 
 def check_outside(tagged: TaggedModel, names: Iterable[str | None]) -> None:

@@ -55,7 +55,6 @@ class GraphFacts:
             if is_standard(node):
                 by_op[node.op_type].append(node)
         self.by_op: Mapping[str, Sequence[ir.Node]] = dict(by_op)
-        self._arrays: dict[ir.Value, Array | None] = {}
 
     def nodes_of(self, *ops: str) -> list[ir.Node]:
         """The nodes that compute one of some operators, operator by operator."""
@@ -84,11 +83,13 @@ class GraphFacts:
 
     def array(self, value: ir.Value | None) -> Array | None:
         """The elements of a small constant, be it an initializer or a ``Constant``; None for anything else."""
-        if value is None:
+        tensor = None if value is None else self._tensor(value)
+        if tensor is None or tensor.size > _MOST_ELEMENTS or tensor.dtype == ir.DataType.STRING:
             return None
-        if value not in self._arrays:
-            self._arrays[value] = _small_array(self._tensor(value))
-        return self._arrays[value]
+        try:
+            return np.asarray(tensor.numpy())
+        except (OSError, FileError):  # the file of its external data is not there
+            return None
 
     def scalar(self, value: ir.Value | None) -> float | None:
         """The number that a constant of one element holds; None for anything else."""
@@ -125,12 +126,3 @@ class GraphFacts:
             is_input = source.is_graph_input() and source.graph is self.tagged.model.graph
             return None if is_input else source.const_value
         return constant_tensor(value)
-
-
-def _small_array(tensor: ir.TensorProtocol | None) -> Array | None:
-    if tensor is None or tensor.size > _MOST_ELEMENTS or tensor.dtype == ir.DataType.STRING:
-        return None
-    try:
-        return np.asarray(tensor.numpy())
-    except (OSError, FileError):  # the file of its external data is not there
-        return None

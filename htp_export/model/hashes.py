@@ -120,8 +120,6 @@ def constant_hash(node: ir.Node) -> str:
 
 
 class _Content:
-    """What is hashed, piece by piece."""
-
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
 
@@ -137,7 +135,7 @@ class _Content:
             self._hash.update(data)
 
     def graph(self, graph: ir.Graph) -> None:
-        self.add("graph", [_described(value) for value in graph.inputs])
+        self.add("graph", [(value.name, str(value.type), str(value.shape)) for value in graph.inputs])
         self.body(graph)
 
     def body(self, graph: ir.Graph) -> None:
@@ -226,10 +224,6 @@ class _Numbered(_Content):
 
 def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
     return (each if isinstance(each, bytes) else str(each).encode() for each in tensor.numpy().flatten().tolist())
-
-
-def _described(value: ir.Value) -> tuple[str | None, str, str]:
-    return value.name, str(value.type), str(value.shape)
 
 
 def _names(values: Iterable[ir.Value | None]) -> list[str | None]:

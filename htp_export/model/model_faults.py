@@ -87,7 +87,6 @@ def _opened(sources: Iterable[Any]) -> Iterator[ir.Model]:
 
 
 def _fault(source: Any) -> str:
-    """What is wrong with a model according to onnx; empty if it is valid."""
     if not isinstance(source, TaggedModel | ir.Model | onnx.ModelProto | str | os.PathLike) and not hasattr(
         source, "model"
     ):

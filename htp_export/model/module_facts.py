@@ -1,17 +1,12 @@
 """What stands in each module: nodes, parameters, weights. The rows of every table are these facts, and what it adds.
 
-- **Nodes** of a module are those with an owner at or below it; its **own nodes** those that it owns itself. Nodes of no
-  module are the root's.
-- **Weights** are the initializers and constants that nodes read, of floating point, complex, or quantized (integers of
-  eight bits and fewer, and the 32-bit biases of quantized operators); no scalars, constants of one element, indices or
-  sizes.
-- **Parameters** of a module are the elements of those that PyTorch had, as the file says (``htp.parameters``), also
-  where an exporter merged or folded them. Where the file's own tensor of that name has another size, as after pruning,
-  that counts. If the file does not say what PyTorch had, they are the elements of the weights.
+- **Nodes** of a module are those with an owner at or below it; nodes of no module are the root's.
+- **Weights** are what nodes read that is stored and floating point, complex, or quantized; see `is_weight`.
+- **Parameters** are the elements of those that PyTorch had, as the file says (``htp.parameters``), in the size of the
+  file's own tensor of that name; without ``htp.parameters``, the elements of the weights.
 
-Each tensor counts once in a module, and once in every module above it. A weight that several modules read, as that of
-merged projections, counts in full in each of them. It is **shared** in a module if nodes outside that module read it,
-too; a module that has all its readers has it to itself.
+Each tensor counts once in a module, and once in every module above it; in full in each of several that read it. It is
+**shared** in a module if nodes outside that module read it, too.
 """
 
 from __future__ import annotations
@@ -184,7 +179,6 @@ def _summed(listed: Iterable[_Held]) -> _Sums:
 
 
 def _declared(tagged: TaggedModel) -> list[_Held] | None:
-    """The parameters of the PyTorch model, and the modules that hold them; None where that is not known."""
     if tagged.declared is None:
         return None
     shapes = {parameter.first: parameter.shape for parameter in tagged.declared.values()}
@@ -199,7 +193,6 @@ def _declared(tagged: TaggedModel) -> list[_Held] | None:
 
 
 def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
-    """Each weight of the file → the modules whose nodes read it, in order."""
     index, functions = tagged.index, tagged.model.functions
     readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
     for node, owners in index.owners.items():
@@ -213,7 +206,6 @@ def _readers(tagged: TaggedModel) -> dict[ir.Value, dict[str, None]]:
 
 
 def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
-    """The initializers and outputs of ``Constant`` nodes that a node reads."""
     for value in node.inputs:
         if value is None:
             continue
@@ -227,7 +219,10 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 
 
 def is_weight(value: ir.Value, reader: ir.Node) -> bool:
-    """Whether a stored tensor that a node reads is a weight, as the head of this module has it."""
+    """Whether a stored tensor that a node reads is a weight: floating point, complex, or quantized, and no scalar.
+
+    Quantized are integers of eight bits and fewer, and the wider biases of quantized operators; no indices or sizes.
+    """
     tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
         return False

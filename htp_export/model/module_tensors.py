@@ -124,7 +124,6 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
 
 
 def _is_at(tensor: ModuleTensor, place: Place) -> bool:
-    """Whether a tensor of one of its modules is at a place."""
     is_named = tensor.name == place.name if place.name else True
     return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0) and is_named
 

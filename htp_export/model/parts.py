@@ -51,7 +51,8 @@ class Constants:
         return node in self._cheap or node in self.sizes or all(map(self._cutter.is_free, node.outputs))
 
     def _sort(self, node: ir.Node) -> None:
-        costly = _holds_weight(node) or any(value in self._costly for value in self._cutter.reads(node))
+        stored = node.op_type == "Constant" and not _is_few(constant_tensor(node.outputs[0]))
+        costly = stored or any(value in self._costly for value in self._cutter.reads(node))
         free = all(map(self._cutter.is_free, node.outputs))
         if costly and (free or all(map(self._cutter.is_size, node.outputs))):
             self._costly.update(node.outputs)
@@ -70,11 +71,6 @@ def _is_few(tensor: ir.TensorProtocol | None) -> bool:
     if tensor is None:
         return True
     return tensor.size <= 1 or (not tensor.dtype.is_floating_point() and tensor.nbytes <= _FEW_BYTES)
-
-
-def _holds_weight(node: ir.Node) -> bool:
-    """Whether a ``Constant`` node holds more than a few numbers."""
-    return node.op_type == "Constant" and not _is_few(constant_tensor(node.outputs[0]))
 
 
 class PartTensor(NamedTuple):

@@ -249,7 +249,6 @@ def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int]) -> Re
 
 
 def _number(array: Any) -> Recipe:
-    """A constant of one floating-point number as an operand."""
     return float(array) if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array) else CONSTANT
 
 

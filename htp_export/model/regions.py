@@ -18,7 +18,7 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap
 from htp_export.format.tags import Reason
-from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, runs_below
+from htp_export.model.boundaries import OUTSIDE, Boundaries, input_dependent_values, nodes_below
 from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_subgraphs
 
 
@@ -77,11 +77,10 @@ class GraphIndex:
     @cached_property
     def below(self) -> Mapping[str, Sequence[ir.Node]]:
         """Module path → the nodes in its region, in order."""
-        return runs_below(self.nodes, self.works.values())
+        return nodes_below(self.works.items())
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:
-        """Node that calls a function of the model → the function's body."""
         bodies = {function.identifier(): [graph] for graph, function in self._functions.items()}
         if not bodies:
             return {}
@@ -301,7 +300,6 @@ class Region:
 
     @cached_property
     def _crossing(self) -> list[tuple[ir.Value, bool]]:
-        """What crosses the boundary of the region, and whether it leaves."""
         call = None if self._call is None else Instance(self.path, self._call)
         crossing = self._index.boundaries.around(self._closure, [self.path], call)
         return [(value, leaves) for value, _, leaves in crossing]

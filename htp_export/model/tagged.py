@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar, Literal, NoReturn, Protocol, TypeAlias, TypeVar
-from weakref import WeakValueDictionary
 
 import onnx
 import onnx_ir as ir
@@ -98,7 +97,7 @@ class TaggedModel:
         self.model = model
         self.hierarchy = hierarchy
         self.source: TagSource = source
-        self._regions: WeakValueDictionary[str, Region] = WeakValueDictionary()  # their lists have a node many times
+        self._regions: dict[str, Region] = {}
         self._file: Path | None = None
 
     def __repr__(self) -> str:
@@ -112,7 +111,6 @@ class TaggedModel:
         return html_tree(self._lines(), [str(self.tag_facts)])
 
     def _lines(self) -> Iterator[tuple[int, str, str, str]]:
-        """The lines of the tree: level, name, path, and what is said of a module."""
         parents = drawn_parents({path: self[path] for path in self})
         levels = drawn_levels(parents)
         for path, above in parents.items():
@@ -128,10 +126,9 @@ class TaggedModel:
         if path not in self.hierarchy:
             raise UnknownModuleError(path, self.hierarchy)
         path = "" if path == "." else path
-        region = self._regions.get(path)
-        if region is None:
-            region = self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
-        return region
+        if path not in self._regions:
+            self._regions[path] = Region(self.index, self.hierarchy, self.calls, path)
+        return self._regions[path]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.hierarchy)
@@ -145,7 +142,7 @@ class TaggedModel:
     def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
         """Find owners, regions, shapes and signatures anew, after the graph was changed; perhaps with other modules."""
         lasting = {"model": self.model, "hierarchy": hierarchy or self.hierarchy, "source": self.source}
-        self.__dict__ = {**lasting, "_regions": WeakValueDictionary(), "_file": self._file}
+        self.__dict__ = {**lasting, "_regions": {}, "_file": self._file}
         return self
 
     def clone(self) -> TaggedModel:
@@ -282,7 +279,6 @@ class TaggedModel:
         return known or CallTree(self.hierarchy)
 
     def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
-        """What the metadata says under a key; None if it says nothing."""
         written = self.model.metadata_props.get(key)
         try:
             return None if written is None else parse(written)

@@ -8,7 +8,7 @@ the PyTorch model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ def check_tags(tagged: TaggedModel) -> None:
         tagged.require_exact_tags()
 
 
-def path_prefix(path: str, called: Iterable[str]) -> str:
+def path_prefix(path: str, called: Collection[str]) -> str:
     """What the names of a module's nodes begin with.
 
     Modules that did not run, such as ``nn.ModuleList``, are joined with what they hold.
@@ -134,7 +134,7 @@ def path_prefix(path: str, called: Iterable[str]) -> str:
         >>> path_prefix("a/b.@0.c d", {"", "a/b", "a/b.@0", "a/b.@0.c d"})
         '/a%2Fb/%400/c%20d/'
     """
-    space = _SEPARATORS.sub(_percent, tags.namespace(path, called if isinstance(called, frozenset) else set(called)))
+    space = _SEPARATORS.sub(_percent, tags.namespace(path, called))
     levels = (f"%40{level[1:]}" if level.startswith("@") else level for level in space.split("/"))
     return f"/{'/'.join(levels)}/" if path else "/"
 
@@ -168,8 +168,6 @@ def give_path_names(tagged: TaggedModel) -> Renamed:
 
 @dataclass
 class _Namer:
-    """Finds the names of one model."""
-
     tagged: TaggedModel
     _nodes: dict[ir.Node, str] = field(default_factory=dict)
     _tensors: dict[ir.Value, str] = field(default_factory=dict)
@@ -220,14 +218,12 @@ class _Namer:
             self._tensors[value] = used.unused(wanted)
 
     def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
-        """The nodes of a graph, each followed by those in its subgraphs."""
         for node in _canonical_order(graph, self._key):
             yield node
             for _, body in bodies_of(node):
                 yield from self._ordered(body)
 
     def _wanted(self, node: ir.Node) -> str:
-        """The name of a node, without a number."""
         path, call = self._place(node)
         if path not in self._prefixes:
             self._prefixes[path] = path_prefix(path, self.tagged.hierarchy.called)

@@ -22,13 +22,13 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json, read_yaml
 from htp_export.format import tags
-from htp_export.format.call_tree import MOST_CALLS, Instance, LinkedSet, Part
+from htp_export.format.call_tree import MOST_CALLS, Instance, Part
 from htp_export.format.selectors import chosen_and_excluded
 from htp_export.model.module_facts import elements_of, is_weight
 from htp_export.model.tagged import TaggedModel
 from htp_export.weights.parameter_places import ParameterPlaces, WeightSources
 
-_ROOT = Part(Instance(""), LinkedSet(), LinkedSet([""]))
+_ROOT = Part(Instance(""), frozenset(), frozenset([""]))
 
 
 def parts_of(tagged: TaggedModel, node: ir.Node) -> tuple[Part, ...]:
@@ -193,7 +193,7 @@ def _calls_of(tagged: TaggedModel, path: str) -> Iterator[Part]:
     for number in range(calls):
         yield from tagged.calls.of_calls((path,), [Instance(path, number)]).parts
     if not calls:
-        yield Part(Instance(path), LinkedSet(), LinkedSet(tags.ancestors(path)))
+        yield Part(Instance(path), frozenset(), frozenset(tags.ancestors(path)))
 
 
 class _Rules:

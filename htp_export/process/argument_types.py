@@ -49,7 +49,6 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def _said(kind: Any) -> str:
-    """A type in words."""
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
     return kind.__name__ if isinstance(kind, type) else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
@@ -131,15 +130,7 @@ def _problem(
             given[other], signature.parameters[name], function
         ):
             return f"{text}: {name} and {other} are swapped; the order is {function.__name__}({name}, {other})"
-    return text + _documented(function, name)
-
-
-def _documented(function: Callable[..., Any], name: str) -> str:
-    """What the docstring says of a parameter, its first sentence; ``""`` where that is long, or there is none."""
-    listed = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
-    entry = re.search(rf"^ {{4}}{name}: (.*(?:\n {{8}}.*)*)", listed, re.MULTILINE)
-    sentence = re.split(r"[.;](?= |$)", " ".join(entry[1].split()))[0] if entry else ""
-    return f" ({name}: {sentence.replace('``', '')})" if 0 < len(sentence) <= 3 * _LONGEST else ""
+    return text
 
 
 def _suits(value: Any, parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
@@ -170,7 +161,6 @@ def _checks(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[
 
 
 def _members(annotation: Any, names: Mapping[str, Any]) -> Iterator[str]:
-    """The members of a union, and of the aliases in it, as they are written."""
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         for member in typing.get_args(annotation):
             yield from _members(member, names)

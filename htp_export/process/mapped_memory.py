@@ -21,14 +21,12 @@ _PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 
 
 @dataclass(frozen=True)
 class MappedFiles:
-    """The address ranges of this process that are mapped from files, in ascending order, and the file of each.
+    """The address ranges of this process that are mapped from files, in order: start, end, and path of the file.
 
-    A range ends before its end address. The path of a file whose name is gone ends in ``(deleted)``.
+    The path of a file whose name is gone ends in ``(deleted)``.
     """
 
-    starts: tuple[int, ...]
-    ends: tuple[int, ...]
-    paths: tuple[str, ...]
+    ranges: tuple[tuple[int, int, str], ...]
 
     @classmethod
     def now(cls) -> MappedFiles:
@@ -36,24 +34,23 @@ class MappedFiles:
         try:
             text = os.fsdecode(Path("/proc/self/maps").read_bytes())
         except OSError:
-            return cls((), (), ())
-        rows = []
+            return cls(())
+        ranges = []
         for line in text.splitlines():
             addresses, _, _, _, inode, *path = line.split(maxsplit=5)
             if inode != "0" and path:
                 start, _, end = addresses.partition("-")
-                rows.append((int(start, 16), int(end, 16), path[0]))
-        rows.sort()
-        return cls(tuple(row[0] for row in rows), tuple(row[1] for row in rows), tuple(row[2] for row in rows))
+                ranges.append((int(start, 16), int(end, 16), path[0]))
+        return cls(tuple(sorted(ranges)))
 
     def path_of(self, address: int, length: int) -> str | None:
         """Return the file from which a range of memory is mapped; None if it is not mapped from one file."""
-        at = bisect_right(self.starts, address) - 1
-        return self.paths[at] if at >= 0 and address + length <= self.ends[at] else None
+        at = bisect_right(self.ranges, address, key=lambda each: each[0]) - 1
+        return self.ranges[at][2] if at >= 0 and address + length <= self.ranges[at][1] else None
 
     def release(self, path: str) -> None:
         """Release the pages of all ranges of a file."""
-        for start, end, name in zip(self.starts, self.ends, self.paths, strict=True):
+        for start, end, name in self.ranges:
             if name == path:
                 release_pages(start, end - start)
 

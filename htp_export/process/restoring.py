@@ -1,12 +1,9 @@
 """Temporary changes of process-wide state that are always reverted, also on errors and on a `KeyboardInterrupt`.
 
-An interrupt can occur between any two lines: between a change and the ``try`` after it, in a ``finally``, and before a
-``with`` block calls ``__exit__``. Two rules make sure that a single interrupt leaves nothing changed:
-
-- How to revert a change is recorded before the change is made, and reverting a change that was not made has no effect.
-- All changes are reverted in two nested ``finally`` clauses; the second one reverts what the first did not complete.
-  The function with these clauses has no other ``try``: in CPython, an exception on the line of an inner ``try`` is
-  handled by no clause of the same function.
+An interrupt can occur between any two lines, also in a ``finally``. Therefore, how to revert a change is recorded
+before the change is made (reverting one that was not made has no effect), and all are reverted in two nested
+``finally`` clauses, the second for what the first did not complete. The function with these has no other ``try``: in
+CPython, an exception on the line of an inner ``try`` is handled by no clause of the same function.
 """
 
 from __future__ import annotations

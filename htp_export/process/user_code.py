@@ -110,13 +110,14 @@ def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
 def _place(error: BaseException) -> str:
     """The last line of the caller's own code that ran; of a library, if there is none."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_below(frame.filename, (_OWN,))]
-    own = [frame for frame in frames if not frame.filename.startswith("<frozen") and not _is_of_library(frame.filename)]
+    own = [
+        frame
+        for frame in frames
+        if not (frame.filename.startswith("<frozen") or "site-packages" in frame.filename)
+        and not _is_below(frame.filename, _LIBRARIES)
+    ]
     last = next(reversed(own or frames), None)
     return f" ({last.filename}:{last.lineno}, in {last.name})" if last else ""
-
-
-def _is_of_library(file: str) -> bool:
-    return "site-packages" in file or _is_below(file, _LIBRARIES)
 
 
 def _is_below(file: str, folders: Iterable[Path]) -> bool:

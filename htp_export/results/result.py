@@ -268,7 +268,6 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
 
 
 def _below(more: int, what: str, notes: Iterable[str]) -> str:
-    """Sentences below a drawing, the first of which says how many more lines there are."""
     left_out = [f"and {more} more{what}"] if more > 0 else []
     return "".join(f"<p>{html.escape(note)}</p>" for note in (*left_out, *notes))
 

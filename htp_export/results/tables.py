@@ -122,7 +122,6 @@ class ModuleTable(Result):
 
 
 def _numbers(row: object) -> list[str]:
-    """The names of the numbers of a row, properties too."""
     names = (name for name in dir(row) if not name.startswith("_"))
     return [name for name in names if isinstance(getattr(row, name), int | float)]
 

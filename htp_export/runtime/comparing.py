@@ -127,7 +127,6 @@ def _wide(array: Array) -> Array:
 
 
 def _scale(expected: Array) -> float:
-    """Return the root mean square of the finite elements, at least ``_SMALLEST_SCALE``."""
     total, count, flat = 0.0, 0, expected.reshape(-1)
     for start in range(0, flat.size, _BLOCK):
         block = np.abs(_wide(flat[start : start + _BLOCK]))
@@ -181,7 +180,6 @@ class _Sums:
         self._other += float(np.square(np.abs(actual_wide)).sum())
 
     def _add_unusual(self, expected: Array, actual: Array) -> None:
-        """Add elements of which at least one is NaN or infinite."""
         one_is_nan = np.isnan(expected) != np.isnan(actual)
         unequal = ~one_is_nan & ~np.isnan(expected) & (expected != actual)
         self._strays += int(np.count_nonzero(one_is_nan))

@@ -153,7 +153,6 @@ def _is_data(given: object) -> bool:
 
 
 def _files(path: str | os.PathLike[str]) -> list[Run]:
-    """The files of a path: itself, or those of a folder, by their names; each can be opened."""
     folder = Path(path)
     files = sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]
     if not files:

@@ -241,7 +241,6 @@ class Inputs:
 
     @cached_property
     def _open_names(self) -> Mapping[str, None]:
-        """The names of open dimensions, in order."""
         return dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
 
     @cached_property
@@ -279,7 +278,6 @@ def _is_size(size: object) -> bool:
 
 
 def _open(declared: Input, bound: Bound) -> Iterator[tuple[int, str | None]]:
-    """Place and name of each dimension of an input that stays open."""
     for place, size in enumerate(bound.shapes[declared.name] or ()):
         if size is None:
             dim = declared.shape[place] if declared.shape is not None else None

@@ -78,14 +78,17 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
 
     Nothing is read of that file. Weights in files, ONNX Runtime maps itself.
     """
-    files = [tensor for tensor in _tensors(model) if isinstance(tensor, ir.ExternalTensor)]
+    tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+    files = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
     check_data(files)
     folder = os.fspath(files[0].base_dir) if files else ""
     location = os.fspath(files[0].location) if files else _NO_FILE
     weights: dict[str, Any] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or tensor.nbytes <= _SMALL_BYTES or not _is_shareable(tensor.dtype):
+        if tensor is None or tensor.nbytes <= _SMALL_BYTES:
+            continue
+        if tensor.dtype == ir.DataType.STRING or tensor.dtype.bitwidth < 8:  # numpy lays these out in another way
             continue
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == folder:
             continue
@@ -110,16 +113,6 @@ def _weights_folder(model: RunnableModel) -> Iterator[Path]:
     with temporary_folder() as folder:
         (folder / _NO_FILE).touch()
         yield folder
-
-
-def _is_shareable(dtype: ir.DataType) -> bool:
-    """Whether numpy, ONNX and ONNX Runtime lay out values of a type alike: not text, and no two in a byte."""
-    return dtype != ir.DataType.STRING and dtype.bitwidth >= 8
-
-
-def _tensors(model: ir.Model) -> Iterator[ir.TensorProtocol]:
-    for graph in model.graphs():
-        yield from (value.const_value for value in graph.initializers.values() if value.const_value is not None)
 
 
 def _more_outputs(names: Iterable[str]) -> bytes:

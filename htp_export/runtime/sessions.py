@@ -155,7 +155,6 @@ class RunnableModel:
             raise self._failure(action, error, self._open_sizes(values or {})) from error
 
     def _open_sizes(self, values: Mapping[str, Any]) -> str:
-        """A hint with the sizes of a run that the model leaves open."""
         if self.model is None:
             return ""
         inputs = Inputs.of(self.model)
@@ -292,7 +291,6 @@ class Session:
 
 @contextlib.contextmanager
 def _stopped_after(seconds: float | None) -> Iterator[Any]:
-    """Yield options with which a run ends in an error after some seconds; None for no limit."""
     if seconds is None:
         yield None
         return

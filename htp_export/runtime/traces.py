@@ -147,8 +147,6 @@ class ProfiledSession:
 
 @dataclass
 class _Event:
-    """The event of a kernel or of the execution of a graph, with the events inside it."""
-
     key: KernelKey | None
     start: int
     duration: int

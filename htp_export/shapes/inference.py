@@ -259,7 +259,6 @@ class Inference(Known):
             self._ask_onnx(operation, shapes or (), reason)
 
     def _type_of(self, operation: Operation, place: int) -> ir.DataType | None:
-        """The element type of a result, by a rule or by the schema."""
         rule = rules_of(operation.domain, operation.op_type).type if place == 0 else None
         if rule is not None:
             return _safely(rule, operation, self)[0]
@@ -271,7 +270,6 @@ class Inference(Known):
         return known.dtype if isinstance(known, ir.TensorType) else known if isinstance(known, ir.DataType) else None
 
     def _evaluate(self, operation: Operation) -> bool:
-        """Compute what a node makes, where all that it reads is known and small."""
         if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
             return False
         arrays = evaluated(operation, self._version(operation), list(map(self.fact, operation.inputs)))
@@ -300,7 +298,6 @@ class Inference(Known):
         return self._opsets.get(operation.domain, 0)
 
     def _note(self, operation: Operation, value: ir.Value, reason: str) -> None:
-        """Keep why the shape of a tensor is not known, or not all of it."""
         self._reasons.pop(value, None)
         shape = self._shapes.get(value)
         if value.name and (shape is None or any(not isinstance(dim, int) for dim in shape)):

@@ -170,7 +170,6 @@ class Known:
         )
 
     def _completed(self, value: ir.Value, inferred: Dims | None) -> Shape | None:
-        """A shape with new symbols for dimensions that are not known."""
         if inferred is None:
             return None
         return tuple(self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(inferred))
@@ -194,7 +193,6 @@ class Known:
         return tuple(dims)
 
     def _named(self, dim: Any) -> Dim:
-        """An open dimension, or the number that stands for it; expressions of open dimensions are computed."""
         text = str(dim.value)
         if not self._sizes:
             return symbol(text)

@@ -117,7 +117,6 @@ def _schema(op_type: str, version: int, domain: str) -> Any:
 
 
 def _type_proto(kind: ir.TypeProtocol, shape: Dims | None, names: dict[str, Dim]) -> onnx.TypeProto:
-    """A type; sizes are given names, by which they are known again."""
     if not isinstance(kind, ir.TensorType):
         return ir.serde.serialize_type(kind)
     names.update((str(dim), dim) for dim in shape or () if isinstance(dim, Size))

@@ -15,9 +15,7 @@ from htp_export.errors import InputError
 from htp_export.format import call_tree
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.model import graph_facts, hashes
-from htp_export.results import result
-from htp_export.shapes import inference, known, sizes
+from htp_export.shapes import sizes
 from htp_export.shapes.inference import _MOST_TRIPS
 from htp_export.shapes.operators import sums
 from htp_export.shapes.symbolic import Symbolic
@@ -34,43 +32,7 @@ def inferred(model: ir.Model) -> tuple[Symbolic, dict[str | None, ir.Value]]:
     return symbolic, {value.name: value for node in model.graph for value in node.outputs}
 
 
-def constant(shape: tuple[int, ...], fill: float, dtype: type = np.int64) -> ir.Value:
-    return ir.Value(name="c", const_value=ir.tensor(np.full(shape, fill, dtype), name="c"))
-
-
 # --- shapes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_a_walk_into_functions_ends_after_a_number_of_nodes_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, beyond: int
-) -> None:
-    """The bodies of two calls have two nodes each, and the second call is only looked into while there is room."""
-    monkeypatch.setattr(inference, "_MOST_VISITS", 2 - beyond)
-    calls = model("""g (float[2] x) => (float[n] y) { h = my.own.Twice (x) y = my.own.Twice (h) }
-        <opset_import: ["": 20], domain: "my.own"> Twice (a) => (c) { b = Relu (a) c = Concat <axis = 0> (b, b) }""")
-    symbolic, values = inferred(calls)
-    assert symbolic.shape(values["h"]) == (4,)
-    assert symbolic.shape(values["y"]) == ((8,) if not beyond else (sizes.symbol("n"),))
-    assert ("more than a walk over the graph can look at" in symbolic._reasons.get(values["y"], "")) == bool(beyond)
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_a_sum_of_many_sizes_becomes_one_unknown_size(beyond: int) -> None:
-    names = [f"n{k}" for k in range(sizes._MOST_FACTORS // 2 + beyond)]  # a name and its factor each
-    total: sizes.Dim = 0
-    for name in names:
-        total = total + sizes.symbol(name)
-    assert isinstance(total, sizes.Size)
-    assert (total.names == set(names), sizes.is_unnamed(total)) == (not beyond, bool(beyond))
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_the_name_of_a_size_that_is_too_long_is_a_digest(beyond: int) -> None:
-    name = "n" * (sizes._LONGEST + beyond)
-    size = sizes.symbol(name)
-    assert (str(size) == name, sizes.is_unnamed(size)) == (not beyond, bool(beyond))
-    assert size == sizes.symbol(name)
 
 
 @pytest.mark.parametrize(("trips", "size"), [(_MOST_TRIPS - 1, 2**31 - 1), (_MOST_TRIPS, None)])
@@ -85,21 +47,6 @@ def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips: int
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_constants_are_read_up_to_a_size(beyond: int) -> None:
-    for dtype, most in ((np.float32, known._MOST_FRACTIONS), (np.int64, known.MOST_ELEMENTS)):
-        array = known.Known().array(constant((most + beyond,), 3, dtype))
-        assert (array is None) == bool(beyond)
-    contents = known.Known().contents(constant((known.LARGEST_CONTENTS + beyond,), 3))
-    assert (contents is None) == bool(beyond)
-
-
-def test_a_rank_is_believed_up_to_the_most_dimensions() -> None:
-    most = known._MOST_DIMENSIONS
-    assert known.unknown_dims(most) == [None] * most
-    assert known.unknown_dims(most + 1) is None
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
 def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> None:
     factor = 1 + 1 / (sums._LARGEST_DENOMINATOR << beyond)
     resize = model(f"""g (float[1, 3, n, m] x) => (y) <float[4] factors = {{1, 1, {factor!r}, 1}}> {{
@@ -111,35 +58,6 @@ def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> No
 
 
 # --- patterns, hashes, tables ---------------------------------------------------------------------------
-
-
-def added(shape: tuple[int, ...], fill: int) -> graph_facts.GraphFacts:
-    weight = constant(shape, fill)
-    node = ir.node("Add", [ir.val("x", ir.DataType.INT64, shape), weight], outputs=[ir.val("y")])
-    graph = ir.Graph(node.inputs[:1], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20})
-    return graph_facts.GraphFacts(htp_export.load(ir.Model(graph, ir_version=10)))
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_patterns_look_into_constants_up_to_a_size(beyond: int) -> None:
-    looked = added((graph_facts._MOST_ELEMENTS + beyond,), 3)
-    array = looked.array(looked.nodes[0].inputs[1])
-    assert (array is None) == bool(beyond)
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_few_whole_numbers_count_with_their_values_in_a_hash_and_many_by_their_shape(beyond: int) -> None:
-    shape = (hashes._MOST_NUMBERS + beyond,)
-    found = {hashes.Hasher(each).part(each.nodes) for each in (added(shape, 3), added(shape, 4))}
-    assert len(found) == (1 if beyond else 2)
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_tables_in_notebooks_say_how_many_lines_they_leave_out(beyond: int) -> None:
-    table = result.html_table(["module"], [["fc"]] * (result._MOST_LINES + beyond))
-    tree = result.html_tree([(0, "fc", "fc", "")] * (result._MOST_IN_TREE + beyond))
-    assert (table.count("<td"), tree.count("<div title")) == (result._MOST_LINES, result._MOST_IN_TREE)
-    assert ("and 1 more lines" in table, "and 1 more" in tree) == (bool(beyond), bool(beyond))
 
 
 # --- calls ----------------------------------------------------------------------------------------------

@@ -6,11 +6,7 @@ import functools
 import io
 import itertools
 import json
-import sys
-import tracemalloc
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import onnx
@@ -22,23 +18,16 @@ from rich.console import Console
 import htp_export
 from htp_export.capabilities.cost.drawing import render
 from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
-from htp_export.capabilities.fingerprint.families import repeated_blocks
-from htp_export.capabilities.functions import placing
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.editing.function_records import Expectations
-from htp_export.editing.submodels import remove_unused
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.hashes import Hasher
-from htp_export.model.module_facts import contents_of
-from htp_export.model.neighbours import replace_inputs
-from htp_export.model.tensor_names import UsedNames
-from htp_export.process.restoring import rare_collections
 from tests.graphs import Builder
 from tools import scale
 
@@ -75,30 +64,6 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
-def test_functions_and_inline_do_not_walk_up_from_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "MOST_NESTED", 8)  # each function around names the weights: as many times the work
-
-    def python_calls(run: Callable[[], htp_export.results.Nested | htp_export.results.Inlined]) -> tuple[int, Any]:
-        events: Counter[str] = Counter()
-        sys.setprofile(lambda _frame, event, _argument: events.update((event,)))
-        try:
-            result = run()
-        finally:
-            sys.setprofile(None)
-        return events["call"] + events["c_call"], result.model
-
-    def of_depth(levels: int) -> tuple[int, int]:
-        tagged = htp_export.load(scale.deep(levels))
-        there, nested = python_calls(lambda: htp_export.functions(tagged, "**"))
-        back, _ = python_calls(lambda: htp_export.inline(nested))
-        return there, back
-
-    of_depth(10)  # imports
-    (there, back), (twice_there, twice_back) = of_depth(50), of_depth(100)
-    assert twice_there < 2.2 * there  # 2.8 when every node looked at all modules around it
-    assert twice_back < 2.2 * back
-
-
 def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
     for function in nested_too_deep().model.functions.values():
         names = [str(value.name) for value in function.inputs]
@@ -116,42 +81,6 @@ def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_ow
     shared = ir.node("Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called))
     found = Expectations(tree, CallTree(tree)).metadata(shared, Instance(path))
     assert tags.owners_of(found) == tuple(owners.split())
-
-
-def test_calls_of_modules_nested_deep_are_known() -> None:
-    calls = htp_export.load(scale.deep(400)).calls
-    inmost = "a" + ".m" * 399
-    (part,) = calls.work((inmost,)).parts
-    assert len(part.running) == 401
-    assert calls.caller(Instance(inmost)) == Instance("a" + ".m" * 398)
-
-
-def test_used_names_count_on_from_the_last_number() -> None:
-    tried: list[str] = []
-
-    class Counting(set[str]):
-        def __contains__(self, name: object) -> bool:
-            tried.append(str(name))
-            return super().__contains__(name)
-
-    used = UsedNames()
-    used._names = Counting()
-    names = [used.unused("output") for _ in range(1000)]
-    assert names[:2] == ["output", "output_2"]
-    assert names[-1] == "output_1000"
-    assert len(tried) < 3000
-
-
-@pytest.mark.parametrize("count", [3, 100])
-def test_many_inputs_are_replaced_as_one_after_the_other(count: int) -> None:
-    before, after = ([ir.val(f"{name}{k}") for k in range(count)] for name in "ab")
-    node = ir.node("Sum", [*before, before[0], None])
-    given: dict[ir.Value, ir.Value | None] = dict(zip(before, after, strict=True))
-    replace_inputs(node, {**given, before[1]: None})
-    assert node.inputs == (after[0], None, *after[2:], after[0], None)
-    assert not any(value.uses() for value in before)
-    assert [[use.idx for use in value.uses()] for value in after] == [[0, count], [], *([k] for k in range(2, count))]
-    assert all(use.node is node for value in after for use in value.uses())
 
 
 @pytest.fixture
@@ -208,40 +137,6 @@ def test_the_exponent_is_the_slope_of_the_logarithms() -> None:
     assert scale.exponent({10: 1.0, 100: 100.0, 1000: 10000.0}) == pytest.approx(2.0)
 
 
-def test_every_module_of_many_levels_has_its_numbers() -> None:
-    levels = 200
-    with rare_collections():  # as commands run
-        contents = contents_of(htp_export.load(scale.deep(levels))).modules
-    for level in (0, 1, 99, 199):
-        here = contents["a" + ".m" * level]
-        left = levels - level
-        assert (len(here.nodes), len(here.own_nodes)) == (3 * left, 3)
-        assert (here.facts.parameters, here.facts.self_parameters) == (8 * left, 8)
-        assert (here.facts.weight_bytes, here.facts.self_weight_bytes) == (32 * left, 32)
-        assert here.facts.weight_bytes_by_dtype == {"float32": 32 * left}
-    assert (contents[""].facts.parameters, contents[""].facts.self_parameters) == (2 * 8 * levels, 0)
-
-
-def test_regions_of_nested_modules_take_memory_for_each_module_and_not_for_each_pair() -> None:
-    levels = 150
-    tagged = htp_export.load(scale.deep(levels))
-    paths = [path for path in tagged if path]
-    for path in paths:
-        assert tagged.hierarchy.parent(path) is not None  # the strings of the paths are there
-    tracemalloc.start()
-    try:
-        sizes = [len(tagged[path].nodes) for path in paths]
-        crossing = {(len(tagged[path].inputs), len(tagged[path].outputs)) for path in paths}
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert sizes == [3 * left for left in range(levels, 0, -1)] * 2
-    assert crossing == {(1, 1)}
-    assert peak < 2e6  # 1.2; sets and lists for each pair of modules: many times that
-    for node, work in list(tagged.index.works.items())[::50]:
-        assert work.modules == {*tags.ancestors(work.owners[0])}, node.name
-
-
 def test_the_memory_of_modules_nested_deep_is_known() -> None:
     levels = 150
     found = htp_export.cost(scale.deep(levels), dims={"batch": 1}).modules
@@ -283,29 +178,6 @@ def test_containers_above_any_of_the_calls_hold_what_they_do() -> None:
     calls = CallTree.from_json('{"x.y.a":[["other.list.c",0]]}', tree)
     work = calls.work(("x.y.a.list.b",))
     assert work.modules == {*ran, "x", "x.y", "x.y.a.list", "other", "other.list"}
-
-
-def test_parts_of_blocks_are_counted_once_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = scale.wide(2000)
-    asked: list[str] = []
-    ancestors = tags.ancestors
-    monkeypatch.setattr(tags, "ancestors", lambda path: asked.append(path) or ancestors(path))
-    (block, *_) = repeated_blocks(GraphFacts(htp_export.load(model)))
-    assert block.count == 100
-    assert len(asked) < 20 * 300  # modules
-
-
-def test_a_chain_of_unused_nodes_is_taken_out_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = [ir.node("Relu", [ir.val("x")])]
-    for _ in range(999):
-        chain.append(ir.node("Relu", [chain[-1].outputs[0]]))
-    graph = ir.Graph(chain[0].inputs, [], nodes=chain)
-    asked: list[ir.Value] = []
-    uses = ir.Value.uses
-    monkeypatch.setattr(ir.Value, "uses", lambda value: asked.append(value) or uses(value))
-    remove_unused([value for node in chain for value in node.outputs], set(chain))
-    assert len(graph) == 0
-    assert len(asked) < 10 * len(chain)
 
 
 def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it() -> None:

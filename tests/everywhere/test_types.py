@@ -72,7 +72,7 @@ def test_every_function_that_takes_a_model_is_among_them() -> None:
 def test_the_message_says_what_fits_and_what_was_given() -> None:
     net, onnx_model = torch.nn.Linear(2, 2), "takes an ONNX model: a file, "
     said: dict[Any, str] = {
-        lambda: htp_export.prune("net.onnx", 0.5): "prune: plan takes a mapping, and 0.5 is of type float (plan: ",
+        lambda: htp_export.prune("net.onnx", 0.5): "prune: plan takes a mapping, and 0.5 is of type float",
         lambda: htp_export.quantize(3, "int8"): f"quantize: model {onnx_model}",
         lambda: htp_export.load(None): f"load: model {onnx_model}",
         lambda: htp_export.load(net): ", and Linear(in_features=2, out_features=2, bias=True) is of type Linear",

@@ -89,24 +89,6 @@ class TestOwned:
             "bert.onnx", "bert.onnx.data", "other.onnx", "other.onnx.data", "weights.bin"
         ]  # fmt: skip
 
-    def test_blocks_are_shared_where_the_file_system_can(self, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        cloned = []
-
-        def ioctl(new: int, request: int, old: int) -> int:
-            assert request == 0x40049409
-            cloned.append(os.pwrite(new, os.pread(old, 1 << 20, 0), 0))
-            return 0
-
-        monkeypatch.setattr("fcntl.ioctl", ioctl)
-        write_model(read_model(bert), bert.with_name("small.onnx"))
-        assert cloned == [bert.with_name("bert.onnx.data").stat().st_size]
-        np.testing.assert_array_equal(values(bert.with_name("small.onnx")), values(bert))
-        model = read_model(bert)
-        model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((16, 16), np.float32))
-        write_model(model, bert.with_name("half.onnx"))  # half of the file is not in use any more
-        assert len(cloned) == 1
-        assert bert.with_name("half.onnx.data").stat().st_size == 1024
-
 
 class TestShared:
     def share(self, bert: Path) -> Path:

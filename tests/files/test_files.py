@@ -36,27 +36,6 @@ def expected() -> np.ndarray:
     return weight_of(encoder(16)).numpy()
 
 
-def test_reading_leaves_the_weights_in_their_file(external: Path) -> None:
-    (external.parent / "weights.bin").rename(external.parent / "elsewhere")
-    tensor = weight_of(read_model(external))
-    assert isinstance(tensor, ir.ExternalTensor)
-    assert tuple(tensor.shape) == (16, 16)
-
-
-def test_a_copy_in_another_folder_brings_its_weights_along(external: Path, tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    model = read_model(external)
-    write_model(model, tmp_path / "other" / "copy.onnx")
-    assert listing(tmp_path / "other") == ["copy.onnx", "copy.onnx.data"]
-    before = weight_of(model)
-    assert isinstance(before, ir.ExternalTensor)
-    assert before.location == "weights.bin"
-    (external.parent / "weights.bin").unlink()
-    copy = weight_of(read_model(tmp_path / "other" / "copy.onnx"))
-    assert isinstance(copy, ir.ExternalTensor)
-    np.testing.assert_array_equal(copy.numpy(), expected())
-
-
 def test_only_weights_that_the_model_still_has_are_brought_along(external: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     model = read_model(external)

@@ -83,12 +83,6 @@ class TestSpecial:
         assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
         assert not Path(f"{os.devnull}.data").exists()
 
-    def test_pages_are_written_into_a_pipe(self, tmp_path: Path) -> None:
-        reader = Reader(tmp_path / "pipe")
-        write_text(tmp_path / "pipe", "page")
-        reader._thread.join(30)
-        assert reader._read == b"page"
-
     def test_weights_cannot_lie_beside_it(self, tmp_path: Path) -> None:
         model = read_model(save(tmp_path / "a.onnx"))
         with pytest.raises(FileError, match="is no plain file; no weights can lie beside it"):
@@ -329,12 +323,6 @@ class TestOtherSystems:
 
 def refuse_all() -> None:
     raise OSError(errno.ENOTSUP, "Operation not supported")
-
-
-def test_a_temporary_folder_is_gone_afterwards() -> None:
-    with filesystem.temporary_folder() as folder:
-        (folder / "file").touch()
-    assert not folder.exists()
 
 
 class TestLocks:

@@ -89,15 +89,6 @@ def test_results_make_a_new_tree_and_leave_the_old_one(tree: Hierarchy) -> None:
     assert list(new) == list(tree)
 
 
-def test_results_that_cannot_be_are_refused(tree: Hierarchy) -> None:
-    with pytest.raises(ValueError, match="no module 'nowhere'"):
-        tree.with_results(calls={"nowhere": 1})
-    with pytest.raises(ValueError, match="fate 'gone' is none of"):
-        tree.with_results(fates={"conv": "gone"})
-    with pytest.raises(ValueError, match="merged with others, but its fate is 'computed'"):
-        tree.with_results(fused_with={"conv": ["bn"]})
-
-
 def test_a_tree_has_one_root_and_every_path_once() -> None:
     with pytest.raises(ValueError, match="no root"):
         Hierarchy([ModuleInfo("a", "net.A")])

@@ -161,7 +161,6 @@ DYNAMIC = {"uint8": 160, "int8": 128 + 128 + 160, "float32": 4 * (16 + 8 + 16)}
 KINDS: dict[str, tuple[Callable[[], Any], int, dict[str, int]]] = {
     "dynamo": (lambda: file_of("folded"), 240, FLOATS),
     "torchscript": (lambda: file_of("folded", "torchscript"), 240, FLOATS),
-    "optimised": (lambda: optimised(file_of("folded", "torchscript")), 240, FLOATS),
     "unknown_parameters": (lambda: without(tags.PARAMETERS, file_of("folded")), 224, FLOATS),
     "nodes_of_no_module": (lambda: with_nodes_of_no_module(file_of("folded")), 240, FLOATS),
     "torchs_scopes": (lambda: without_tags(file_of("folded", "torchscript")), 224, FLOATS),
@@ -173,18 +172,11 @@ KINDS: dict[str, tuple[Callable[[], Any], int, dict[str, int]]] = {
     "extracted": (lambda: htp_export.extract(file_of("tied"), "mlp").model, 280, {"float32": 4 * 280}),
     "tied_dynamo": (lambda: file_of("tied"), TEXT, TEXT_FLOATS),
     "tied_torchscript": (lambda: file_of("tied", "torchscript"), TEXT, TEXT_FLOATS),
-    "tied_unknown_parameters": (lambda: without(tags.PARAMETERS, file_of("tied")), TEXT_WEIGHTS, TEXT_FLOATS),
     "tied_optimised": (lambda: optimised(file_of("tied", "torchscript")), TEXT, TEXT_FLOATS),
     "carried": (lambda: carried(file_of("tied")), TEXT, TEXT_FLOATS),
     "dynamic_int8": (lambda: quantize_dynamic(file_of("tied")).model, TEXT, DYNAMIC),
     "functions": (lambda: functions(file_of("tied")), TEXT, TEXT_FLOATS),
-    "functions_unknown_parameters": (
-        lambda: without(tags.PARAMETERS, functions(file_of("tied"))),
-        TEXT_WEIGHTS,
-        TEXT_FLOATS,
-    ),
     "branches": (lambda: file_of("branches"), 40, {"float32": 160}),
-    "branches_optimised": (lambda: optimised(file_of("branches")), 40, {"float32": 160}),
     "foreign_function": (lambda: with_function(), 16, {"float32": 64}),
 }
 ALWAYS = ("dynamo", "no_tags", "int8", "tied_torchscript", "carried", "functions", "branches", "foreign_function")

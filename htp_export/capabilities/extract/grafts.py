@@ -235,7 +235,7 @@ class Graft:
 
     def _place_tags(self) -> None:
         """Give every node owners at or below the module, and the call that it is in."""
-        called = tags.CalledModules((*self._replacement.hierarchy.called, self._path, *self._paths.values()))
+        called = frozenset((*self._replacement.hierarchy.called, self._path, *self._paths.values()))
         for node, source in twins_of(self._model, self._replacement.model).items():
             metadata = node.metadata_props
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata)) or (self._path,)

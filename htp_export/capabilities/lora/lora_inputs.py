@@ -211,7 +211,7 @@ class _Insertion:
         factors = {factor: self._input(path, factor, sizes[factor], dtype) for factor in FACTORS}
         children = {factor: factor_module(path, factor) for factor in FACTORS}
         self._modules[path] = [ModuleInfo(child, _CLASS, len(calls), synthetic=True) for child in children.values()]
-        called = tags.CalledModules((*self._tagged.hierarchy.called, *children.values()))
+        called = frozenset((*self._tagged.hierarchy.called, *children.values()))
         steps = [self._product(path, linear, factors, dtype, called, len(calls)) for linear in calls]
         for factor, child in children.items():
             at = FACTORS.index(factor)
@@ -235,7 +235,7 @@ class _Insertion:
         linear: Linear,
         factors: Mapping[str, ir.Value],
         dtype: ir.DataType,
-        called: tags.CalledModules,
+        called: frozenset[str],
         calls: int,
     ) -> list[ir.Value]:
         """Add the product for one call; what goes in, is between the factors, and comes out."""

@@ -33,7 +33,7 @@ def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers
     nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
     ends = _ends(inventory, nodes)
     drawn = {path: module for path, module in inventory.modules.items() if path and (module.nodes or module.calls)}
-    spaces = tags.namespaces(drawn, inventory.called)
+    spaces = {path: tags.namespace(path, inventory.called) for path in drawn}
     kept = [layer for layer in dict.fromkeys(layers) if layer and keep_layers]
     return {
         "id": GRAPH_ID,
@@ -55,8 +55,7 @@ def node_ids(inventory: Inventory) -> list[str]:
 
 def layers_of(inventory: Inventory) -> list[str]:
     """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
-    spaces = tags.namespaces({node.module for node in inventory.nodes}, inventory.called)
-    return [spaces[node.module] for node in inventory.nodes]
+    return [tags.namespace(node.module, inventory.called) for node in inventory.nodes]
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
@@ -234,7 +233,7 @@ def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]
     The viewer shows the last overlay at first, which is that of the first measure.
     """
     overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
-    spaces = tags.namespaces(drawn_parents(inventory.modules), inventory.called)
+    spaces = {path: tags.namespace(path, inventory.called) for path in drawn_parents(inventory.modules)}
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
         "overlays": [
