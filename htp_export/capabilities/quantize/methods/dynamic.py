@@ -58,7 +58,7 @@ class Dynamic(Method):
         return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        """ONNX Runtime transposes the weights of an LSTM in place, also where another LSTM reads them: each is alone."""
+        """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone."""
         recurrent = [node for node in nodes if node.op_type == "LSTM"]
         yield from groups_in_memory([node for node in nodes if node.op_type != "LSTM"])
         yield from ([node] for node in recurrent)
