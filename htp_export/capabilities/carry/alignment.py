@@ -124,6 +124,11 @@ class Alignment:
         found, count = self.numbers.made_by(node, reads) if is_known else None, len(node.outputs)
         return [*(found.outputs if found is not None else ()), *[NOTHING] * count][:count]
 
+    def read_by(self, original: int) -> frozenset[int]:
+        """The numbers of the tensors that an original node reads, without weights."""
+        reads = self.before.nodes[original].reads
+        return frozenset(self.numbers.number[value] for value in reads if self.before.live[value])
+
     def makers(self, number: int) -> list[int]:
         """The original nodes that compute a tensor or give it back."""
         makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))

@@ -37,7 +37,8 @@ class Numbering:
 
     def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
         self.summary, self._known_idle = summary, idle or {}
-        self.number = [*range(len(summary.values)), NOTHING]  # the index of the first value of a tensor is its number
+        # The index of the first value of a tensor is its number.
+        self.number: list[int] = [*range(len(summary.values)), NOTHING]
         self.idle = [False] * (len(summary.nodes) + 1)
         self._nodes: dict[Key | None, int] = {}
         self._constants: dict[str, int] = {}
@@ -48,8 +49,8 @@ class Numbering:
         for index, node in enumerate(summary.nodes):
             self._add(index, node)
         self.members: dict[int, list[int]] = {}  # number → the values that have it, in order of execution
-        for value, number in enumerate(self.number[:-1]):
-            self.members.setdefault(number, []).append(value)
+        for place, number in enumerate(self.number[:-1]):
+            self.members.setdefault(number, []).append(place)
 
     def _add(self, index: int, node: SummaryNode) -> None:
         same = node.inputs[0] if self.passes_on(self.summary, node) else self._known_idle.get(index, NOTHING)
