@@ -50,11 +50,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _unflatten(model)
         _write_reciprocals(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
-        with (
-            _hidden(model, [*hidden, *_growing(model.graph)]),
-            near_matching("fuse_for_onnxruntime"),
-            _sums_apart(),
-        ):
+        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching():
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
@@ -90,24 +86,6 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
         if not all(isinstance(size, int) and size <= most for size in sizes):
             growing.append(node)
     return growing
-
-
-@contextlib.contextmanager
-def _sums_apart() -> Iterator[None]:
-    """Leave out onnxscript's rule for ``SkipLayerNormalization``, while `near_matching` keeps other threads out.
-
-    On the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for this node as for ``Add`` and ``LayerNormalization``
-    (docs/passes.md), and the normalisation is not exact any more.
-    """
-    from onnxscript.rewriter.ort_fusions import _core
-
-    rules: Any = _core
-    original = rules.fuse_skip_layer_normalization
-    rules.fuse_skip_layer_normalization = lambda model, debug=False: 0
-    try:
-        yield
-    finally:
-        rules.fuse_skip_layer_normalization = original
 
 
 @contextlib.contextmanager
@@ -237,8 +215,11 @@ class _Part:
 
 
 @contextlib.contextmanager
-def near_matching(name: str) -> Iterator[None]:
+def near_matching() -> Iterator[None]:
     """While it is open, numbers match equal numbers only, and several results of a pattern are near each other.
+
+    There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
+    for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
 
     A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
     a zero becomes infinite. Here, numbers match by their relative difference alone.
@@ -249,17 +230,15 @@ def near_matching(name: str) -> Iterator[None]:
     other: at most `MOST` are searched, and a warning names the node.
     """
     from onnxscript.rewriter import pattern
+    from onnxscript.rewriter.ort_fusions import _core
 
-    matcher: Any = pattern.SimplePatternMatcher
-    original, original_constant = matcher.match, matcher._match_constant
-
-    firsts: dict[Any, tuple[str, ...] | None] = {}
+    matcher = pattern.SimplePatternMatcher
+    places = [(matcher, "match"), (matcher, "_match_constant"), (_core, "fuse_skip_layer_normalization")]
+    originals = [getattr(owner, name) for owner, name in places]
     crowded: dict[ir.Node, None] = {}
 
     def match(self: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        if self not in firsts:
-            firsts[self] = self.pattern.output_nodes[0].op_identifier()
-        first = firsts[self]
+        first = self.pattern.output_nodes[0].op_identifier()
         if first is not None and first[:2] != (node.domain, node.op_type):
             return pattern.MatchResult().fail("The last node of the pattern is another operator.")
         if not self.pattern.has_single_output_node:
@@ -267,24 +246,28 @@ def near_matching(name: str) -> Iterator[None]:
             if len(nodes) == MOST:
                 crowded[node] = None
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
-        return original(self, model, graph, node, **options)
+        return originals[0](self, model, graph, node, **options)
 
     def match_constant(self: Any, constant: Any, value: ir.Value) -> bool:
         relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
-        return bool(original_constant(self, relative, value))
+        return bool(originals[1](self, relative, value))
 
     with _ONE_AT_A_TIME:
-        matcher.match, matcher._match_constant = match, match_constant
         try:
+            for (owner, name), changed in zip(
+                places, (match, match_constant, lambda model, debug=False: 0), strict=True
+            ):
+                setattr(owner, name, changed)
             yield
         finally:
-            matcher.match, matcher._match_constant = original, original_constant
+            for (owner, name), original in zip(places, originals, strict=True):
+                setattr(owner, name, original)
     if crowded:
-        more = f" and {len(crowded) - 1} others" if len(crowded) > 1 else ""
+        node, *others = crowded
         _log.warning(
-            "pass %s: node %r (%s)%s: a tensor near it has very many consumers; patterns with several results were "
-            "looked for among the nearest %d nodes only, and may have been missed",
-            *(name, (first := next(iter(crowded))).name, first.op_type, more, MOST),
+            "pass fuse_for_onnxruntime: node %r (%s)%s: a tensor near it has very many consumers; patterns with "
+            "several results were looked for among the nearest %d nodes only, and may have been missed",
+            *(node.name, node.op_type, f" and {len(others)} others" if others else "", MOST),
         )
 
 
