@@ -11,7 +11,6 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.capabilities.carry.carrying import carry_in_place
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
@@ -171,14 +170,6 @@ def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
     assert owners(htp_export.carry(before, after).model)["product"] == ["scale", "fc"]
 
 
-def test_a_fused_operator_may_be_named_after_the_last_of_what_it_does():
-    before = chain(("Conv", "conv", "c"), ("Add", "shift", "a"), ("Relu", "act", "r"), ("Neg", "out", "y"))
-    after = stripped(before)
-    node = rewire(after, "Conv", ["x", "conv.Conv.weight", "shift.Add.weight"], "r", "com.microsoft.nchwc")
-    node.name, node.outputs[0].name = "r_nchwc", "reordered"
-    assert owners(htp_export.carry(before, after).model)["reordered"] == ["conv", "shift", "act"]
-
-
 # --- what was merged ---------------------------------------------------
 
 
@@ -246,26 +237,6 @@ def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_wei
     assert [reasons(result)[name] for name in "wps"] == ["inserted", "region", "inserted"]
 
 
-def test_a_branch_that_was_dissolved_into_a_node_brings_the_owners_of_what_was_in_it():
-    before, after = branching(), stripped(branching())
-    rewire(after, "Select", ["x", "minus", "condition"], "gated", "com.microsoft")
-    assert owners(htp_export.carry(before, after).model)["gated"] == ["gate", "gate.yes"]
-
-
-def test_equal_work_that_was_merged_belongs_to_all_who_did_it():
-    x = value("x")
-    one, two = tagged_node("Neg", [x], "one", "a"), tagged_node("Neg", [x], "two", "b")
-    left, right = tagged_node("Relu", [one.outputs[0]], "one", "c"), tagged_node("Abs", [two.outputs[0]], "two", "d")
-    out = tagged_node("Add", [left.outputs[0], right.outputs[0]], "", "y")
-    infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "one", "two")]
-    before = model([x], [one, two, left, right, out], [], infos)
-    after = stripped(before)
-    nodes = {node.outputs[0].name: node for node in after.graph}
-    nodes["d"].replace_input_with(0, nodes["a"].outputs[0])
-    after.graph.remove(nodes["b"], safe=True)
-    assert owners(htp_export.carry(before, after).model) == {"a": ["one", "two"], "c": ["one"], "d": ["two"], "y": [""]}
-
-
 def test_what_was_left_out_because_it_changed_nothing_makes_nobody_fused():
     before = chain(("MatMul", "fc", "m"), ("Identity", "same", "i"), ("Relu", "act", "y"))
     after = stripped(before)
@@ -273,65 +244,6 @@ def test_what_was_left_out_because_it_changed_nothing_makes_nobody_fused():
     result = htp_export.carry(before, after)
     assert owners(result.model) == {"m": ["fc"], "y": ["act"]}
     assert dict(result.fates) == {"same": "identity"}
-
-
-# --- what was inserted ---------------------------------------------------
-
-
-def test_inserted_quantizers_belong_to_the_modules_that_they_serve():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    scale = ir.Value(name="scale", const_value=ir.tensor(np.float32(0.1), name="scale"))
-    after.graph.register_initializer(scale)
-    matmul = after.graph[0]
-    quantize = ir.node("QuantizeLinear", [after.graph.inputs[0], scale], name="q")
-    dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], scale], name="dq")
-    quantize.outputs[0].name, dequantize.outputs[0].name = "x_q", "x_dq"
-    after.graph.insert_before(matmul, [quantize, dequantize])
-    matmul.replace_input_with(0, dequantize.outputs[0])
-    result = htp_export.carry(before, after)
-    assert owners(result.model) == {"x_q": ["fc"], "x_dq": ["fc"], "m": ["fc"], "y": ["act"]}
-    assert reasons(result.model)["x_q"] == "inserted"
-    assert result.fates == {}
-
-
-def test_a_cast_back_to_the_old_type_belongs_to_who_made_the_tensor():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    relu = after.graph[-1]
-    relu.outputs[0].name = "y_half"
-    cast = ir.node("Cast", [relu.outputs[0]], {"to": 1}, outputs=[value("y")], name="back")
-    after.graph.append(cast)
-    after.graph.outputs[0] = cast.outputs[0]
-    assert owners(htp_export.carry(before, after).model) == {"m": ["fc"], "y_half": ["act"], "y": ["act"]}
-
-
-def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and_not_to_who_reads_it():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    matmul, relu = after.graph
-    old = matmul.outputs[0]
-    old.name = "m_half"
-    cast = ir.node("Cast", [old], {"to": 1}, outputs=[value("m")], name="back")
-    after.graph.insert_before(relu, cast)
-    relu.replace_input_with(0, cast.outputs[0])
-    assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
-
-
-def test_a_reshape_that_gives_a_tensor_its_old_form_back_under_another_name_belongs_to_who_made_it():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    x, shapes = (
-        value("x"),
-        [ir.Value(name=f"s{k}", const_value=ir.tensor(size)) for k, size in ((0, [1, 2, 4]), (1, [2, 4]))],
-    )
-    flat = ir.node("Reshape", [x, shapes[0]], outputs=[ir.val("flat")])
-    product = ir.node("MatMul", [flat.outputs[0], weight("fc.MatMul.weight")], outputs=[ir.val("flat_product")])
-    back = ir.node("Reshape", [product.outputs[0], shapes[1]], outputs=[value("t")])
-    relu = ir.node("Relu", back.outputs, outputs=[value("y")])
-    after = model([x], [flat, product, back, relu], [product.inputs[1], *shapes], [])
-    assert owners(carry_in_place(before, after).model) == {
-        "flat": ["fc"], "flat_product": ["fc"], "t": ["fc"], "y": ["act"]
-    }  # fmt: skip
 
 
 # --- by values ---------------------------------------------------
