@@ -54,12 +54,8 @@ def find_owners(
 ) -> Found:
     """Go up the ladder, until the owners of all nodes are known.
 
-    Args:
-        origin: The original model.
-        model: The model whose nodes are asked about.
-        data: Input name of the original → array, for values; None for random inputs.
-        seed: Of random inputs.
-        sure: Whether the model was certainly made of the original; otherwise its names have to show that.
+    ``data``: Input name of the original → array, for values; None for random inputs. ``sure``: Whether the model was
+    certainly made of the original; otherwise its names have to show that.
 
     Raises:
         InputError: If the data are not the inputs of the original.
