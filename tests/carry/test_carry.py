@@ -14,11 +14,9 @@ import htp_export
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.regions import all_nodes
 from htp_export.shapes.operator_kinds import resembles
-from tests.exporting import exported_net
 from tests.handmade import branching, encoder, model, stripped, tagged_node, value, weight, with_function
-from tests.nets import NETS
-from tests.truth import inexact
 
 
 def owners(result: ir.Model) -> dict[str, list[str]]:
@@ -76,6 +74,17 @@ def take_out(changed: ir.Model, op: str) -> None:
 # --- what is the same ---------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["branches", "functions", "calls"])
+def test_nodes_have_their_owners_and_calls_again(what, shared_files):
+    made = {"branches": branching, "functions": with_function}
+    before = made[what]() if what in made else ir.from_proto(shared_files.read("called_twice", "dynamo"))
+    said = [
+        [(node.metadata_props["htp.module"], node.metadata_props.get("htp.call")) for node in all_nodes(each)]
+        for each in (before, htp_export.carry(before, stripped(before)).model)
+    ]
+    assert said[0] == said[1]
+
+
 def test_nodes_under_their_names_have_their_owners_again():
     before, after = encoder(), stripped(encoder())
     result = htp_export.carry(before, after)
@@ -99,14 +108,6 @@ def test_nodes_are_known_by_what_they_compute_when_every_name_is_another():
         node.name, node.outputs[0].name = f"n{index}", f"t{index}"
     found = owners(htp_export.carry(before, after).model)
     assert list(found.values()) == list(owners(before).values())
-
-
-def test_calls_of_a_module_stay_apart(shared_files):
-    exported = ir.from_proto(shared_files.read("called_twice", "dynamo"))
-    result = htp_export.carry(exported, stripped(exported))
-    calls = [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in result.model.graph]
-    assert calls == [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in exported.graph]
-    assert {call for _, call in calls} >= {"0", "1"}
 
 
 # --- operators by their names --------------------------------------------
@@ -326,13 +327,6 @@ def test_values_are_taken_in_portions(monkeypatch):
 # --- bodies and functions ---------------------------------------------------
 
 
-def test_nodes_in_branches_have_their_owners():
-    before = branching()
-    result = htp_export.carry(before, stripped(before))
-    assert owners(result.model) == owners(before)
-    assert owners(result.model)["yes"] == ["gate.yes"]
-
-
 def test_work_on_what_only_a_branch_reads_is_not_lost():
     """``minus`` is made outside and read in the branch alone; the tool recomputes it inside the holder."""
     before, after = branching(), stripped(branching())
@@ -347,32 +341,6 @@ def test_work_on_what_only_a_branch_reads_is_not_lost():
     after.graph.remove(next(node for node in after.graph if node.op_type == "Neg"), safe=True)
     result = owners(htp_export.carry(before, after).model)
     assert (result["gated"], result["out"]) == (["", "gate"], [""])
-
-
-def test_nodes_in_functions_have_their_owners():
-    before = with_function()
-    result = htp_export.carry(before, stripped(before))
-    function = next(iter(result.model.functions.values()))
-    assert [node.metadata_props["htp.module"] for node in function] == ["block.fc", "block.act"]
-
-
-# --- with PyTorch's values ---------------------------------------------------
-
-
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize(
-    "net",
-    ["conv_bn_relu", "mask_made_in_every_layer"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("reshapes_that_meet", "called_twice")],
-)
-def test_modules_are_exact_again_after_all_tags_were_lost(net, exporter, tmp_path):
-    exported = exported_net(net, exporter, tmp_path)
-    for node in exported.graph.node:
-        del node.metadata_props[:]
-    carried = htp_export.carry(tmp_path / "model.onnx", exported, tmp_path / "carried.onnx")
-    built, kwargs = NETS[net].build()
-    assert inexact(built, kwargs, tmp_path / "carried.onnx") == []
-    assert carried.kept == 0
 
 
 # --- without the model before ---------------------------------------------------

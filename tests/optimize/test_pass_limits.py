@@ -9,7 +9,6 @@ import pytest
 import htp_export
 from htp_export.capabilities.optimize import optimizing
 from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
-from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near
 from htp_export.shapes.symbolic import Symbolic
 from tests.graphs import run, tagged
 
@@ -67,14 +66,6 @@ def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
     outputs = ", ".join(f"float[3, 2] y{k}" for k in range(count))
     ops = optimized(f"g (float[3, 2] x) => ({outputs}) <{weights}> {{ {nodes} }}", "merge_parallel_projections")
     assert ops.count("MatMul") == (1 if count == merge_parallel_projections._FEWEST else count)
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_nodes_near_another_are_listed_up_to_a_number(beyond: int) -> None:
-    x = ir.val("x")
-    nodes = [ir.node("Relu", [x]) for _ in range(MOST + beyond)]
-    ir.Graph([x], [], nodes=nodes, opset_imports={"": 20})
-    assert len(near(nodes[0], 1)) == MOST
 
 
 @pytest.mark.parametrize("missing", [0, 1])
