@@ -208,8 +208,6 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
 
 
 class _Summarizer:
-    """Summarizes one model."""
-
     def __init__(self) -> None:
         self.summary, self.nodes = GraphSummary(), list[ir.Node]()
         self.values: dict[ir.Value, int] = {}

@@ -76,7 +76,6 @@ class ProvedOwners:
     # --- facts of nodes ---
 
     def _candidates(self, index: int) -> list[str]:
-        """The modules that may own a node."""
         return [*dict.fromkeys(path for old in self._works[index].among for path in self._before.nodes[old].owners)]
 
     def _number(self, value: int) -> int:
@@ -89,7 +88,6 @@ class ProvedOwners:
         return [value for value in node.reads if self._after.live[value]]
 
     def _weights(self, node: SummaryNode) -> set[int]:
-        """The original weights that a node reads."""
         return {weight for value in node.inputs for weight in self._known.weights_of(value)}
 
     def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:

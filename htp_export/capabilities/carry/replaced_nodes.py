@@ -119,7 +119,6 @@ class _Division:
         return work
 
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
-        """The original nodes in subgraphs of nodes."""
         held = set(holders)
         for index, node in enumerate(self.before.nodes):
             if node.holder in held:

@@ -95,7 +95,6 @@ class Snapshot:
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
     def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
-        """Add the nodes of a graph and its subgraphs."""
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
             operator = (node.domain, node.op_type, node.overload, *node.attributes.data.values())

@@ -47,7 +47,6 @@ class FoldConstants(ir.passes.InPlacePass):
 
 
 def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
-    """Fold transpositions and reshapes of large weights to views."""
     known: Symbolic | None = None
     modified = False
     for node in graph:

@@ -166,8 +166,7 @@ def _prepare(model: ir.Model) -> bool:
     modified = lift_constants(model)
     for node in list(model.graph):
         only = node.inputs[0] if is_standard(node, "Concat") and len(node.inputs) == 1 else None
-        if only is not None and not node.outputs[0].is_graph_output():
-            node.outputs[0].replace_all_uses_with(only)
+        if only is not None and stand_in(node.outputs[0], only):
             model.graph.remove(node, safe=True)
             modified = True
     return modified
