@@ -17,7 +17,7 @@ from htp_export import discovery
 from htp_export.capabilities.optimize import registry
 from htp_export.capabilities.optimize.optimizing import OutputCheck
 from htp_export.capabilities.optimize.registry import register
-from htp_export.capabilities.optimize.results import Change, OptimizedModels
+from htp_export.capabilities.optimize.results import Change
 from htp_export.command.main import main
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError, PassError
@@ -142,18 +142,6 @@ def test_attribution_adds_up_at_any_depth():
     assert result.at_depth(9) == result.attribution
     with pytest.raises(InputError, match="0 or more, not -1"):
         result.at_depth(-1)
-
-
-def test_passes_are_summed_over_several_models():
-    results = {"small": htp_export.optimize(small_net()), "weighted": htp_export.optimize(weighted_net())}
-    both = OptimizedModels(results)
-    assert both.attribution["eliminate_identity_ops"]["small"].saved == 1
-    assert both.attribution["eliminate_identity_ops"]["weighted"].saved == 0
-    assert both.total["eliminate_duplicate_constants"].saved_bytes == 64
-    before, after = (sum(getattr(r, name) for r in results.values()) for name in ("nodes_before", "nodes_after"))
-    assert sum(change.saved for change in both.total.values()) == before - after
-    assert json.loads(json.dumps(both.to_dict()))["models"]["small"]["nodes_before"] == 3
-    assert "eliminate_identity_ops" in str(both)
 
 
 def test_a_result_prints_as_a_table_and_goes_into_json():

@@ -8,7 +8,7 @@ import pytest
 
 import htp_export
 from htp_export.capabilities.optimize import optimizing
-from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
+from htp_export.capabilities.optimize.passes import merge_parallel_projections, merge_slices
 from htp_export.shapes.symbolic import Symbolic
 from tests.graphs import run, tagged
 
@@ -49,14 +49,6 @@ def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]
         (len(one) - 5,),
         one.shape,
     ]
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_constants_that_cancel_are_added_up_to_a_size(beyond: int) -> None:
-    size = np.nextafter(np.float32(merge_constant_sums._CANCELLING), np.float32(99)) if beyond else 10.0
-    text = f"""g (float[2] x) => (float[2] y) <float a = {{{float(size)!r}}}, float b = {{-9.5}}> {{
-        h = Add (x, a) y = Add (h, b) }}"""
-    assert optimized(text, "merge_constant_sums") == ["Add"] * (1 + beyond)
 
 
 @pytest.mark.parametrize("count", [merge_parallel_projections._FEWEST - 1, merge_parallel_projections._FEWEST])
