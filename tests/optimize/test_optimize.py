@@ -506,16 +506,6 @@ def test_files_of_one_name_do_not_go_into_one_folder(tmp_path, capsys):
     assert list((tmp_path / "out").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--level", "wild"], ["--passes", "nothing"], ["--passes", "fuse_conv_relu"]], ids=lambda a: a[1]
-)
-def test_the_command_ends_with_status_2_and_writes_nothing(arguments, tmp_path, capsys):
-    source, target = saved(small_net(), tmp_path)
-    assert main(["optimize", str(source), "-o", str(target), *arguments]) == 2
-    assert arguments[1] in capsys.readouterr().err
-    assert not target.exists()
-
-
 # --- real architectures ---------------------------------------------------
 
 
