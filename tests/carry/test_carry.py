@@ -11,15 +11,12 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
-from htp_export.capabilities.carry.carrying import carry_in_place
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
+from htp_export.model.regions import all_nodes
 from htp_export.shapes.operator_kinds import resembles
-from tests.exporting import exported_net
 from tests.handmade import branching, encoder, model, stripped, tagged_node, value, weight, with_function
-from tests.nets import NETS
-from tests.truth import inexact
 
 
 def owners(result: ir.Model) -> dict[str, list[str]]:
@@ -77,6 +74,17 @@ def take_out(changed: ir.Model, op: str) -> None:
 # --- what is the same ---------------------------------------------------
 
 
+@pytest.mark.parametrize("what", ["branches", "functions", "calls"])
+def test_nodes_have_their_owners_and_calls_again(what, shared_files):
+    made = {"branches": branching, "functions": with_function}
+    before = made[what]() if what in made else ir.from_proto(shared_files.read("called_twice", "dynamo"))
+    said = [
+        [(node.metadata_props["htp.module"], node.metadata_props.get("htp.call")) for node in all_nodes(each)]
+        for each in (before, htp_export.carry(before, stripped(before)).model)
+    ]
+    assert said[0] == said[1]
+
+
 def test_nodes_under_their_names_have_their_owners_again():
     before, after = encoder(), stripped(encoder())
     result = htp_export.carry(before, after)
@@ -100,14 +108,6 @@ def test_nodes_are_known_by_what_they_compute_when_every_name_is_another():
         node.name, node.outputs[0].name = f"n{index}", f"t{index}"
     found = owners(htp_export.carry(before, after).model)
     assert list(found.values()) == list(owners(before).values())
-
-
-def test_calls_of_a_module_stay_apart(shared_files):
-    exported = ir.from_proto(shared_files.read("called_twice", "dynamo"))
-    result = htp_export.carry(exported, stripped(exported))
-    calls = [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in result.model.graph]
-    assert calls == [(n.metadata_props["htp.module"], n.metadata_props.get("htp.call")) for n in exported.graph]
-    assert {call for _, call in calls} >= {"0", "1"}
 
 
 # --- operators by their names --------------------------------------------
@@ -169,14 +169,6 @@ def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
     after.graph.append(ir.node("Neg", node.outputs, outputs=[value("y")], name="back"))
     after.graph.outputs[0] = after.graph[-1].outputs[0]
     assert owners(htp_export.carry(before, after).model)["product"] == ["scale", "fc"]
-
-
-def test_a_fused_operator_may_be_named_after_the_last_of_what_it_does():
-    before = chain(("Conv", "conv", "c"), ("Add", "shift", "a"), ("Relu", "act", "r"), ("Neg", "out", "y"))
-    after = stripped(before)
-    node = rewire(after, "Conv", ["x", "conv.Conv.weight", "shift.Add.weight"], "r", "com.microsoft.nchwc")
-    node.name, node.outputs[0].name = "r_nchwc", "reordered"
-    assert owners(htp_export.carry(before, after).model)["reordered"] == ["conv", "shift", "act"]
 
 
 # --- what was merged ---------------------------------------------------
@@ -246,26 +238,6 @@ def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_wei
     assert [reasons(result)[name] for name in "wps"] == ["inserted", "region", "inserted"]
 
 
-def test_a_branch_that_was_dissolved_into_a_node_brings_the_owners_of_what_was_in_it():
-    before, after = branching(), stripped(branching())
-    rewire(after, "Select", ["x", "minus", "condition"], "gated", "com.microsoft")
-    assert owners(htp_export.carry(before, after).model)["gated"] == ["gate", "gate.yes"]
-
-
-def test_equal_work_that_was_merged_belongs_to_all_who_did_it():
-    x = value("x")
-    one, two = tagged_node("Neg", [x], "one", "a"), tagged_node("Neg", [x], "two", "b")
-    left, right = tagged_node("Relu", [one.outputs[0]], "one", "c"), tagged_node("Abs", [two.outputs[0]], "two", "d")
-    out = tagged_node("Add", [left.outputs[0], right.outputs[0]], "", "y")
-    infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "one", "two")]
-    before = model([x], [one, two, left, right, out], [], infos)
-    after = stripped(before)
-    nodes = {node.outputs[0].name: node for node in after.graph}
-    nodes["d"].replace_input_with(0, nodes["a"].outputs[0])
-    after.graph.remove(nodes["b"], safe=True)
-    assert owners(htp_export.carry(before, after).model) == {"a": ["one", "two"], "c": ["one"], "d": ["two"], "y": [""]}
-
-
 def test_what_was_left_out_because_it_changed_nothing_makes_nobody_fused():
     before = chain(("MatMul", "fc", "m"), ("Identity", "same", "i"), ("Relu", "act", "y"))
     after = stripped(before)
@@ -273,65 +245,6 @@ def test_what_was_left_out_because_it_changed_nothing_makes_nobody_fused():
     result = htp_export.carry(before, after)
     assert owners(result.model) == {"m": ["fc"], "y": ["act"]}
     assert dict(result.fates) == {"same": "identity"}
-
-
-# --- what was inserted ---------------------------------------------------
-
-
-def test_inserted_quantizers_belong_to_the_modules_that_they_serve():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    scale = ir.Value(name="scale", const_value=ir.tensor(np.float32(0.1), name="scale"))
-    after.graph.register_initializer(scale)
-    matmul = after.graph[0]
-    quantize = ir.node("QuantizeLinear", [after.graph.inputs[0], scale], name="q")
-    dequantize = ir.node("DequantizeLinear", [quantize.outputs[0], scale], name="dq")
-    quantize.outputs[0].name, dequantize.outputs[0].name = "x_q", "x_dq"
-    after.graph.insert_before(matmul, [quantize, dequantize])
-    matmul.replace_input_with(0, dequantize.outputs[0])
-    result = htp_export.carry(before, after)
-    assert owners(result.model) == {"x_q": ["fc"], "x_dq": ["fc"], "m": ["fc"], "y": ["act"]}
-    assert reasons(result.model)["x_q"] == "inserted"
-    assert result.fates == {}
-
-
-def test_a_cast_back_to_the_old_type_belongs_to_who_made_the_tensor():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    relu = after.graph[-1]
-    relu.outputs[0].name = "y_half"
-    cast = ir.node("Cast", [relu.outputs[0]], {"to": 1}, outputs=[value("y")], name="back")
-    after.graph.append(cast)
-    after.graph.outputs[0] = cast.outputs[0]
-    assert owners(htp_export.carry(before, after).model) == {"m": ["fc"], "y_half": ["act"], "y": ["act"]}
-
-
-def test_a_node_that_gives_a_tensor_its_old_form_back_belongs_to_who_made_it_and_not_to_who_reads_it():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    after = stripped(before)
-    matmul, relu = after.graph
-    old = matmul.outputs[0]
-    old.name = "m_half"
-    cast = ir.node("Cast", [old], {"to": 1}, outputs=[value("m")], name="back")
-    after.graph.insert_before(relu, cast)
-    relu.replace_input_with(0, cast.outputs[0])
-    assert owners(htp_export.carry(before, after).model) == {"m_half": ["fc"], "m": ["fc"], "y": ["act"]}
-
-
-def test_a_reshape_that_gives_a_tensor_its_old_form_back_under_another_name_belongs_to_who_made_it():
-    before = chain(("MatMul", "fc", "m"), ("Relu", "act", "y"))
-    x, shapes = (
-        value("x"),
-        [ir.Value(name=f"s{k}", const_value=ir.tensor(size)) for k, size in ((0, [1, 2, 4]), (1, [2, 4]))],
-    )
-    flat = ir.node("Reshape", [x, shapes[0]], outputs=[ir.val("flat")])
-    product = ir.node("MatMul", [flat.outputs[0], weight("fc.MatMul.weight")], outputs=[ir.val("flat_product")])
-    back = ir.node("Reshape", [product.outputs[0], shapes[1]], outputs=[value("t")])
-    relu = ir.node("Relu", back.outputs, outputs=[value("y")])
-    after = model([x], [flat, product, back, relu], [product.inputs[1], *shapes], [])
-    assert owners(carry_in_place(before, after).model) == {
-        "flat": ["fc"], "flat_product": ["fc"], "t": ["fc"], "y": ["act"]
-    }  # fmt: skip
 
 
 # --- by values ---------------------------------------------------
@@ -414,13 +327,6 @@ def test_values_are_taken_in_portions(monkeypatch):
 # --- bodies and functions ---------------------------------------------------
 
 
-def test_nodes_in_branches_have_their_owners():
-    before = branching()
-    result = htp_export.carry(before, stripped(before))
-    assert owners(result.model) == owners(before)
-    assert owners(result.model)["yes"] == ["gate.yes"]
-
-
 def test_work_on_what_only_a_branch_reads_is_not_lost():
     """``minus`` is made outside and read in the branch alone; the tool recomputes it inside the holder."""
     before, after = branching(), stripped(branching())
@@ -435,32 +341,6 @@ def test_work_on_what_only_a_branch_reads_is_not_lost():
     after.graph.remove(next(node for node in after.graph if node.op_type == "Neg"), safe=True)
     result = owners(htp_export.carry(before, after).model)
     assert (result["gated"], result["out"]) == (["", "gate"], [""])
-
-
-def test_nodes_in_functions_have_their_owners():
-    before = with_function()
-    result = htp_export.carry(before, stripped(before))
-    function = next(iter(result.model.functions.values()))
-    assert [node.metadata_props["htp.module"] for node in function] == ["block.fc", "block.act"]
-
-
-# --- with PyTorch's values ---------------------------------------------------
-
-
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize(
-    "net",
-    ["conv_bn_relu", "mask_made_in_every_layer"]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in ("reshapes_that_meet", "called_twice")],
-)
-def test_modules_are_exact_again_after_all_tags_were_lost(net, exporter, tmp_path):
-    exported = exported_net(net, exporter, tmp_path)
-    for node in exported.graph.node:
-        del node.metadata_props[:]
-    carried = htp_export.carry(tmp_path / "model.onnx", exported, tmp_path / "carried.onnx")
-    built, kwargs = NETS[net].build()
-    assert inexact(built, kwargs, tmp_path / "carried.onnx") == []
-    assert carried.kept == 0
 
 
 # --- without the model before ---------------------------------------------------

@@ -13,8 +13,8 @@ from htp_export.model.tagged import TaggedModel
 
 def graph(body: str) -> ir.Model:
     """A model from ONNX text; ``[name] y = Op(x)`` gives a node its name."""
-    header = '<ir_version: 10, opset_import: ["": 20, "com.microsoft": 1]> g (float[2] x, bool yes) => (float[2] y)'
-    text = f"{header} {{ {body} }}"
+    opsets = '"": 20, "com.microsoft": 1, "com.microsoft.nchwc": 1'
+    text = f"<ir_version: 10, opset_import: [{opsets}]> g (float[2] x, bool yes) => (float[2] y) {{ {body} }}"
     return ir.from_proto(onnx.parser.parse_model(text))
 
 
@@ -75,6 +75,38 @@ CASES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "[c] a = Neg(x) r = Relu(a) y = Exp(r)",
         '[c_nchwc] t = Neg <activation = "Relu"> (x) r = com.microsoft.Order(t) y = Exp(r)',
         {"c_nchwc": ["c", "Relu"], "Order": ["Relu"], "Exp": ["Exp"]},
+    ),
+    "a fused operator may be named after the last of what it does": (
+        "[conv] c = Conv(x, x) [shift] a = Add(c, x) [act] r = Relu(a) y = Neg(r)",
+        "[r_nchwc] t = com.microsoft.nchwc.Conv(x, x, x) r = com.microsoft.Order(t) y = Neg(r)",
+        {"r_nchwc": ["conv", "shift", "act"]},
+    ),
+    "equal work that was merged belongs to all who did it": (
+        "[one] a = Neg(x) c = Relu(a) [two] b = Neg(x) d = Abs(b) y = Add(c, d)",
+        "[both] a = Neg(x) c = Relu(a) d = Abs(a) y = Add(c, d)",
+        {"both": ["one", "two"], "Relu": ["Relu"], "Abs": ["Abs"], "Add": ["Add"]},
+    ),
+    "quantizers belong to what they serve": (
+        "[fc] m = Neg(x) [act] y = Relu(m)",
+        """s = Constant<value = float {0.1}>() q = QuantizeLinear(x, s) d = DequantizeLinear(q, s)
+        [fc] m = Neg(d) [act] y = Relu(m)""",
+        {"QuantizeLinear": ["fc"], "DequantizeLinear": ["fc"], "fc": ["fc"], "act": ["act"]},
+    ),
+    "a cast back to the old type belongs to whose tensor it gives back at the end": (
+        "[fc] m = Neg(x) [act] y = Relu(m)",
+        "[fc] m = Neg(x) [act] h = Relu(m) y = Cast<to = 1>(h)",
+        {"fc": ["fc"], "act": ["act"], "Cast": ["act"]},
+    ),
+    "and in the middle": (
+        "[fc] m = Neg(x) [act] y = Relu(m)",
+        "[fc] h = Neg(x) m = Cast<to = 1>(h) [act] y = Relu(m)",
+        {"fc": ["fc"], "Cast": ["fc"], "act": ["act"]},
+    ),
+    "a reshape gives a tensor its old form back under another name": (
+        "[fc] m = Neg(x) [act] y = Relu(m)",
+        """apart = Constant<value = int64[2] {2, 1}>() whole = Constant<value = int64[1] {2}>()
+        [r0] f = Reshape(x, apart) [fc] p = Neg(f) [r1] t = Reshape(p, whole) [act] y = Relu(t)""",
+        {"r0": ["fc"], "fc": ["fc"], "r1": ["fc"], "act": ["act"]},
     ),
     "a node behind a tensor is not taken for its maker by its name": (
         "[add] a = Neg(x) y = Exp(a)",

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx_ir as ir
 import pytest
 import torch
 
@@ -22,9 +23,12 @@ from htp_export import lora, tools
 from htp_export.errors import InputError, RuleError
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
+from htp_export.model.regions import all_values
+from htp_export.model.tensor_names import rename
 from htp_export.weights.rebuilding import rebuilt
 from tests.exporting import BOTH, SharedFiles
 from tests.extract.test_cutting import run_file, wrong_parts
+from tests.handmade import stripped
 from tests.random_nets import RandomNet
 from tests.truth import Array, equal, inexact, run_pytorch, untagged
 
@@ -144,6 +148,26 @@ HOLDS.update(
         **{name: run_by(getattr(tools, name)) for name in ("onnxslim", "onnxsim", "onnxoptimizer", "onnxscript")},
     }
 )
+
+
+@holds
+def tags_that_were_lost_come_back(case: Case) -> Iterator[Any]:
+    htp_export.carry(case.file, stripped(ir.load(case.file)), tagged := case.new())
+    yield from inexact(case.net, case.kwargs, tagged)
+    without_names = stripped(ir.load(case.file))
+    for place, value in enumerate([*without_names.graph.initializers.values(), *all_values(without_names.graph)]):
+        if not value.is_graph_input() and not value.is_graph_output():
+            rename(value, f"tensor{place}")
+    for node in without_names.graph.all_nodes():
+        node.name = None
+    found = htp_export.carry(case.file, without_names, data=case.feeds).model.graph.all_nodes()
+    for node, true in zip(found, ir.load(case.file).graph.all_nodes(), strict=True):
+        if node.metadata_props[tags.REASON] != "unknown" and owners_of(node) != owners_of(true):
+            yield node.op_type, owners_of(node), owners_of(true)
+
+
+def owners_of(node: ir.Node) -> set[str]:
+    return {*tags.owners_of(node.metadata_props)}
 
 
 def in_precision(precision: str, share: float) -> Property:

@@ -108,7 +108,7 @@ def test_patterns_of_several_results_look_at_what_is_near(tried: list[object]) -
         lambda op, x, one, two: (op.Slice(x, one), op.Slice(x, two)), lambda op, x, one, two: (x, x)
     )
     whole = pattern.SimplePatternMatcher.match
-    with near_matching("some_pass"):
+    with near_matching():
         for node in chain:
             rule.match(ir.Model(chain[0].graph, ir_version=10), chain[0].graph, node)  # type: ignore[arg-type]
     assert 0 < len(tried) <= 5 * len(chain)

@@ -20,7 +20,7 @@ from htp_export.command.main import main
 from htp_export.editing.editing import remove_unused, replace
 from htp_export.errors import SelectorError, UntaggedModelError
 from tests.exporting import exported
-from tests.nets import spread
+from tests.nets import conv_bn_relu, spread
 from tests.written import weight, written
 
 S = np.array
@@ -426,17 +426,6 @@ def test_equal_work_is_found_with_the_module_of_what_is_eliminated():
     ]
 
 
-def _bert_like() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def _convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 2)
-    )
-
-
 class _Rotating(nn.Module):
     """RMSNorm, SiLU and sizes that are read while it runs."""
 
@@ -452,13 +441,7 @@ class _Rotating(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"),
-    [
-        pytest.param(_bert_like, (1, 6, 16), marks=pytest.mark.slow),
-        (_convolutional, (1, 3, 8, 8)),
-        (_Rotating, (2, 5, 16)),
-    ],
-    ids=["transformer", "convolutions", "gated"],
+    ("make", "shape"), [(Attention, (1, 6, 8)), (conv_bn_relu, (1, 3, 8, 8)), (_Rotating, (2, 5, 16))]
 )
 def test_what_is_said_to_be_fixed_is_gone_after_optimising_and_the_rest_is_not(make, shape, tmp_path):
     """Held against ``optimize`` itself, level by level, on three kinds of models."""

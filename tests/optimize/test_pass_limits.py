@@ -8,8 +8,7 @@ import pytest
 
 import htp_export
 from htp_export.capabilities.optimize import optimizing
-from htp_export.capabilities.optimize.passes import merge_constant_sums, merge_parallel_projections, merge_slices
-from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near
+from htp_export.capabilities.optimize.passes import merge_parallel_projections, merge_slices
 from htp_export.shapes.symbolic import Symbolic
 from tests.graphs import run, tagged
 
@@ -52,14 +51,6 @@ def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]
     ]
 
 
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_constants_that_cancel_are_added_up_to_a_size(beyond: int) -> None:
-    size = np.nextafter(np.float32(merge_constant_sums._CANCELLING), np.float32(99)) if beyond else 10.0
-    text = f"""g (float[2] x) => (float[2] y) <float a = {{{float(size)!r}}}, float b = {{-9.5}}> {{
-        h = Add (x, a) y = Add (h, b) }}"""
-    assert optimized(text, "merge_constant_sums") == ["Add"] * (1 + beyond)
-
-
 @pytest.mark.parametrize("count", [merge_parallel_projections._FEWEST - 1, merge_parallel_projections._FEWEST])
 def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
     weights = ", ".join(f"float[2, 2] w{k} = {{{k + 1}, 2, 3, 4}}, float[2] b{k} = {{{k}, 1}}" for k in range(count))
@@ -67,14 +58,6 @@ def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
     outputs = ", ".join(f"float[3, 2] y{k}" for k in range(count))
     ops = optimized(f"g (float[3, 2] x) => ({outputs}) <{weights}> {{ {nodes} }}", "merge_parallel_projections")
     assert ops.count("MatMul") == (1 if count == merge_parallel_projections._FEWEST else count)
-
-
-@pytest.mark.parametrize("beyond", [0, 1])
-def test_nodes_near_another_are_listed_up_to_a_number(beyond: int) -> None:
-    x = ir.val("x")
-    nodes = [ir.node("Relu", [x]) for _ in range(MOST + beyond)]
-    ir.Graph([x], [], nodes=nodes, opset_imports={"": 20})
-    assert len(near(nodes[0], 1)) == MOST
 
 
 @pytest.mark.parametrize("missing", [0, 1])

@@ -50,14 +50,13 @@ class Alignment:
 
     def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
         self.evidence = AlignmentEvidence() if evidence is None else evidence
-        layouts = {
-            node: value for node, value in self.evidence.idle.items() if moves(before.nodes[node].op, views=True)
-        }
+        idle = self.evidence.idle.items()
         self.before, self.after = before, after
-        self.numbers = Numbering(before, layouts)
-        self.counterpart = [NOTHING] * len(after.values)  # number of the original
-        self.exact = [False] * len(after.values)  # the same tensor; otherwise of another shape, layout or element type
-        self.named = [""] * len(after.values)  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
+        self.numbers = Numbering(before, {n: value for n, value in idle if moves(before.nodes[n].op, views=True)})
+        count = len(after.values) + 1
+        self.counterpart = [NOTHING] * count  # number of the original
+        self.exact = [False] * count  # the same tensor; otherwise of another shape, layout or element type
+        self.named = [""] * count  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
         self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
         self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
         self.known = set[int]()  # the numbers of all counterparts
@@ -68,18 +67,17 @@ class Alignment:
 
     def _look(self) -> None:
         """Forwards and backwards once, for all tensors that are not settled."""
-        nodes = self.after.nodes
-        for node in nodes:
+        for node in self.after.nodes:
             self._forward(node)
-        self.known = {number for number in self.counterpart if number != NOTHING}
-        for index in range(len(nodes) - 1, -1, -1):
-            self._backward(index)
-        self.counterpart = [self.numbers.current(number) for number in self.counterpart]
-        self.known = {number for number in self.counterpart if number != NOTHING}
+        self.known = {*self.counterpart} - {NOTHING}
+        for node in reversed(self.after.nodes):
+            self._backward(node)
+        self.counterpart = [*map(self.numbers.current, self.counterpart)]
+        self.known = {*self.counterpart} - {NOTHING}
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
         """Match a value with a number; not with `NOTHING`."""
-        if number != NOTHING:
+        if NOTHING not in (value, number):
             self.counterpart[value], self.exact[value] = number, exact
             self.named[value] = named or self.named[value]
 
@@ -107,8 +105,29 @@ class Alignment:
         for member in members:
             if self.before.values[member].name == name:
                 return member
-        busy = [m for m in members if self.before.maker[m] == NOTHING or not self.numbers.idle[self.before.maker[m]]]
-        return (busy or [*members, NOTHING])[0]
+        busy = (member for member in members if not self.numbers.idle[self.before.maker[member]])
+        return next(busy, members[0] if members else NOTHING)
+
+    def original(self, value: int) -> int:
+        """The original node that makes the counterpart of a value."""
+        return self.before.maker[self.origin(value)]
+
+    def keeps_name(self, value: int) -> bool:
+        """Whether a value has the name of its original value."""
+        origin = self.origin(value)
+        return origin != NOTHING and self.before.values[origin].name == self.after.values[value].name
+
+    def computed_alike(self, node: SummaryNode) -> list[int]:
+        """For each output of a node, the original value that is computed from the same tensors in the same way."""
+        reads = [self.counterpart[value] for value in node.inputs]
+        is_known = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
+        found, count = self.numbers.made_by(node, reads) if is_known else None, len(node.outputs)
+        return [*(found.outputs if found is not None else ()), *[NOTHING] * count][:count]
+
+    def read_by(self, original: int) -> frozenset[int]:
+        """The numbers of the tensors that an original node reads, without weights."""
+        reads = self.before.nodes[original].reads
+        return frozenset(self.numbers.number[value] for value in reads if self.before.live[value])
 
     def makers(self, number: int) -> list[int]:
         """The original nodes that compute a tensor or give it back."""
@@ -129,7 +148,7 @@ class Alignment:
                 candidate = before.find(value.name, value.scope) if renamed is None else renamed.originals[0]
                 if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
                     candidate = NOTHING  # the same name, but other contents
-                candidate = NOTHING if candidate == NOTHING else self.numbers.number[candidate]
+                candidate = self.numbers.number[candidate]
             self.match(index, candidate, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
             if len(ours) == len(theirs):
@@ -142,34 +161,24 @@ class Alignment:
     def _forward(self, node: SummaryNode) -> None:
         if self._settled.issuperset(node.outputs):
             return
-        reads = [value if value == NOTHING else self.counterpart[value] for value in node.inputs]
-        complete = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
-        if repeats(node) and reads[0] != NOTHING and len(node.outputs) == 1:
-            named = (
-                Reason.TENSOR
-                if self.before.find(self.after.values[node.outputs[0]].name, node.scope) != NOTHING
-                else ""
-            )
-            self.match(node.outputs[0], reads[0], self.exact[node.inputs[0]], named)
+        if repeats(node) and self.counterpart[node.inputs[0]] != NOTHING and len(node.outputs) == 1:
+            value, source = node.outputs[0], node.inputs[0]
+            is_named = self.before.find(self.after.values[value].name, node.scope) != NOTHING
+            self.match(value, self.counterpart[source], self.exact[source], Reason.TENSOR if is_named else "")
             return
-        same = self.numbers.made_by(node, reads) if complete else None
-        for place, value in enumerate(node.outputs):
+        for place, (value, same) in enumerate(zip(node.outputs, self.computed_alike(node), strict=True)):
             if value == NOTHING or value in self._settled:
                 continue
             candidate = self._by_name(value, node)
-            if same is not None and place < len(same.outputs) and same.outputs[place] != NOTHING:
-                alike = candidate != NOTHING and self.alike(value, candidate)
+            is_named = candidate != NOTHING
+            alike, named = is_named and self.alike(value, candidate), Reason.TENSOR if is_named else ""
+            if same != NOTHING:
                 exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
-                self.match(
-                    value,
-                    self.numbers.number[same.outputs[place]],
-                    exact,
-                    Reason.TENSOR if candidate != NOTHING else "",
-                )
-            elif candidate != NOTHING:
-                self.match(value, self.numbers.number[candidate], self.alike(value, candidate), Reason.TENSOR)
+                self.match(value, self.numbers.number[same], exact, named)
+            elif is_named:
+                self.match(value, self.numbers.number[candidate], alike, named)
             elif place == 0 and not moves(node.op):
-                candidate = self._by_node_name(node, {number for number in reads if number != NOTHING})
+                candidate = self._by_node_name(node)
                 if candidate != NOTHING:
                     self.match(value, self.numbers.number[candidate], False, Reason.NODE)
                 else:
@@ -183,36 +192,33 @@ class Alignment:
             return self.numbers.constant(content)
         return candidate
 
-    def _by_node_name(self, node: SummaryNode, reads: set[int]) -> int:
+    def _by_node_name(self, node: SummaryNode) -> int:
         """The original output of a node by its name: that of an original node or tensor, possibly with a suffix."""
         name = node.name
         while name:
             candidate = self.before.find(name)
             if candidate == NOTHING and name in self._node_names:
-                outputs = self.before.nodes[self._node_names[name]].outputs
-                candidate = outputs[0] if outputs else NOTHING
-            maker = self.before.maker[candidate] if candidate != NOTHING else NOTHING
+                candidate = next(iter(self.before.nodes[self._node_names[name]].outputs), NOTHING)
+            maker = self.before.maker[candidate]
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, candidate) if self._may_make(node, maker, reads) else NOTHING
+                return self._followed(node, candidate) if self._may_make(node, maker) else NOTHING
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
-    def _may_make(self, node: SummaryNode, maker: int, reads: set[int]) -> bool:
+    def _may_make(self, node: SummaryNode, maker: int) -> bool:
         """Whether a node can replace an original one, by their operators.
 
         One that replaces several may have the name of the last, and the operator of one shortly before (Conv, Relu).
         """
-        queue, seen = [maker], set[int]()
-        while queue and len(seen) < _FEW:
+        queue, seen, reads = [maker], {NOTHING}, {self.counterpart[value] for value in node.inputs}
+        while queue and len(seen) <= _FEW:
             at = queue.pop(0)
             if resembles(node.op, self.before.nodes[at].op):
                 return True
             seen.add(at)
-            behind = (v for v in self.before.live_inputs(self.before.nodes[at]))
+            behind = self.before.live_inputs(self.before.nodes[at]) if "::" in node.op else ()
             makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
-            queue += [
-                producer for producer in makers if producer != NOTHING and producer not in seen and "::" in node.op
-            ]
+            queue += [producer for producer in makers if producer not in seen]
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
@@ -246,29 +252,23 @@ class Alignment:
 
     # --- backwards ---
 
-    def _backward(self, index: int) -> None:
+    def _backward(self, node: SummaryNode) -> None:
         """Match the inputs of one node: one that remains reads what it read before."""
-        node = self.after.nodes[index]
         known = [value for value in node.makes if self.counterpart[value] != NOTHING]
-        old = self._original(known[0]) if known and node.inputs else None
-        if old is None:
+        original = self.original(known[0]) if known and node.inputs else NOTHING
+        if original == NOTHING:
             return
+        old = self.before.nodes[original]
         same, exact = node.attributes == old.attributes, self.exact[known[0]]
         if moves(node.op):
             if old.op == node.op:
                 self._pair_movers(node, old)
                 if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
-                    self._settle(index, node.inputs[0], old.inputs[0], same, exact)
+                    self._settle(node, node.inputs[0], old.inputs[0], same, exact)
             self._through(node, self.origin(known[0]))
         elif old.op == node.op:
             for mine, theirs in self._pairs(node, old):
-                self._settle(index, mine, theirs, same, exact)
-
-    def _original(self, value: int) -> SummaryNode | None:
-        """The original node that makes the counterpart of a value."""
-        origin = self.origin(value)
-        maker = NOTHING if origin == NOTHING else self.before.maker[origin]
-        return None if maker == NOTHING else self.before.nodes[maker]
+                self._settle(node, mine, theirs, same, exact)
 
     def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
         """The inputs of a node with those of the original, without constants; nothing if their number differs."""
@@ -287,7 +287,7 @@ class Alignment:
                 return
         yield from zip(mine, theirs, strict=True)
 
-    def _settle(self, reader: int, value: int, old: int, same: bool, exact: bool) -> None:
+    def _settle(self, reader: SummaryNode, value: int, old: int, same: bool, exact: bool) -> None:
         """Match ``value``, which a node reads instead of ``old``; ``same``: the node's attributes are unchanged.
 
         ``exact``: Its output is the original tensor in the original layout.
@@ -295,12 +295,11 @@ class Alignment:
         number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
         if mine == number:
             return
-        maker = self.after.maker[value]
         exact = exact and self.alike(value, old)
         if mine == NOTHING:
             self.match(value, number, exact)
             return
-        if maker == NOTHING or not same or not self._same_weights(reader):
+        if self.after.maker[value] == NOTHING or not same or not self._same_weights(reader):
             return
         between = self._between(mine, old)
         if between is None:
@@ -314,38 +313,30 @@ class Alignment:
             self.match(value, number, exact)
             self.known.add(number)
 
-    def _same_weights(self, reader: int) -> bool:
+    def _same_weights(self, node: SummaryNode) -> bool:
         """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
-        return all(
-            self.counterpart[value] != NOTHING
-            for value in self.after.nodes[reader].inputs
-            if value != NOTHING and not self.after.live[value]
-        )
+        weights = (value for value in node.inputs if value != NOTHING and not self.after.live[value])
+        return all(self.counterpart[value] != NOTHING for value in weights)
 
     def _between(self, number: int, value: int) -> list[int] | None:
         """The original nodes between a tensor and a later one; None if there is no path, or there are too many."""
-        queue, between, reached = [value], list[int](), False
-        seen: set[int] = set()
+        queue, between, reached = [value], dict[int, None](), False
         while queue and len(between) < _LOOK_BACK:
             at = queue.pop()
             if self.numbers.number[at] == number:
                 reached = True
                 continue
             maker = self.before.maker[at]
-            if maker == NOTHING or maker in seen or not self.before.live[at]:
-                continue
-            seen.add(maker)
-            between.append(maker)
-            queue += self.before.nodes[maker].reads
-        return between if reached and not queue else None
+            if maker != NOTHING and maker not in between and self.before.live[at]:
+                between[maker] = None
+                queue += self.before.nodes[maker].reads
+        return [*between] if reached and not queue else None
 
     def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
         """Match the inputs of layout operators if their producers have the same operator, or they the same shape."""
         value, original = node.inputs[0], old.inputs[0]
-        if NOTHING in (value, original) or self.counterpart[value] != NOTHING:
-            return
         mine, theirs = self.after.maker[value], self.before.maker[original]
-        if NOTHING in (mine, theirs):
+        if self.counterpart[value] != NOTHING or NOTHING in (mine, theirs):
             return
         op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
         if op == self.before.nodes[theirs].op or (known and not moves(op) and self.alike(value, original)):
@@ -357,7 +348,7 @@ class Alignment:
         Also if it has the name of an earlier node: a node may be named after the first of those that it replaces.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
-        while value != NOTHING and (self.counterpart[value] == NOTHING or self._named_after_less(value, origin)):
+        while self.counterpart[value] == NOTHING or self._named_after_less(value, origin):
             maker = self.after.maker[value]
             if maker == NOTHING or not self.after.nodes[maker].inputs:
                 return
@@ -381,7 +372,7 @@ class Alignment:
         maker = self.before.maker[value]
         while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
             source = self.before.nodes[maker].inputs[0]
-            if source == NOTHING or not self.before.live[source]:
+            if not self.before.live[source]:
                 break
             value, maker = source, self.before.maker[source]
         return self.numbers.number[value]

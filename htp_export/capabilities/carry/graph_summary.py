@@ -24,7 +24,9 @@ from htp_export.shapes.symbolic import Symbolic
 Shape = tuple[tuple[int | str, ...] | None, int]
 """Dimensions and element type of a tensor; None and 0 for what is not known."""
 
-NOTHING = -1  # no tensor, no node
+NOTHING = -1
+"""No tensor, no node; lists by tensor or node have a last entry for it, so that they can be read at this place."""
+
 _SMALL_BYTES = 256  # constants up to this size are compared by what is in them
 
 
@@ -81,6 +83,8 @@ class GraphSummary:
 
     def shape(self, value: int) -> Shape:
         """Dimensions and element type of a tensor; None and 0 for what is not known."""
+        if value == NOTHING:
+            return None, 0
         entry = self.values[value]
         if entry.shape is None and self.infer is not None and not entry.scope:
             inferred, self.infer = self.infer(), None
@@ -92,7 +96,7 @@ class GraphSummary:
     @cached_property
     def maker(self) -> list[int]:
         """Value → its producer."""
-        producers = [NOTHING] * len(self.values)
+        producers = [NOTHING] * (len(self.values) + 1)
         for index, node in enumerate(self.nodes):
             for value in node.makes:
                 producers[value] = index
@@ -101,7 +105,7 @@ class GraphSummary:
     @cached_property
     def readers(self) -> list[list[int]]:
         """Value → its consumers, each once."""
-        consumers: list[list[int]] = [[] for _ in self.values]
+        consumers: list[list[int]] = [[] for _ in (*self.values, NOTHING)]
         for index, node in enumerate(self.nodes):
             for value in dict.fromkeys(node.reads):
                 consumers[value].append(index)
@@ -111,11 +115,11 @@ class GraphSummary:
     def live(self) -> list[bool]:
         """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
         dependent = dependence(self._steps(), self._given())
-        return [index in dependent for index in range(len(self.values))]
+        return [index in dependent for index in (*range(len(self.values)), NOTHING)]
 
     def live_inputs(self, node: SummaryNode) -> list[int]:
         """The inputs of a node that depend on the values of the model's inputs, in order: no weights, no sizes."""
-        return [value for value in node.inputs if value != NOTHING and self.live[value]]
+        return [value for value in node.inputs if self.live[value]]
 
     def consumers(self, index: int) -> list[int]:
         """The nodes that read what a node makes; one that reads several of its outputs as often."""
@@ -204,8 +208,6 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
 
 
 class _Summarizer:
-    """Summarizes one model."""
-
     def __init__(self) -> None:
         self.summary, self.nodes = GraphSummary(), list[ir.Node]()
         self.values: dict[ir.Value, int] = {}

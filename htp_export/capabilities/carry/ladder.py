@@ -6,7 +6,7 @@ values do not prove stays unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,12 +54,8 @@ def find_owners(
 ) -> Found:
     """Go up the ladder, until the owners of all nodes are known.
 
-    Args:
-        origin: The original model.
-        model: The model whose nodes are asked about.
-        data: Input name of the original → array, for values; None for random inputs.
-        seed: Of random inputs.
-        sure: Whether the model was certainly made of the original; otherwise its names have to show that.
+    ``data``: Input name of the original → array, for values; None for random inputs. ``sure``: Whether the model was
+    certainly made of the original; otherwise its names have to show that.
 
     Raises:
         InputError: If the data are not the inputs of the original.
@@ -94,17 +90,15 @@ def _without_names(
     held = ((path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes)
     holders = {before.find(name): path for path, name in held}
     holders.pop(NOTHING, None)
+    if origin.model is None:
+        inputs = AlignmentEvidence(inputs=input_pairs(before, after))
+        rungs = iter([(inputs, "of the original, only its map is known")])
+    else:
+        from htp_export.capabilities.carry.evidence import weights_then_values
 
-    def rungs() -> Iterator[tuple[AlignmentEvidence, str]]:
-        if origin.model is None:
-            yield AlignmentEvidence(inputs=input_pairs(before, after)), "of the original, only its map is known"
-        else:
-            from htp_export.capabilities.carry.evidence import weights_then_values
-
-            yield from weights_then_values((origin.model, before), (model, after), data, seed)
-
+        rungs = weights_then_values((origin.model, before), (model, after), data, seed)
     unnamed = without_names(after)
-    for evidence, not_compared in rungs():
+    for evidence, not_compared in rungs:
         alignment = UnnamedAlignment(before, unnamed, evidence)
         owned = ProvedOwners(alignment, scopes, origin.calls, holders).owners()
         found = Found(nodes, _with_root(owned), alignment, not_compared)
@@ -126,18 +120,15 @@ def names_hold(alignment: Alignment) -> bool:
         return False
     kept = agree = contradicted = 0
     for node in after.nodes:
-        reads = [value if value == NOTHING else alignment.counterpart[value] for value in node.inputs]
-        complete = all((number == NOTHING) == (v == NOTHING) for number, v in zip(reads, node.inputs, strict=True))
-        same = numbers.made_by(node, reads) if complete else None
-        for place, value in enumerate(node.outputs):
+        for value, same in zip(node.outputs, alignment.computed_alike(node), strict=True):
             if value == NOTHING or value in after.outputs or not node.inputs:
                 continue
             named = before.find(after.values[value].name, node.scope)
             if named == NOTHING:
                 kept += alignment.named[value] == Reason.NODE
-            elif same is None or place >= len(same.outputs) or same.outputs[place] == NOTHING:
+            elif same == NOTHING:
                 kept += alignment.alike(value, named)  # two products that became one have the name of one of them
-            elif numbers.number[named] == numbers.number[same.outputs[place]]:
+            elif numbers.number[named] == numbers.number[same]:
                 agree += 1
             else:
                 contradicted += 1

@@ -37,17 +37,20 @@ class Numbering:
 
     def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
         self.summary, self._known_idle = summary, idle or {}
-        self.number = list(range(len(summary.values)))  # the index of the first value of a tensor is its number
-        self.idle = [False] * len(summary.nodes)
-        self._nodes: dict[Key, int] = {}
+        # The index of the first value of a tensor is its number.
+        self.number: list[int] = [*range(len(summary.values)), NOTHING]
+        self.idle = [False] * (len(summary.nodes) + 1)
+        self._nodes: dict[Key | None, int] = {}
         self._constants: dict[str, int] = {}
-        self._members: dict[int, list[int]] | None = None
         self._united: dict[int, int] = {}
         for index, value in enumerate(summary.values):
             if value.content:
                 self.number[index] = self._constants.setdefault(value.content, index)
         for index, node in enumerate(summary.nodes):
             self._add(index, node)
+        self.members: dict[int, list[int]] = {}  # number → the values that have it, in order of execution
+        for place, number in enumerate(self.number[:-1]):
+            self.members.setdefault(number, []).append(place)
 
     def _add(self, index: int, node: SummaryNode) -> None:
         same = node.inputs[0] if self.passes_on(self.summary, node) else self._known_idle.get(index, NOTHING)
@@ -55,7 +58,7 @@ class Numbering:
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[same]
             return
-        key = self.key(node, [NOTHING if value == NOTHING else self.number[value] for value in node.inputs])
+        key = self._key(node, [self.number[value] for value in node.inputs])
         if key is None:
             return
         first = self._nodes.setdefault(key, index)
@@ -77,7 +80,7 @@ class Numbering:
         return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == result
 
     @staticmethod
-    def key(node: SummaryNode, numbers: list[int]) -> Key | None:
+    def _key(node: SummaryNode, numbers: list[int]) -> Key | None:
         """Equal for nodes that compute the same tensors; None for a node that equals no other."""
         if node.has_bodies or not numbers or node.op in RANDOM:
             return None
@@ -85,34 +88,22 @@ class Numbering:
 
     def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
         """The node of this model that computes the same as a node with these inputs."""
-        key = self.key(node, numbers)
-        index = None if key is None else self._nodes.get(key)
-        return None if index is None else self.summary.nodes[index]
+        key = self._key(node, numbers)
+        return self.summary.nodes[self._nodes[key]] if key in self._nodes else None
 
     def constant(self, content: str) -> int:
         """The number of a small constant; `NOTHING` if the model has no equal one."""
-        value = self._constants.get(content)
-        return NOTHING if value is None else self.number[value]
+        return self.number[self._constants.get(content, NOTHING)]
 
     def unite(self, number: int, equal: int) -> None:
         """Make two numbers one, the first: they are numbers of one tensor."""
-        members = self.members
         self._united[equal] = number
-        for value in members.pop(equal, ()):
+        for value in self.members.pop(equal, ()):
             self.number[value] = number
-            members.setdefault(number, []).append(value)
+            self.members[number].append(value)
 
     def current(self, number: int) -> int:
         """The present number of a tensor whose number may have been united with another."""
         while number in self._united:
             number = self._united[number]
         return number
-
-    @property
-    def members(self) -> dict[int, list[int]]:
-        """Number → the values that have it, in order of execution."""
-        if self._members is None:
-            self._members = {}
-            for value, number in enumerate(self.number):
-                self._members.setdefault(number, []).append(value)
-        return self._members

@@ -162,8 +162,7 @@ class _CarriedEvidence(FateEvidence[int]):
         return None if value == NOTHING else self._alignment.after.values[value].name
 
     def _numbered(self, name: str) -> int:
-        value = self._alignment.before.find(name)
-        return NOTHING if value == NOTHING else self._number[value]
+        return self._number[self._alignment.before.find(name)]
 
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
         """The numbers of the tensors that may cross the boundary of a module, and of those that it has to compute."""
@@ -200,10 +199,7 @@ class _CarriedEvidence(FateEvidence[int]):
     def without_work(self, path: str) -> Fate | None:
         """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
         before = self._alignment.before
-        outputs = (
-            value for node in self._before.below[path] for value in before.nodes[node].outputs if value != NOTHING
-        )
-        if not any(before.live[value] for value in outputs):
+        if not any(before.depends(node) for node in self._before.below[path]):
             return Fate.CONSTANT
         entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}
         return Fate.IDENTITY if self._known(path)[1] <= entering else None
@@ -218,13 +214,8 @@ class _CarriedEvidence(FateEvidence[int]):
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes
-        produced = {
-            self.counterpart(value)
-            for node in self.boundaries.below[path]
-            for value in nodes[node].outputs
-            if value != NOTHING
-        }
-        return self._known(path)[1] <= produced
+        made = (value for node in self.boundaries.below[path] for value in nodes[node].makes)
+        return self._known(path)[1] <= {*map(self.counterpart, made)}
 
     def _beyond(self, path: str, numbers: Collection[int]) -> dict[str, None]:
         """The owners of the original nodes on the other side of boundary tensors, in order."""
@@ -241,8 +232,5 @@ class _CarriedEvidence(FateEvidence[int]):
 
 def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls]) -> Boundaries[int]:
     """What crosses the boundaries of modules in a summary's main graph."""
-    passed: list[tuple[list[int], list[int]]] = [
-        ([], []) if node.scope else ([v for v in node.reads if v != NOTHING], [v for v in node.outputs if v != NOTHING])
-        for node in summary.nodes
-    ]
+    passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
     return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs))

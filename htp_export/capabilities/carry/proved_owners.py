@@ -76,7 +76,6 @@ class ProvedOwners:
     # --- facts of nodes ---
 
     def _candidates(self, index: int) -> list[str]:
-        """The modules that may own a node."""
         return [*dict.fromkeys(path for old in self._works[index].among for path in self._before.nodes[old].owners)]
 
     def _number(self, value: int) -> int:
@@ -89,8 +88,7 @@ class ProvedOwners:
         return [value for value in node.reads if self._after.live[value]]
 
     def _weights(self, node: SummaryNode) -> set[int]:
-        """The original weights that a node reads."""
-        return {weight for value in node.inputs if value != NOTHING for weight in self._known.weights_of(value)}
+        return {weight for value in node.inputs for weight in self._known.weights_of(value)}
 
     def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """Of some original nodes, those that compute something from what the node reads.
@@ -147,8 +145,7 @@ class ProvedOwners:
         products = []
         for old in self._works[index].among:
             original = self._before.nodes[old]
-            reads = {number[value] for value in original.inputs if value != NOTHING}
-            if weights & reads and resembles(node.op, original.op):
+            if weights & {number[value] for value in original.inputs} and resembles(node.op, original.op):
                 products.append(old)
         if not products or not self._reads_no_more(index, products):
             return None
@@ -238,10 +235,9 @@ class ProvedOwners:
 
     def _is_weight(self, value: int) -> bool:
         """Whether a tensor that no input has an effect on has floats or levels, and is no index or size."""
-        maker = self._after.maker[value] if value != NOTHING else NOTHING
-        if maker != NOTHING and not moves(self._after.nodes[maker].op):
-            return False
-        return value != NOTHING and self._after.shape(value)[1] in FLOATS | LEVELS
+        maker = self._after.maker[value]
+        is_computed = maker != NOTHING and not moves(self._after.nodes[maker].op)
+        return not is_computed and self._after.shape(value)[1] in FLOATS | LEVELS
 
     def _ends_quantized(self, index: int) -> bool:
         """Whether a node dequantizes what another one computes with integers: it belongs to that one."""
@@ -254,7 +250,7 @@ class ProvedOwners:
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
-        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0]) if value != NOTHING}
+        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])} - {0}
         return base.endswith("Linear") or (base == "Cast" and len(kinds) > 1 and kinds <= FLOATS)
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:

@@ -42,22 +42,13 @@ class _Division:
         self.known = alignment
         self.before, self.after = alignment.before, alignment.after
         self.number = alignment.numbers.number
-        self._taken = self._values_taken()
+        kept = (value for value in range(len(self.after.values)) if alignment.keeps_name(value))
+        self._taken = {*map(alignment.origin, kept)}  # original values that remain under their name
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
         self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
         self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
-
-    def _values_taken(self) -> set[int]:
-        """Original values that remain under their name."""
-        taken = set()
-        for value, number in enumerate(self.known.counterpart):
-            if number != NOTHING:
-                origin = self.known.origin(value)
-                if origin != NOTHING and self.before.values[origin].name == self.after.values[value].name:
-                    taken.add(origin)
-        return taken
 
     def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         """For each node: numbers of the nearest matched tensors before it, and the nearest matched values after it."""
@@ -91,13 +82,9 @@ class _Division:
             theirs = sorted(n for n in region if base_op(self.before.nodes[n].op) == op)
             if len(ours) == len(theirs):
                 alike |= {mine: [original] for mine, original in zip(ours, theirs, strict=True)}
-            elif len(ours) == 1 and len({self._live_reads(n) for n in theirs}) == 1:
+            elif len(ours) == 1 and len({self.known.read_by(n) for n in theirs}) == 1:
                 alike[ours[0]] = theirs
         return alike
-
-    def _live_reads(self, index: int) -> frozenset[int]:
-        """The numbers of the tensors that an original node reads, without weights."""
-        return frozenset(self.number[v] for v in self.before.nodes[index].reads if self.before.live[v])
 
     # --- one node ---
 
@@ -132,7 +119,6 @@ class _Division:
         return work
 
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
-        """The original nodes in subgraphs of nodes."""
         held = set(holders)
         for index, node in enumerate(self.before.nodes):
             if node.holder in held:
@@ -168,12 +154,9 @@ class _Division:
         """An inserted node; it may restore original tensors, under their names or others."""
         known, ends = self.known, dict[int, None]()
         for value in node.makes:
-            origin = known.origin(value)
-            if origin == NOTHING or self.before.maker[origin] == NOTHING:
-                continue
-            named = self.before.values[origin].name == self.after.values[value].name
-            if named or self._gives_back(index, node, value):
-                ends[self.before.maker[origin]] = None
+            maker = known.original(value)
+            if maker != NOTHING and (known.keeps_name(value) or self._gives_back(index, node, value)):
+                ends[maker] = None
         return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
     def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
@@ -189,9 +172,8 @@ class _Division:
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
         weights = {self.after.values[v].name for v in node.inputs if v != NOTHING and not self.after.live[v]} - {""}
-        reading = [
-            n for n in part if any(v != NOTHING and self.before.values[v].name in weights for v in nodes[n].inputs)
-        ]
+        read = {n: {self.before.values[v].name for v in nodes[n].inputs if v != NOTHING} for n in part}
+        reading = [n for n in part if not weights.isdisjoint(read[n])]
         alike = [n for n in self._alike.get(index, ()) if n in part]
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if selected:
@@ -251,11 +233,8 @@ class _Division:
         known, origin = self.known, self.known.origin(value)
         if origin == NOTHING:
             return []
-        maker = self.before.maker[origin]
-        same_name = self.before.values[origin].name == self.after.values[value].name
-        idle = maker != NOTHING and known.numbers.idle[maker]
         if known.counterpart[value] in behind:  # its output is its input
-            return [origin] if same_name and idle else []
+            return [origin] if known.keeps_name(value) and known.numbers.idle[self.before.maker[origin]] else []
         equal = [
             member
             for member in known.numbers.members.get(known.counterpart[value], ())
@@ -274,8 +253,7 @@ class _Division:
         if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
             return equal
         outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].makes)
-        origins = {self.known.origin(output) for output in outputs}
-        consumers = {self.before.maker[origin] for origin in origins if origin != NOTHING}
+        consumers = {*map(self.known.original, outputs)}
         return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
 
     def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:

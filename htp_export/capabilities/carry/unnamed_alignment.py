@@ -67,15 +67,12 @@ class UnnamedAlignment(Alignment):
         if len(weights) != 1 or len(live) != 1:
             return
         like = self.evidence.weights[weights[0]]
-        products = [
-            self._product(node, original) for original in (like.originals if like.joined else like.originals[:1])
-        ]
+        products = [self._product(node, each) for each in (like.originals if like.joined else like.originals[:1])]
         if products and NOTHING not in products:
             number = self.numbers.number
-            if len({self._reads(product) for product in products}) == 1:
-                self.match(
-                    value, number[products[0]], not like.joined and self.alike(value, products[0]), Reason.INITIALIZER
-                )
+            if len({self.read_by(self.before.maker[product]) for product in products}) == 1:
+                exact = not like.joined and self.alike(value, products[0])
+                self.match(value, number[products[0]], exact, Reason.INITIALIZER)
                 if like.joined and self.counterpart[value] != NOTHING:
                     self.parts[value] = tuple(products)
 
@@ -84,11 +81,6 @@ class UnnamedAlignment(Alignment):
         readers = [self.before.nodes[reader] for reader in self.before.readers[weight]]
         found = [old for old in readers if resembles(node.op, old.op) and len(old.outputs) == 1]
         return found[0].outputs[0] if len(found) == 1 and not found[0].scope else NOTHING
-
-    def _reads(self, product: int) -> frozenset[int]:
-        """The numbers of the tensors that the producer of a product reads, without weights."""
-        old = self.before.nodes[self.before.maker[product]]
-        return frozenset(self.numbers.number[v] for v in self.before.live_inputs(old))
 
     def _take(self, value: int, like: Likeness, reason: str) -> None:
         number = self.numbers.number

@@ -100,42 +100,41 @@ class _Investigation:
     """Passes that run on copies of a model, and their changes; ``failed``: passes that raised → why."""
 
     def __init__(self, tagged: TaggedModel) -> None:
+        from htp_export.capabilities.optimize import registry
+
+        self._passes = registry
         self._tagged, self._facts = tagged, GraphFacts(tagged)
         self._places = {node: place for place, node in enumerate(tagged.nodes)}
         graph = tagged.model.graph
         made = [node.outputs[0] for node in self._facts.nodes_of("Constant")]
         self._constants = {value.name or "" for value in (*graph.initializers.values(), *made)}
         self._unread = [value for value in graph.initializers.values() if not value.uses()]
-        self._found: list[Finding] = []
-        self._starts: list[int] = []
+        self._found: list[tuple[int, Finding]] = []  # with the place of the first node
         self._known: set[frozenset[str]] = set()
         self.failed: dict[str, str] = {}
 
     @property
     def findings(self) -> list[Finding]:
         """What was found, in the order of tables."""
-        from htp_export.capabilities.optimize.registry import DEFAULT
-
-        order = {kind: place for place, kind in enumerate((*KINDS, *DEFAULT))}
-        found = sorted(zip(self._starts, self._found, strict=True), key=lambda each: each[0])
-        return sorted((finding for _, finding in found), key=lambda each: order.get(each.kind, len(order)))
+        order = {kind: place for place, kind in enumerate((*KINDS, *self._passes.DEFAULT))}
+        found = sorted(self._found, key=lambda each: (order.get(each[1].kind, len(order)), each[0]))
+        return [finding for _, finding in found]
 
     def run(self, level: Level) -> None:
         """Run the passes up to a level: ``exact`` first, then those that `optimize` runs, and others apart."""
-        from htp_export.capabilities.optimize.registry import DEFAULT, LEVELS, available, choose, declined, find
-
-        chosen = choose("default", level)
-        exact = [find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))]
+        passes, levels = self._passes, self._passes.LEVELS
+        chosen = passes.choose("default", level)
+        exact = [
+            passes.find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))
+        ]
         start = _Copy(self._tagged, {node: (node,) for node in self._places}, self._places.keys())
         simple = self._run(exact, "exact", start)
         ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
-        apart = [e for e in available().values() if e.level == "fused" or e.name not in DEFAULT]
-        allowed = [
-            e for e in apart if LEVELS.index(e.level) <= LEVELS.index(level) and _applies(e, simple.tagged.model)
-        ]
+        apart = [e for e in passes.available().values() if e.level == "fused" or e.name not in passes.DEFAULT]
+        allowed = [e for e in apart if levels.index(e.level) <= levels.index(level) and e.applies(simple.tagged.model)]
         ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
-            self._left(copy, declined(copy.tagged.nodes), level)
+            self._left(copy, passes.declined(copy.tagged.nodes), level)
         self._left(simple, unchanged(GraphFacts(simple.tagged)), level)
         for constants, readers, why, detail in large_duplicates(self._facts):
             self._add("duplicate_constants", readers, detail=detail, why=why, tensors=constants)
@@ -155,19 +154,18 @@ class _Investigation:
             except HtpExportError as error:  # a pass of another package, or weights that cannot be read
                 if not pipeline.running or pipeline.running in self.failed:
                     raise
-                del self._found[found:], self._starts[found:]
+                del self._found[found:]
                 self._known, self._unread = known, unread
                 self.failed[pipeline.running] = str(error).splitlines()[0]
 
     def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model) -> None:
         """Add the findings of one run of a pass."""
-        from htp_export.capabilities.optimize.registry import LEVELS
-
-        add = functools.partial(self._add, fixed_by=info.name, level=max(level, info.level, key=LEVELS.index))
+        level = max(level, info.level, key=self._passes.LEVELS.index)
+        add = functools.partial(self._add, fixed_by=info.name, level=level)
         for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
             origins = copy.origins_of(rewrite.removed)
             copy.origins.update(dict.fromkeys(rewrite.added, origins))
-            kind, names = kind_of(info.name, rewrite), frozenset(map(node_name, origins))
+            kind, names = self._kind_of(info.name, rewrite), frozenset(map(node_name, origins))
             again = kind == info.name and names in self._known  # a pass of a lower level changes them, too
             if not (again or set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}):
                 weights = rewrite.inputs[:1] if kind == "identity_weight" else []
@@ -189,14 +187,14 @@ class _Investigation:
     def _left(self, copy: _Copy, found: Iterable[Declined], level: Level) -> None:
         """Add nodes that passes leave unchanged, unless another pass changes them."""
         known: defaultdict[str, set[str]] = defaultdict(set)
-        for finding in self._found:
+        for _, finding in self._found:
             known[finding.kind].update(finding.nodes)
         for each in found:
             nodes = copy.origins_of(each.nodes)
             names = {node_name(node) for node in nodes}
             if nodes and known[each.kind].isdisjoint(names):
                 known[each.kind].update(names)
-                self._add(each.kind, nodes, why=each.why or _why(each.kind, level), detail=each.detail)
+                self._add(each.kind, nodes, why=each.why or self._why(each.kind, level), detail=each.detail)
 
     def _add(
         self,
@@ -211,30 +209,26 @@ class _Investigation:
     ) -> None:
         nodes = sorted(nodes, key=self._places.__getitem__)
         module, names = self._facts.module_of(nodes), tuple(map(node_name, nodes))
-        self._found.append(Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level))
-        self._starts.append(self._places[nodes[0]] if nodes else 0)
+        finding = Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level)
+        self._found.append((self._places[nodes[0]] if nodes else 0, finding))
         self._known.add(frozenset(names))
 
+    def _why(self, kind: str, level: Level) -> str:
+        """Why nodes of a kind stay after the passes of a level, if no pass says why."""
+        known, levels = KINDS.get(kind), self._passes.LEVELS
+        if known is None or known.fixed_by is None:
+            return "" if known is None else known.why
+        needed = self._passes.find(known.fixed_by).level
+        if levels.index(needed) > levels.index(level):
+            return f"{known.fixed_by} did not run: it is of level {needed}"
+        return known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
 
-def _applies(info: PassInfo, model: ir.Model) -> bool:
-    """Whether a model has what a pass requires, as far as the pass states it."""
-    from htp_export.capabilities.optimize.registry import NodePass
-
-    made = info.make
-    return not (isinstance(made, type) and issubclass(made, NodePass)) or made.applies(model)
-
-
-def _why(kind: str, level: Level) -> str:
-    """Why nodes of a kind stay after the passes of a level, if no pass says why."""
-    from htp_export.capabilities.optimize.registry import LEVELS, find
-
-    known = KINDS.get(kind)
-    if known is None or known.fixed_by is None:
-        return "" if known is None else known.why
-    needed = find(known.fixed_by).level
-    if LEVELS.index(needed) > LEVELS.index(level):
-        return f"{known.fixed_by} did not run: it is of level {needed}"
-    return known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
+    def _kind_of(self, name: str, rewrite: Rewrite) -> str:
+        """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
+        if name in ("fuse_for_onnxruntime", "fuse_attention"):
+            return _fused_kind(rewrite) or name
+        noted = self._passes.kind_of_change(rewrite.removed)
+        return noted or next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
 
 
 def _detail(rewrite: Rewrite) -> str:
@@ -320,23 +314,10 @@ ONE_BY_ONE = "eliminate_identity_ops"
 """The pass whose every node is a finding of its own, also if several are consecutive."""
 
 
-def kind_of(name: str, rewrite: Rewrite) -> str:
-    """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
-    from htp_export.capabilities.optimize.registry import kind_of_change
-
-    if name in ("fuse_for_onnxruntime", "fuse_attention"):
-        return _fused_kind(rewrite) or name
-    noted = kind_of_change(rewrite.removed)
-    return noted or next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
-
-
 def _fused_kind(rewrite: Rewrite) -> str | None:
     made = {node.op_type for node in rewrite.added}
     if any(op.endswith("Attention") for op in made):
         return "attention"
     if any(op.endswith("Gelu") for op in made):
-        return next((kind for op, kind in _GELUS.items() if op in rewrite.operators), None)
+        return next((f"gelu_{op.lower()}" for op in ("Erf", "Tanh") if op in rewrite.operators), None)
     return "rms_norm" if any("Simplified" in op or op.startswith("RMS") for op in made) else None
-
-
-_GELUS = {"Erf": "gelu_erf", "Tanh": "gelu_tanh"}

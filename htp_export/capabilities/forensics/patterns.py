@@ -167,7 +167,6 @@ def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
 
 
 def _casts(facts: GraphFacts) -> Iterator[_Found]:
-    """A ``Cast`` after another one."""
     for node in facts.nodes_of("Cast"):
         first = producer_of(node.inputs[0], "Cast")
         if first is not None:

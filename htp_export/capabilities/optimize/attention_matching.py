@@ -116,19 +116,12 @@ _HIDING = -1e4
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask that is added to scores.
+    """A mask that is added to scores."""
 
-    Attributes:
-        visible: The booleans that it is made of.
-        hiding: The number that is added for what is not visible.
-        causal: Whether no query sees a key after its own.
-        by_keys: Whether every query sees itself unless it is hidden as a key from all queries, as padding is.
-    """
-
-    visible: ir.Value
-    hiding: float
-    causal: bool
-    by_keys: bool
+    visible: ir.Value  # the booleans that it is made of
+    hiding: float  # the number that is added for what is not visible
+    causal: bool  # whether no query sees a key after its own
+    by_keys: bool  # whether every query sees itself unless it is hidden as a key from all queries, as padding is
 
 
 def read_mask(value: ir.Value, known: Symbolic) -> Mask | None:

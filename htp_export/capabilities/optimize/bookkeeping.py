@@ -224,7 +224,7 @@ class Bookkeeping:
             now = difference.equal.get(value)
             before = difference.before.names.get(value, value.name)
             counterpart = now if now in here else values.get(before) if before else None
-            is_needed = name not in self._unread and value in difference.live_values  # constants may come and go
+            is_needed = name not in self._unread and value in difference.before.live  # constants may come and go
             if counterpart is None and is_needed:
                 lost[name] = value
             self._where[name] = counterpart

@@ -49,7 +49,6 @@ class Snapshot:
         self.makers: dict[ir.Value, ir.Node] = {}
         self.names: dict[ir.Value, str | None] = {}
         self._holders: dict[ir.Node, ir.Node] = {}
-        self.given = given_values(model)
         self._ends = {
             "inputs": [value.name for value in model.graph.inputs],
             "outputs": [value.name for value in model.graph.outputs],
@@ -57,7 +56,16 @@ class Snapshot:
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
         for graph in (model.graph, *(function.graph for function in model.functions.values())):
             self._add(graph)
-        self.steps = list(reads_and_results(self.nodes))
+        self._dependence = [*reads_and_results(self.nodes)], given_values(model)
+
+    @cached_property
+    def live(self) -> Collection[ir.Value | None]:
+        """The values that depend on values of the model's inputs, not on constants and sizes alone."""
+        return dependence(*self._dependence)
+
+    def is_live(self, node: ir.Node) -> bool:
+        """Whether a result of a node depends on values of the model's inputs."""
+        return any(value in self.live for value in self.nodes[node].outputs)
 
     def holds(self, holder: ir.Node, node: ir.Node) -> bool:
         """Whether a node was in a subgraph of another one."""
@@ -87,7 +95,6 @@ class Snapshot:
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
     def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
-        """Add the nodes of a graph and its subgraphs."""
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
             operator = (node.domain, node.op_type, node.overload, *node.attributes.data.values())
@@ -165,24 +172,6 @@ class PassDifference:
         return _slice(value, self.after, self.added, self._standing)[0]
 
     @cached_property
-    def live(self) -> frozenset[ir.Node]:
-        """The removed nodes that depend on values of the model's inputs, not on constants and sizes alone."""
-        live = self.live_values
-        return frozenset(node for node in self.removed if any(v in live for v in self.before.nodes[node].outputs))
-
-    @cached_property
-    def live_values(self) -> frozenset[ir.Value]:
-        """The old values that depend on values of the model's inputs."""
-        dependent = dependence(self.before.steps, self.before.given)
-        return frozenset(value for value in dependent if value is not None)
-
-    @cached_property
-    def live_added(self) -> frozenset[ir.Node]:
-        """The new nodes that depend on values of the model's inputs."""
-        dependent = dependence(self.after.steps, self.after.given)
-        return frozenset(node for node in self.added if any(value in dependent for value in node.outputs))
-
-    @cached_property
     def _standing(self) -> frozenset[ir.Value]:
         return frozenset(self.equal.values())
 
@@ -225,22 +214,22 @@ class Tagging:
             replaced, ends = difference.replaced(old)
             if maker in difference.added:
                 # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
-                live = [gone for gone in replaced if gone in difference.live] or replaced
+                live = [*filter(before.is_live, replaced)] or replaced
                 done = [before.nodes[gone].metadata for gone in live]
                 results.update(map(id, done))
                 for node in difference.replacing(new):
                     work[node].append(done)
             elif replaced and new not in ends:
                 for gone, remaining in _twins(difference, old, new):
-                    if gone not in difference.live and not difference.same(gone, remaining):
+                    if not before.is_live(gone) and not difference.same(gone, remaining):
                         continue  # sizes may come from any equal tensor
                     if before.holds(gone, remaining):
                         continue  # an inlined branch: the node that held it only returned its results
                     if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
                         work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
                         difference.merged[remaining] = None
-        for node in difference.added.keys() - difference.live_added:
-            if len(work.get(node, ())) > 1:  # sizes that several results need, whose work they do not do
+        for node in difference.added:
+            if len(work.get(node, ())) > 1 and not after.is_live(node):  # sizes for results whose work it does not do
                 del work[node]
         for groups in work.values():
             groups[:] = [_for_one_result(group, results) for group in groups]
@@ -278,7 +267,7 @@ class Tagging:
                 if entries and tags.MODULE not in node.metadata_props:
                     self._tag(node, entries, Reason.FLOW)
                     owners = tags.owners_of(node.metadata_props)
-                    if len(owners) > 1 and node not in difference.live_added:
+                    if len(owners) > 1 and not difference.after.is_live(node):
                         above = tags.common_ancestor(owners)
                         module = above if above in self.called else tags.nearest_above(above, self.called) or ""
                         tags.tag_node(node.metadata_props, tags.node_tags([module], Reason.FLOW, self.called))

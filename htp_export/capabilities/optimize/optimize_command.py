@@ -108,7 +108,6 @@ def _list_passes(as_json: bool) -> None:
 
 
 def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
-    """Each file with the one to write."""
     if len(files) == 1:
         return [(files[0], output)]
     if output.exists() and not output.is_dir():

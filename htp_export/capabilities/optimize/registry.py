@@ -79,6 +79,10 @@ class PassInfo:
         """What it does: the first line of its documentation."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
 
+    def applies(self, model: ir.Model) -> bool:
+        """Whether a model has what the pass requires, as far as it states that."""
+        return not (isinstance(self.make, type) and issubclass(self.make, NodePass)) or self.make.applies(model)
+
 
 _registered: dict[str, PassInfo] = {}  # by ``register``
 
@@ -252,16 +256,9 @@ _KEY, _CHANGED = "htp_export.declined", "htp_export.changed"  # in a node's ``me
 
 @dataclass(frozen=True)
 class Declined:
-    """Nodes that a pass leaves as they are.
+    """Nodes that a pass leaves as they are, and why."""
 
-    Attributes:
-        kind: A key of `htp_export.capabilities.forensics.finding.KINDS`, or the name of the pass.
-        nodes: The nodes.
-        why: Why they stay.
-        detail: Details of these nodes.
-    """
-
-    kind: str
+    kind: str  # a key of `htp_export.capabilities.forensics.finding.KINDS`, or the name of the pass
     nodes: tuple[ir.Node, ...]
     why: str = ""
     detail: str = ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -17,81 +16,54 @@ from htp_export.shapes.symbolic import Symbolic
 
 
 class Rotation(NamedTuple):
-    """The rotation of queries and keys by cosines and sines of batch, length and features, and what they were before.
+    """A rotation of the first features of a tensor; the others stay."""
 
-    ``features``: how many features are rotated, the first ones. ``interleaved``: neighbouring features are a pair, and
-    not the first half and the second.
-    """
-
-    queries: Placed
-    keys: Placed
-    cos: ir.Value
-    sin: ir.Value
-    features: int
-    interleaved: bool
+    source: ir.Value  # the tensor before
+    cos: ir.Value  # what the features are multiplied by: of batch, length and features
+    sin: ir.Value  # the same of the turned features
+    features: int  # how many features are rotated
+    interleaved: bool  # whether neighbouring features are a pair, and not the first half and the second
 
 
-def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> Rotation | None:
-    """The rotation of both that ``GroupQueryAttention`` can do; None if there is none, or one of another kind."""
-    both = []
+def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> tuple[Placed, Placed, Rotation] | None:
+    """Queries and keys before the rotation that ``GroupQueryAttention`` can do, and this rotation; None if none."""
+    sources, rotations = [], []
     for placed in (queries, keys):
-        turning = rotated(placed.value, known)
-        if turning is None:
+        if (turning := _rotation(placed.value, known)) is None:
             placed = placed.before_turning(known)
-            turning = rotated(placed.value, known)
+            turning = _rotation(placed.value, known)
         if turning is None:
             return None
         cos, sin = (_without_heads(each, 1 if placed.is_turned else 2, known) for each in (turning.cos, turning.sin))
         if cos is None or sin is None:
             return None
-        both.append((Placed(turning.source, placed.is_turned), (cos, sin, turning.features, turning.interleaved)))
-    (queries, kind), (keys, other) = both
-    cos, sin, features, interleaved = kind
-    sizes = [known.shape(value) for value in (queries.value, cos, sin)]
-    if kind != other or sizes[0] is None or sizes[1] is None or sizes[1] != sizes[2]:
+        sources.append(Placed(turning.source, placed.is_turned))
+        rotations.append(turning._replace(cos=cos, sin=sin))
+    rotation, other = rotations
+    _, cos, sin, features, interleaved = rotation
+    shape, *sizes = (known.shape(value) for value in rotation[:3])
+    if rotation[1:] != other[1:] or shape is None or sizes[0] is None or sizes[0] != sizes[1]:
         return None
-    if sizes[1][-1:] != (features,) or features % 16 or sizes[0][-1] % 16:  # type: ignore[operator]
+    if sizes[0][-1:] != (features,) or features % 16 or shape[-1] % 16:  # type: ignore[operator]
         return None
     if not all(_stated_twice(each, known, interleaved) for each in (cos, sin)):
         return None
-    return Rotation(queries, keys, *kind)
+    return sources[0], sources[1], rotation
 
 
-@dataclass(frozen=True)
-class Rotated:
-    """A rotation of the first features of a tensor; the others stay.
-
-    Attributes:
-        source: The tensor before.
-        cos: What the features are multiplied by: of the features' size, or of half of it where that is stated twice.
-        sin: The same of the turned features.
-        features: How many features are rotated.
-        interleaved: Whether neighbouring features are a pair, and not the first half and the second.
-    """
-
-    source: ir.Value
-    cos: ir.Value
-    sin: ir.Value
-    features: int
-    interleaved: bool
-
-
-def rotated(value: ir.Value | None, known: Symbolic) -> Rotated | None:
-    """The rotation that a tensor is the result of; None if there is none."""
-    shape = known.shape(value)
-    if shape is None or not isinstance(shape[-1], int):
-        return None
-    joined = _joined(value, known)
-    if joined is not None and len(joined) == 2:  # a part of the features stays
+def _rotation(value: ir.Value | None, known: Symbolic) -> Rotation | None:
+    """The rotation that a tensor is the result of."""
+    shape, joined = known.shape(value), _joined(value, known)
+    if shape is not None and joined is not None and len(joined) == 2:  # a part of the features stays
         first, rest = _whole(joined[0], known), _part(joined[1], known)
         if first is not None and rest is not None:
             part = _part(first.source, known)
             if part == (rest[0], 0, first.features, 1) and rest[1:] == (first.features, shape[-1], 1):
-                return Rotated(rest[0], first.cos, first.sin, first.features, first.interleaved)
+                return first._replace(source=rest[0])
     return _whole(value, known)
 
 
-def _whole(value: ir.Value | None, known: Symbolic) -> Rotated | None:
+def _whole(value: ir.Value | None, known: Symbolic) -> Rotation | None:
     shape, total = known.shape(value), producer_of(value, "Add")
     if shape is None or not isinstance(shape[-1], int) or total is None:
         return None
@@ -103,7 +75,7 @@ def _whole(value: ir.Value | None, known: Symbolic) -> Rotated | None:
             source, interleaved = found
             for other, cos in _factors(plain):
                 if other is source:
-                    return Rotated(source, cos, sin, shape[-1], interleaved)
+                    return Rotation(source, cos, sin, shape[-1], interleaved)
     return None
 
 

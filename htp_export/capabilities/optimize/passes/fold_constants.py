@@ -14,7 +14,7 @@ from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import connected
 from htp_export.model.recipes import follow, lift_constants
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
-from htp_export.shapes.operator_kinds import RANDOM, RESHAPING, is_standard, subgraphs, with_subgraphs
+from htp_export.shapes.operator_kinds import RANDOM, RESHAPING, is_standard, reads_of, subgraphs, with_subgraphs
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
 
@@ -47,7 +47,6 @@ class FoldConstants(ir.passes.InPlacePass):
 
 
 def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
-    """Fold transpositions and reshapes of large weights to views."""
     known: Symbolic | None = None
     modified = False
     for node in graph:
@@ -166,13 +165,8 @@ def room_left(model: ir.Model) -> int:
 
 def _reads(node: ir.Node) -> Collection[ir.Value]:
     """The inputs of a node, and the values that its subgraphs capture."""
-    inside = list(with_subgraphs(node))
-    bodies = dict.fromkeys(body for holder in inside for body in subgraphs(holder))
-    read = (
-        *(value for inner in inside for value in inner.inputs),
-        *(value for body in bodies for value in body.outputs),
-    )
-    return dict.fromkeys(value for value in read if value is not None and value.graph not in bodies)
+    bodies = {body for holder in with_subgraphs(node) for body in subgraphs(holder)}
+    return dict.fromkeys(value for value in reads_of(node) if value.graph not in bodies)
 
 
 def _held_back(node: ir.Node) -> bool:

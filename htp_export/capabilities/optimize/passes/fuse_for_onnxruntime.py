@@ -13,13 +13,12 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import integers, register
+from htp_export.capabilities.optimize.registry import NodePass, integers, register
 from htp_export.editing.editing import (
     constant_array,
     is_constant,
     multiple,
     register_constants,
-    remove_unused,
     replace,
 )
 from htp_export.model.neighbours import only_consumer, producer_of
@@ -47,21 +46,16 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
         before = list(model.graph)
-        _unflatten(model)
-        _write_reciprocals(model)
+        _Unflatten()(model)
+        _WriteReciprocals()(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
-        with (
-            _hidden(model, [*hidden, *_growing(model.graph)]),
-            near_matching("fuse_for_onnxruntime"),
-            _sums_apart(),
-        ):
+        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching():
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
         replaced_by("onnxscript", rewritten, stored)
         _turn_batches(rewritten)
-        _drop_unread_outputs(rewritten)
-        _fill_in_shapes(rewritten)
+        _complete(rewritten)
         return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
 
 
@@ -93,24 +87,6 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
 
 
 @contextlib.contextmanager
-def _sums_apart() -> Iterator[None]:
-    """Leave out onnxscript's rule for ``SkipLayerNormalization``, while `near_matching` keeps other threads out.
-
-    On the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for this node as for ``Add`` and ``LayerNormalization``
-    (docs/passes.md), and the normalisation is not exact any more.
-    """
-    from onnxscript.rewriter.ort_fusions import _core
-
-    rules: Any = _core
-    original = rules.fuse_skip_layer_normalization
-    rules.fuse_skip_layer_normalization = lambda model, debug=False: 0
-    try:
-        yield
-    finally:
-        rules.fuse_skip_layer_normalization = original
-
-
-@contextlib.contextmanager
 def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
     """Hide nodes from rules: they get another domain for the time."""
     if nodes:
@@ -125,60 +101,56 @@ def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
         model.opset_imports.pop(_HIDDEN, None)
 
 
-def _unflatten(model: ir.Model) -> None:
-    """Replace a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
+class _Unflatten(NodePass):
+    """Replaces a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
 
     onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for the original one.
     """
-    known: Symbolic | None = None
-    for node in list(model.graph):
-        if not is_standard(node, "Gemm") or len(node.inputs) < 3:
-            continue
+
+    operators = ("Gemm",)
+
+    def rewrite(self, node: ir.Node) -> bool:
+        known, settings = self.known, node.attributes
         first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
-        if first is not None and last is not None and _is_plain(node):
-            known = known or Symbolic(model.graph)
-            _unflatten_one(first, node, last, known)
-    if known is not None:
-        remove_unused(model)
+        is_turned = any(settings.get_int(key, 0) for key in ("transA", "transB"))
+        is_scaled = any(settings.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta"))
+        if first is None or last is None or len(node.inputs) < 3 or is_turned or is_scaled:
+            return False
+        source, shape, matrix = first.inputs[0], known.shape(first.inputs[0]), known.shape(node.inputs[1])
+        result = known.shape(last.outputs[0])
+        if source is None or shape is None or matrix is None or result is None or len(result) < 3:
+            return False
+        if result[-1] != matrix[1] or known.rank(node.inputs[2]) != 1:
+            return False
+        wanted, nodes = (*result[:-1], matrix[0]), []
+        if shape != wanted:
+            target = reshape_target(shape, wanted)
+            if target is None:
+                return False
+            nodes.append(ir.node("Reshape", [source, integers(last, target, "rows")]))
+            source = nodes[0].outputs[0]
+        product = ir.node("MatMul", [source, node.inputs[1]])
+        replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], node.inputs[2]])])
+        return True
 
 
-def _is_plain(gemm: ir.Node) -> bool:
-    """Whether a ``Gemm`` is a product and a sum, nothing transposed or scaled."""
-    turned = any(gemm.attributes.get_int(key, 0) for key in ("transA", "transB"))
-    return not turned and all(gemm.attributes.get_float(key, 1.0) == 1.0 for key in ("alpha", "beta"))
+class _WriteReciprocals(NodePass):
+    """Writes ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does: onnxscript matches RMS norms so."""
 
+    operators = ("Div",)
 
-def _unflatten_one(first: ir.Node, gemm: ir.Node, last: ir.Node, known: Symbolic) -> None:
-    source, shape, matrix = first.inputs[0], known.shape(first.inputs[0]), known.shape(gemm.inputs[1])
-    result = known.shape(last.outputs[0])
-    if source is None or shape is None or matrix is None or result is None or len(result) < 3:
-        return
-    if result[-1] != matrix[1] or known.rank(gemm.inputs[2]) != 1:
-        return
-    wanted, nodes = (*result[:-1], matrix[0]), []
-    if shape != wanted:
-        target = reshape_target(shape, wanted)
-        if target is None:
-            return
-        nodes.append(ir.node("Reshape", [source, integers(last, target, "rows")]))
-        source = nodes[0].outputs[0]
-    product = ir.node("MatMul", [source, gemm.inputs[1]])
-    replace(last, [*nodes, product, ir.node("Add", [product.outputs[0], gemm.inputs[2]])])
-
-
-def _write_reciprocals(model: ir.Model) -> None:
-    """Write ``1 / Sqrt(ReduceMean + epsilon)`` of TorchScript as dynamo does: onnxscript matches RMS norms so."""
-    for node in list(model.graph):
-        root = producer_of(node.inputs[1], "Sqrt") if is_standard(node, "Div") else None
+    def rewrite(self, node: ir.Node) -> bool:
+        root = producer_of(node.inputs[1], "Sqrt")
         total = producer_of(root.inputs[0], "Add") if root is not None else None
         mean = producer_of(total.inputs[0], "ReduceMean") if total is not None else None
-        number = constant_array(node.inputs[0], 1) if mean is not None else None
+        number = constant_array(node.inputs[0], 1)
         if root is None or mean is None or number is None or number.ndim or number.item() != 1:
-            continue
+            return False
         if len(mean.inputs) == 2 and "noop_with_empty_axes" not in mean.attributes:
             settings = {**mean.attributes, "noop_with_empty_axes": ir.AttrInt64("noop_with_empty_axes", 0)}
             replace(mean, [ir.node("ReduceMean", mean.inputs, settings)])
         replace(node, [ir.node("Reciprocal", root.outputs)])
+        return True
 
 
 def _turn_batches(model: ir.Model) -> None:
@@ -204,8 +176,12 @@ def _turn_batches(model: ir.Model) -> None:
                 node.attributes.pop(f"transBatch{'AB'[place]}")
 
 
-def _drop_unread_outputs(model: ir.Model) -> None:
-    """Remove optional outputs without consumers, such as the sum before a normalisation."""
+def _complete(model: ir.Model) -> None:
+    """Remove optional outputs of ONNX Runtime's operators that nothing reads, and set the shapes of the others.
+
+    onnxscript's rules leave both to others: the sum before a normalisation, and shapes that later passes need.
+    """
+    known = Symbolic(model.graph)
     for node in model.graph:
         if node.domain != "com.microsoft":
             continue
@@ -213,13 +189,7 @@ def _drop_unread_outputs(model: ir.Model) -> None:
         while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
             count -= 1
         node.resize_outputs(count)
-
-
-def _fill_in_shapes(model: ir.Model) -> None:
-    """Set shapes of the outputs of ONNX Runtime's operators, which onnxscript's rules leave out, for later passes."""
-    known = Symbolic(model.graph)
-    for node in model.graph:
-        for value in node.outputs if node.domain == "com.microsoft" else ():
+        for value in node.outputs:
             shape, dtype = known.shape(value), known.dtype(value)
             if value.shape is None and shape is not None and dtype is not None:
                 value.shape, value.type = written_shape(shape), ir.TensorType(dtype)
@@ -237,8 +207,11 @@ class _Part:
 
 
 @contextlib.contextmanager
-def near_matching(name: str) -> Iterator[None]:
+def near_matching() -> Iterator[None]:
     """While it is open, numbers match equal numbers only, and several results of a pattern are near each other.
+
+    There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
+    for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
 
     A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
     a zero becomes infinite. Here, numbers match by their relative difference alone.
@@ -249,17 +222,15 @@ def near_matching(name: str) -> Iterator[None]:
     other: at most `MOST` are searched, and a warning names the node.
     """
     from onnxscript.rewriter import pattern
+    from onnxscript.rewriter.ort_fusions import _core
 
-    matcher: Any = pattern.SimplePatternMatcher
-    original, original_constant = matcher.match, matcher._match_constant
-
-    firsts: dict[Any, tuple[str, ...] | None] = {}
+    matcher = pattern.SimplePatternMatcher
+    places = [(matcher, "match"), (matcher, "_match_constant"), (_core, "fuse_skip_layer_normalization")]
+    originals = [getattr(owner, name) for owner, name in places]
     crowded: dict[ir.Node, None] = {}
 
     def match(self: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        if self not in firsts:
-            firsts[self] = self.pattern.output_nodes[0].op_identifier()
-        first = firsts[self]
+        first = self.pattern.output_nodes[0].op_identifier()
         if first is not None and first[:2] != (node.domain, node.op_type):
             return pattern.MatchResult().fail("The last node of the pattern is another operator.")
         if not self.pattern.has_single_output_node:
@@ -267,24 +238,28 @@ def near_matching(name: str) -> Iterator[None]:
             if len(nodes) == MOST:
                 crowded[node] = None
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
-        return original(self, model, graph, node, **options)
+        return originals[0](self, model, graph, node, **options)
 
     def match_constant(self: Any, constant: Any, value: ir.Value) -> bool:
         relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
-        return bool(original_constant(self, relative, value))
+        return bool(originals[1](self, relative, value))
 
     with _ONE_AT_A_TIME:
-        matcher.match, matcher._match_constant = match, match_constant
         try:
+            for (owner, name), changed in zip(
+                places, (match, match_constant, lambda model, debug=False: 0), strict=True
+            ):
+                setattr(owner, name, changed)
             yield
         finally:
-            matcher.match, matcher._match_constant = original, original_constant
+            for (owner, name), original in zip(places, originals, strict=True):
+                setattr(owner, name, original)
     if crowded:
-        more = f" and {len(crowded) - 1} others" if len(crowded) > 1 else ""
+        node, *others = crowded
         _log.warning(
-            "pass %s: node %r (%s)%s: a tensor near it has very many consumers; patterns with several results were "
-            "looked for among the nearest %d nodes only, and may have been missed",
-            *(name, (first := next(iter(crowded))).name, first.op_type, more, MOST),
+            "pass fuse_for_onnxruntime: node %r (%s)%s: a tensor near it has very many consumers; patterns with "
+            "several results were looked for among the nearest %d nodes only, and may have been missed",
+            *(node.name, node.op_type, f" and {len(others)} others" if others else "", MOST),
         )
 
 

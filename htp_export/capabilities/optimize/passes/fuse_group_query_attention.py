@@ -79,11 +79,11 @@ class FuseGroupQueryAttention(NodePass):
 
     def _fuse(self, found: _CachedAttention, lengths: Lengths) -> None:
         queries, keys, values = (Placed(value) for value in (found.scores.queries, *found.new))
-        rotation = match_rotation(queries, keys, self.known)
         nodes: list[ir.Node] = []
         tables: Sequence[ir.Value | None] = [None, None, None]
-        if rotation is not None:
-            queries, keys = rotation.queries, rotation.keys
+        rotated = match_rotation(queries, keys, self.known)
+        if rotated is not None:
+            queries, keys, rotation = rotated
             tables = self._tables_of(rotation, lengths, nodes)
         flat = [_flat(each, found.end, self.known, nodes) for each in (queries, keys, values)]
         total, last, new = self._lengths.of_rows(lengths)
@@ -94,8 +94,8 @@ class FuseGroupQueryAttention(NodePass):
             "kv_num_heads": found.shared_heads,
             "scale": found.scores.scale,
             "softcap": found.scores.softcap,
-            "do_rotary": int(rotation is not None),
-            "rotary_interleaved": int(rotation is not None and rotation.interleaved),
+            "do_rotary": int(rotated is not None),
+            "rotary_interleaved": int(rotated is not None and rotation.interleaved),
         }
         node = ir.node("GroupQueryAttention", inputs, attributes, domain=_DOMAIN, num_outputs=3)
         nodes.append(node)
@@ -166,8 +166,7 @@ def _prepare(model: ir.Model) -> bool:
     modified = lift_constants(model)
     for node in list(model.graph):
         only = node.inputs[0] if is_standard(node, "Concat") and len(node.inputs) == 1 else None
-        if only is not None and not node.outputs[0].is_graph_output():
-            node.outputs[0].replace_all_uses_with(only)
+        if only is not None and stand_in(node.outputs[0], only):
             model.graph.remove(node, safe=True)
             modified = True
     return modified

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +156,7 @@ def _decline(graph: ir.Graph) -> None:
         if is_standard(node, "MatMul", "Gemm") and is_constant(node.inputs[1]):
             readers[node.inputs[0]].append(node)
     for nodes in readers.values():
-        if len(nodes) != _FEWEST or not _fit_together([_columns(node) for node in nodes]):
+        if len(nodes) != _FEWEST or len({*map(_columns, nodes)}) == _FEWEST:  # grouped queries are wider than keys
             continue
         added = [any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes]
         if any(node.op_type == "Gemm" for node in nodes):
@@ -166,16 +166,6 @@ def _decline(graph: ir.Graph) -> None:
         decline("qkv_projections", nodes, why)
 
 
-def _columns(node: ir.Node) -> int | None:
-    shape = None if node.inputs[1] is None else node.inputs[1].shape
-    turned = node.attributes.get_int("transB", 0)
-    columns = None if shape is None or len(shape) != 2 else shape[0 if turned else 1]
-    return columns if isinstance(columns, int) else None
-
-
-def _fit_together(columns: Sequence[int | None]) -> bool:
-    """Whether three widths are equal, or two are and the third is a multiple, as with grouped queries."""
-    (narrow, count), *rest = Counter(columns).most_common()
-    if narrow is None or count == 1:
-        return False
-    return not rest or (isinstance(wide := rest[0][0], int) and wide > narrow and wide % narrow == 0)
+def _columns(product: ir.Node) -> int:
+    shape = product.inputs[1].const_value.shape.numpy()  # type: ignore[union-attr] # weights are constant
+    return int(shape[-2 if product.attributes.get_int("transB", 0) else -1])
