@@ -19,7 +19,7 @@ from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, Na
 from htp_export.exporter.caches import advice_on_caches, check_opset, other_opset, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.patching import Patches
-from htp_export.exporter.capture.running import Exporter, export_untagged, seam
+from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.remembered import remember
 from htp_export.exporter.watched import Dynamo, Program, Rewriting, TorchScript
@@ -208,7 +208,7 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         changes.take_back()
 
 
-def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
+def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
     """Watch one of torch's exporters, if it can be watched."""
     try:
         entry.hold(changes)

@@ -210,31 +210,6 @@ def test_a_fault_in_one_export_is_none_in_the_next(
     assert len(htp_export.load(tmp_path / "other.onnx")["first.fc"].nodes) == 2
 
 
-class Stream(io.BytesIO):
-    """A file that cannot go back, as a pipe."""
-
-    def seekable(self) -> bool:
-        return False
-
-
-def breaks_off(self: SerializedModel) -> Iterator[bytes]:
-    yield b"the first piece"
-    raise ValueError("no second piece")
-
-
-def test_what_was_written_to_a_file_object_is_taken_back(
-    plain: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(SerializedModel, "chunks", breaks_off)
-    opened = io.BytesIO()
-    opened.write(b"before")
-    with htp_export.tagging(strict=False), untagged("writing the tagged file"):
-        torch.onnx.export(net(), INPUTS, opened, **options("torchscript"))
-    assert opened.getvalue() == b"before" + plain["torchscript"].read_bytes()
-    with htp_export.tagging(strict=False), pytest.raises(CaptureError, match="no second piece"):
-        torch.onnx.export(net(), INPUTS, Stream(), **options("torchscript"))
-
-
 class FullDisk(io.BytesIO):
     def write(self, data: Any) -> int:
         raise OSError("no space left")
