@@ -218,9 +218,6 @@ def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
         export_untagged(fault)
 
 
-_Watched = Dynamo | Program | TorchScript
-
-
 class _Exporter:
     """What runs in place of torch's exporters; with ``follow``, changes of tagged models are followed afterwards."""
 
@@ -252,27 +249,22 @@ class _Exporter:
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
-    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Watched]) -> Any:
+    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]) -> Any:
+        """Run an export and watch it; without tags, where it cannot be watched and that is allowed."""
+
         def run(changes: Changes) -> Any:
-            watched = self._begun(begin, changes)
-            if watched is None:
+            try:
+                with seam("reading the names of the model's modules and parameters"):
+                    watched = begin(changes)
+                for places in watched.patches:
+                    places.hold(changes)
+            except (CaptureError, TorchChangedError) as fault:
+                if self.strict:
+                    raise
+                export_untagged(fault)
                 set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
                 return export()
+            watched.capture.strict = self.strict
             return watched.run(export)
 
         return running.alone(run)
-
-    def _begun(self, begin: Callable[[Changes], _Watched], changes: Changes) -> _Watched | None:
-        """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""
-        try:
-            with seam("reading the names of the model's modules and parameters"):
-                watched = begin(changes)
-            for places in watched.patches:
-                places.hold(changes)
-        except (CaptureError, TorchChangedError) as fault:
-            if self.strict:
-                raise
-            export_untagged(fault)
-            return None
-        watched.capture.strict = self.strict
-        return watched

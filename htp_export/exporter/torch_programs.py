@@ -240,17 +240,11 @@ def _same_type(before: Any, made: Any) -> bool:
 
 
 def _attribute(name: str, argument: Any) -> ir.Attr:
-    """An argument that is no tensor."""
-    items = argument if isinstance(argument, list | tuple) else None
-    if isinstance(argument, bool | int):
-        return ir.AttrInt64(name, int(argument))
-    if isinstance(argument, float):
-        return ir.AttrFloat32(name, argument)
-    if items and all(isinstance(each, int) for each in items):
-        return ir.AttrInt64s(name, [int(each) for each in items])
-    if items and all(isinstance(each, int | float) for each in items):
-        return ir.AttrFloat32s(name, [float(each) for each in items])
-    return ir.AttrString(name, str(argument))
+    """An argument that is no tensor; as text, if ONNX has no attributes of its type."""
+    try:
+        return ir.convenience.convert_attribute(name, argument)
+    except TypeError:
+        return ir.AttrString(name, str(argument))
 
 
 @dataclass(frozen=True)
