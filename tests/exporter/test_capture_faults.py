@@ -18,7 +18,14 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
 from htp_export.exporter import exporting, watched
-from htp_export.exporter.capture import dynamo_patches, patches, saving, torchscript, torchscript_patches
+from htp_export.exporter.capture import (
+    dynamo_patches,
+    patches,
+    saving,
+    torch_internals,
+    torchscript,
+    torchscript_patches,
+)
 from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.fx_calls import FxCalls
@@ -69,8 +76,8 @@ DYNAMO = [
     (FxCalls, "leave", "a module returns"),
     (DynamoCapture, "exported", "reading the exported program"),
     (dynamo_patches, "watch_bodies", "bodies of the exported program"),
-    (dynamo_patches, "fx_tracing", "the FX trace"),
-    (dynamo_patches, "executed_since", "through its decomposition"),
+    (torch_internals, "fx_tracing", "the FX trace"),
+    (torch_internals, "executed_since", "through its decomposition"),
     (Decomposition, "record", "through its decomposition"),
     (Decomposition, "finish", "reading the decomposed program"),
     (DynamoCapture, "translated_nodes", "ONNX values of an FX graph"),
