@@ -24,7 +24,7 @@ from htp_export.weights.rebuilding import rebuilt
 from tests.exporting import BOTH, SharedFiles
 from tests.extract.test_cutting import run_file, wrong_parts
 from tests.random_nets import RandomNet
-from tests.truth import Array, equal, fates_of, inexact, run_pytorch, signatures_of, untagged, values_of
+from tests.truth import Array, equal, inexact, named_wrongly, run_pytorch, untagged, values_of
 
 _FIRST, _END = map(int, os.environ.get("HTP_RANDOM_NETS", "2:40").split(":"))
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_FIRST, _END))]
@@ -105,16 +105,12 @@ def signatures_name_what_modules_take_and_give(case: Case) -> Iterator[Any]:
     """Each tensor has the value that PyTorch saw; a result without a name is one that nothing reads, or is gone."""
     calls, (expected,) = run_pytorch(case.net, case.kwargs)
     file = onnx.load(str(case.file))
-    values, fates, tagged = values_of(file, case.kwargs), fates_of(file), htp_export.load(case.file)
-    for path, signatures in signatures_of(file).items():
-        for nth, (call, signature) in enumerate(zip(calls[path], signatures, strict=True)):
-            given = list(signature.inputs.values())
-            pairs = [*zip(call.given, given, strict=True)] if len(call.given) == len(given) else []
-            pairs += zip(call.returned, signature.outputs, strict=True)
-            yield from ((path, nth, name) for array, name in pairs if name and not equal(values[name], array))
-            has_nodes = fates[path] == "computed" and tagged[path].call(nth).nodes
-            unnamed = [place for place, name in enumerate(signature.outputs) if name is None and has_nodes]
-            for place in unnamed:
+    yield from named_wrongly(calls, file, values_of(file, case.kwargs))
+    tagged = htp_export.load(case.file)
+    for path, signatures in tagged.signatures.items():
+        for nth, signature in enumerate(signatures):
+            has_nodes = tagged[path].fate == "computed" and tagged[path].call(nth).nodes
+            for place in [place for place, name in enumerate(signature.outputs) if name is None and has_nodes]:
                 if not equal(run_pytorch(case.net, case.kwargs, (path, nth, place))[1][0], expected):
                     yield path, nth, place, "is read, and has no name"
 

@@ -15,7 +15,7 @@ import htp_export
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import EXPORTERS, spread, x
-from tests.truth import equal, fates_of, run_pytorch, signatures_of, values_of
+from tests.truth import equal, fates_of, named_wrongly, run_pytorch, signatures_of, values_of
 
 Tensor = torch.Tensor
 
@@ -23,15 +23,15 @@ Tensor = torch.Tensor
 def faults(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, folder: Path) -> list[Any]:
     """Tensors that signatures name wrongly or not at all, and modules that do something else when they are cut out."""
     calls, (result,) = run_pytorch(model, kwargs)
-    values, wrong = values_of(file, kwargs), list[Any]()
-    for path, signatures in signatures_of(file).items():
-        for nth, (call, signature) in enumerate(zip(calls[path], signatures, strict=True)):
-            named = [*zip(call.given, signature.inputs.values(), strict=True)]
-            named += zip(call.returned, signature.outputs, strict=True)
-            wrong += [(path, nth, name) for array, name in named if name and not equal(values[name], array)]
-            for place, name in enumerate(signature.outputs):
-                if name is None and not equal(run_pytorch(model, kwargs, (path, nth, place))[1][0], result):
-                    wrong.append((path, nth, place, "is read, and has no name"))
+    wrong: list[Any] = [*named_wrongly(calls, file, values_of(file, kwargs))]
+    unnamed = (
+        (path, nth, place)
+        for path, signatures in signatures_of(file).items()
+        for nth, signature in enumerate(signatures)
+        for place, name in enumerate(signature.outputs)
+        if name is None
+    )
+    wrong += [result_of for result_of in unnamed if not equal(run_pytorch(model, kwargs, result_of)[1][0], result)]
     return wrong + wrong_parts(model, kwargs, folder / "model.onnx", folder / "part.onnx")
 
 
