@@ -90,6 +90,26 @@ def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter:
     assert (len(region.call(0).nodes), len(region.call(1).nodes)) == (0, len(region.nodes))
 
 
+class GivesWhatItChanged(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        y[:, 0] = 1.0
+        self.fc(y)
+        return y
+
+
+@BOTH
+def test_a_dead_module_was_given_what_a_tensor_was_then(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = spread(GivesWhatItChanged()).eval(), {"x": x(2, 4)}
+    file = exported(model, kwargs, exporter, tmp_path)
+    assert fates_of(file)["fc"] == "dead"
+    assert faults(model, kwargs, file, tmp_path) == []
+
+
 def changed_in_place(y: Tensor) -> None:
     y = y.clone()
     y[:, 0] = 1.0
