@@ -262,9 +262,10 @@ class _Exporter:
                 if self.strict:
                     raise
                 export_untagged(fault)
-                set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
-                return export()
-            watched.capture.strict = self.strict
-            return watched.run(export)
+            else:
+                watched.capture.strict = self.strict
+                return watched.run(export)
+            set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
+            return export()
 
         return running.alone(run)
