@@ -18,7 +18,7 @@ import contextlib
 import itertools
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -357,6 +357,21 @@ def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
 
 def signatures_of(model: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
     return signatures_from_json({entry.key: entry.value for entry in model.metadata_props}["htp.signatures"])
+
+
+def named_wrongly(
+    calls: Mapping[str, Sequence[Call]], model: onnx.ModelProto, values: Mapping[str, Array]
+) -> Iterator[tuple[str, int, str]]:
+    """``(module, call, tensor)`` for each tensor in a signature that has another value in the file than in PyTorch.
+
+    What a call was given is paired with the names of its arguments by order, where there are as many of both.
+    """
+    for path, signatures in signatures_of(model).items():
+        for nth, (call, signature) in enumerate(zip(calls[path], signatures, strict=True)):
+            given = list(signature.inputs.values())
+            pairs = [*zip(call.given, given, strict=True)] if len(call.given) == len(given) else []
+            pairs += zip(call.returned, signature.outputs, strict=True)
+            yield from ((path, nth, name) for array, name in pairs if name in values and not equal(values[name], array))
 
 
 def constants_of(model: onnx.ModelProto) -> dict[str, Array]:

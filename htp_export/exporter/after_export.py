@@ -8,13 +8,12 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias
 
 import onnx
 import onnx_ir as ir
 import torch
 
-from htp_export.exporter.capture.running import Exporter
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.replacing import work_folder
@@ -42,13 +41,13 @@ class AfterExport(Protocol):
         """
 
 
-def around(step: AfterExport, exporter: Exporter, run: Run, *, dynamo: bool) -> tuple[Exporter, Run]:
+def around(step: AfterExport, exporter: Any, run: Run, *, dynamo: bool) -> tuple[Any, Run]:
     """The same exporter and ``torch.onnx.export``, with a change of what they return or write.
 
     The TorchScript exporter returns nothing, so that its file is read.
     """
     if dynamo:
-        return cast(Exporter, _Changed(exporter, step)), run
+        return _Changed(exporter, step), run
 
     def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
         with _written_to(step, f, strict=exporter.strict) as file:
@@ -60,7 +59,7 @@ def around(step: AfterExport, exporter: Exporter, run: Run, *, dynamo: bool) -> 
 class _Changed:
     """An exporter under ``dynamo=True`` whose programs are changed."""
 
-    def __init__(self, exporter: Exporter, step: AfterExport) -> None:
+    def __init__(self, exporter: Any, step: AfterExport) -> None:
         self._exporter, self._step = exporter, step
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:

@@ -19,7 +19,7 @@ from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, Na
 from htp_export.exporter.caches import advice_on_caches, check_opset, other_opset, prepare_caches, refuse_caches
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.patching import Patches
-from htp_export.exporter.capture.running import Exporter, export_untagged, seam
+from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import check_writable
 from htp_export.exporter.remembered import remember
 from htp_export.exporter.watched import Dynamo, Program, Rewriting, TorchScript
@@ -208,7 +208,7 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         changes.take_back()
 
 
-def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
+def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
     """Watch one of torch's exporters, if it can be watched."""
     try:
         entry.hold(changes)
@@ -216,9 +216,6 @@ def _watch(changes: Changes, entry: Patches, exporter: Exporter) -> None:
         if exporter.strict:
             raise
         export_untagged(fault)
-
-
-_Watched = Dynamo | Program | TorchScript
 
 
 class _Exporter:
@@ -252,27 +249,23 @@ class _Exporter:
     def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
-    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], _Watched]) -> Any:
+    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]) -> Any:
+        """Run an export and watch it; without tags, where it cannot be watched and that is allowed."""
+
         def run(changes: Changes) -> Any:
-            watched = self._begun(begin, changes)
-            if watched is None:
-                set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
-                return export()
-            return watched.run(export)
+            try:
+                with seam("reading the names of the model's modules and parameters"):
+                    watched = begin(changes)
+                for places in watched.patches:
+                    places.hold(changes)
+            except (CaptureError, TorchChangedError) as fault:
+                if self.strict:
+                    raise
+                export_untagged(fault)
+            else:
+                watched.capture.strict = self.strict
+                return watched.run(export)
+            set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
+            return export()
 
         return running.alone(run)
-
-    def _begun(self, begin: Callable[[Changes], _Watched], changes: Changes) -> _Watched | None:
-        """An export that is about to run, watched; None if it cannot be watched, and goes on without tags."""
-        try:
-            with seam("reading the names of the model's modules and parameters"):
-                watched = begin(changes)
-            for places in watched.patches:
-                places.hold(changes)
-        except (CaptureError, TorchChangedError) as fault:
-            if self.strict:
-                raise
-            export_untagged(fault)
-            return None
-        watched.capture.strict = self.strict
-        return watched

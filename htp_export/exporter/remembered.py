@@ -17,10 +17,6 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The positional and the keyword arguments of a model."""
 
 
-class _GoneError(Exception):
-    """An argument is gone."""
-
-
 @dataclass(frozen=True)
 class _Export:
     """An export of a model; nothing that it was made of is kept alive."""
@@ -34,7 +30,7 @@ class _Export:
         """The call, of the inputs as they are now; an `InputError` if they are gone."""
         try:
             args, kwargs = _alive(self.inputs)
-        except _GoneError:
+        except ReferenceError:
             program = self.program()
             known = None if program is None else getattr(program.exported_program, "example_inputs", None)
             if known is None:
@@ -109,12 +105,12 @@ def _weak(value: Any) -> Any:
 
 
 def _alive(value: Any) -> Any:
-    """The arguments again; `_GoneError` if one is gone."""
+    """The arguments again; a `ReferenceError` if one is gone."""
     if isinstance(value, tuple | list):
         return type(value)(map(_alive, value))
     if isinstance(value, dict):
         return {name: _alive(each) for name, each in value.items()}
     found = value()
     if found is None and isinstance(value, weakref.ref):
-        raise _GoneError
+        raise ReferenceError
     return found

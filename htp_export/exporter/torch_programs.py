@@ -16,19 +16,11 @@ import torch
 from onnx_ir.tensor_adapters import TorchTensor, from_torch_dtype
 
 from htp_export.errors import CaptureError
-from htp_export.exporter.capture import patches, running
+from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.bodies import bodies_of
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.dynamo_patches import prepare
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.torch_internals import (
-    arguments_of,
-    is_assertion,
-    is_choice,
-    is_view,
-    operator_name,
-    outputs_of,
-)
 from htp_export.exporter.watched import Captured, write_tags
 from htp_export.format import tags
 from htp_export.process.restoring import Changes, hold_collection, restored, set_variable, turn_attention_fast_path_off
@@ -111,7 +103,7 @@ class _Body:
             if node.op == "call_function" and node not in checks:
                 self._translate(node)
             elif node.op == "output":
-                returned = outputs_of(node)
+                returned = torch_internals.outputs_of(node)
         self.named = {node.name: value for node, value in self.values.items()} | self.named
         return [self._value(leaf) for leaf in returned]
 
@@ -119,7 +111,7 @@ class _Body:
         source = node.args[0] if node.args else None
         if node.target is operator.getitem and isinstance(self.values.get(source), list):
             self.values[node] = self.values[source][node.args[1]]
-        elif is_choice(node.target):
+        elif torch_internals.is_choice(node.target):
             self._choose(node)
         else:
             self._compute(node)
@@ -138,10 +130,10 @@ class _Body:
         self._add(node, "", "If", [self._value(condition)], branches)
 
     def _compute(self, node: Any) -> None:
-        domain, op_type, overload = operator_name(node.target)
+        domain, op_type, overload = torch_internals.operator_name(node.target)
         inputs, attributes = self._arguments(node)
         made = self._add(node, domain, op_type, inputs, attributes, overload)
-        if is_view(node) and _same_type(node.args[0].meta.get("val"), node.meta.get("val")):
+        if torch_internals.is_view(node) and _same_type(node.args[0].meta.get("val"), node.meta.get("val")):
             made.meta[VIEW] = True
 
     def _add(
@@ -175,7 +167,7 @@ class _Body:
         """What an operator reads, and its attributes."""
         inputs: list[ir.Value | None] = []
         attributes: list[ir.Attr] = []
-        for name, value, takes_tensors in arguments_of(node):
+        for name, value, takes_tensors in torch_internals.arguments_of(node):
             items = value if isinstance(value, list | tuple) else [value]
             computed = [isinstance(each, torch.fx.Node) for each in items]
             if any(computed) or (value is None and takes_tensors):  # those after it keep their places
@@ -198,7 +190,7 @@ def _checks(graph: Any) -> set[Any]:
     for node in reversed(graph.nodes):
         is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
         for_checks = bool(node.users) and set(node.users) <= found and not is_tensor
-        if node.op == "call_function" and (is_assertion(node) or for_checks):
+        if node.op == "call_function" and (torch_internals.is_assertion(node) or for_checks):
             found.add(node)
     return found
 
@@ -240,17 +232,11 @@ def _same_type(before: Any, made: Any) -> bool:
 
 
 def _attribute(name: str, argument: Any) -> ir.Attr:
-    """An argument that is no tensor."""
-    items = argument if isinstance(argument, list | tuple) else None
-    if isinstance(argument, bool | int):
-        return ir.AttrInt64(name, int(argument))
-    if isinstance(argument, float):
-        return ir.AttrFloat32(name, argument)
-    if items and all(isinstance(each, int) for each in items):
-        return ir.AttrInt64s(name, [int(each) for each in items])
-    if items and all(isinstance(each, int | float) for each in items):
-        return ir.AttrFloat32s(name, [float(each) for each in items])
-    return ir.AttrString(name, str(argument))
+    """An argument that is no tensor; as text, if ONNX has no attributes of its type."""
+    try:
+        return ir.convenience.convert_attribute(name, argument)
+    except TypeError:
+        return ir.AttrString(name, str(argument))
 
 
 @dataclass(frozen=True)

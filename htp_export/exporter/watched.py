@@ -129,7 +129,7 @@ class Dynamo:
     def __init__(self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes) -> None:
         self._changes, self._model, self._follow = changes, model, follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
-        self.modules = captured or _names_of(model, changes)
+        self.modules = captured or ModuleNames(model)
         self.capture = captured.capture.resumed() if captured else DynamoCapture.of(self.modules)  # type: ignore[arg-type]
 
     def run(self, export: Callable[[], Any]) -> Any:
@@ -156,7 +156,7 @@ class Program:
 
     def __init__(self, model: Any, changes: Changes) -> None:
         self._changes, self._model = changes, model
-        self.names = _names_of(model, changes)
+        self.names = ModuleNames(model)
         self.capture = DynamoCapture.of(self.names)
 
     def run(self, export: Callable[[], Any]) -> Any:
@@ -254,15 +254,6 @@ class TorchScript:
         file.proto.graph.name = made.graph_name or file.proto.graph.name
         file.proto.ir_version = max(file.proto.ir_version, IR_VERSION)
         return file.chunks()
-
-
-def _names_of(model: Any, changes: Changes) -> ModuleNames:
-    """The names of a model's modules, read without garbage collections."""
-    reading = changes.inner()
-    hold_collection(reading, kept=True)
-    names = ModuleNames(model)
-    reading.take_back()
-    return names
 
 
 def _captured(export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]) -> Any:

@@ -236,9 +236,9 @@ class SerializedModel:
         self.initializers = {tensor.name for tensor in graph.initializer}
 
     def chunks(self) -> Iterator[bytes | memoryview]:
-        """Iterate over the bytes of the changed model."""
-        for piece in with_values(self.proto, self._marks, self._values):
-            yield piece.read() if isinstance(piece, Weight) else piece
+        """The bytes of the changed model; weights are read when it is their turn."""
+        pieces = with_values(self.proto, self._marks, self._values)
+        return (piece.read() if isinstance(piece, Weight) else piece for piece in pieces)
 
 
 def subgraph_protos(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:

@@ -30,7 +30,7 @@ from tests.exporting import BOTH, SharedFiles
 from tests.extract.test_cutting import run_file, wrong_parts
 from tests.handmade import stripped
 from tests.random_nets import RandomNet
-from tests.truth import Array, equal, inexact, run_pytorch, untagged
+from tests.truth import Array, equal, inexact, named_wrongly, run_pytorch, untagged, values_of
 
 _FIRST, _END = map(int, os.environ.get("HTP_RANDOM_NETS", "2:40").split(":"))
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_FIRST, _END))]
@@ -104,6 +104,21 @@ def holds(check: Property) -> Property:
 @holds
 def owners_are_exact(case: Case) -> Iterator[Any]:
     yield from inexact(case.net, case.kwargs, case.file)
+
+
+@holds
+def signatures_name_what_modules_take_and_give(case: Case) -> Iterator[Any]:
+    """Each tensor has the value that PyTorch saw; a result without a name is one that nothing reads, or is gone."""
+    calls, (expected,) = run_pytorch(case.net, case.kwargs)
+    file = onnx.load(str(case.file))
+    yield from named_wrongly(calls, file, values_of(file, case.kwargs))
+    tagged = htp_export.load(case.file)
+    for path, signatures in tagged.signatures.items():
+        for nth, signature in enumerate(signatures):
+            has_nodes = tagged[path].fate == "computed" and tagged[path].call(nth).nodes
+            for place in [place for place, name in enumerate(signature.outputs) if name is None and has_nodes]:
+                if not equal(run_pytorch(case.net, case.kwargs, (path, nth, place))[1][0], expected):
+                    yield path, nth, place, "is read, and has no name"
 
 
 @holds

@@ -18,12 +18,11 @@ from tests.nets import EXPORTERS, NETS, Net, spread, x
 from tests.truth import (
     Judge,
     constants_of,
-    equal,
     inexact,
+    named_wrongly,
     nodes_of,
     owners_of,
     shift,
-    signatures_of,
     tree_of,
     untagged,
     work_of,
@@ -58,19 +57,6 @@ def different_facts(net: Net, exporter: str, file: onnx.ModelProto) -> list[Any]
     return [(what, expected, found) for what, expected, found in compared if expected != found]
 
 
-def wrong_signatures(judge: Judge) -> list[tuple[str, str | None]]:
-    """``(module, tensor)`` for each tensor that a signature names and that has another value than PyTorch saw."""
-    calls, wrong = judge.runs[0][0], []
-    values = {**constants_of(judge.file), **judge.opened[0].values}
-    for path, signatures in signatures_of(judge.file).items():
-        for call, signature in zip(calls.get(path, ()), signatures, strict=False):
-            pairs = [*zip(call.returned, signature.outputs, strict=True)]
-            if len(call.given) == len(signature.inputs):
-                pairs += zip(call.given, signature.inputs.values(), strict=True)
-            wrong += [(path, name) for array, name in pairs if name in values and not equal(values[name], array)]
-    return wrong
-
-
 @pytest.mark.parametrize(("net", "exporter"), cases())
 def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(
     net: Net, exporter: str, shared_files: SharedFiles
@@ -78,7 +64,8 @@ def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(
     judge = Judge(*net.build(), shared_files.read(net.name, exporter))
     assert (judge.faults(), different_facts(net, exporter, judge.file)) == ([], [])
     if net.name != "calls_itself":  # hooks count its calls from the innermost
-        assert wrong_signatures(judge) == []
+        values = {**constants_of(judge.file), **judge.opened[0].values}
+        assert [*named_wrongly(judge.runs[0][0], judge.file, values)] == []
 
 
 # torch converts these to opset 14; a graph with LayerNormalization, say, it leaves at 18.

@@ -1,7 +1,6 @@
 """``export_modules_as_functions`` of `export`: both exporters write modules as functions, and everything reads them."""
 
 import io
-import itertools
 import json
 import logging
 
@@ -18,7 +17,7 @@ from htp_export.errors import InputError, SelectorError
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported, tiny_bert
-from tests.functions.test_functions import arrays, function, op_types, run, same_file
+from tests.functions.test_functions import function, op_types, same_file
 from tests.handmade import stripped
 from tests.nets import EXPORTERS, NETS, spread
 
@@ -178,28 +177,6 @@ def test_no_module_is_the_flat_file(value, tmp_path):
 def test_every_module_of_a_model_without_any_is_the_flat_file(exporter, tmp_path):
     relu = torch.nn.ReLU().eval()
     assert op_types(ir.from_proto(written(True, exporter, tmp_path, relu)).graph) == ["Relu"]
-
-
-QUICK = {("called_twice", "dynamo"), ("lstm", "torchscript"), ("tied_weights", "torchscript")}
-
-
-@pytest.mark.parametrize(
-    ("name", "exporter"),
-    [
-        pytest.param(name, exporter, marks=() if (name, exporter) in QUICK else pytest.mark.slow)
-        for name, exporter in itertools.product(("called_twice", "lstm", "tied_weights", "cond", "odd_keys"), EXPORTERS)
-        if exporter not in NETS[name].skip
-    ],
-)
-def test_nets_with_every_module_a_function_compute_the_same(name, exporter, tmp_path, shared_files):
-    flat = shared_files.read(name, exporter)
-    model, kwargs = NETS[name].build()
-    options = {**NETS[name].export_options(exporter), "export_modules_as_functions": True}
-    nested = exported(model, kwargs, exporter, tmp_path, **options)
-    assert nested.functions
-    feeds = arrays(kwargs)
-    assert [len(out) for out in run(nested, feeds)] == [len(out) for out in run(flat, feeds)]
-    assert htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs).ok
 
 
 # --- other tools ------------------------------------------------------------------------------------

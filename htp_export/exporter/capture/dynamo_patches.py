@@ -9,24 +9,9 @@ from typing import Any
 
 import torch
 
+from htp_export.exporter.capture import running, torch_internals
 from htp_export.exporter.capture.bodies import watch_bodies
 from htp_export.exporter.capture.patching import replacing
-from htp_export.exporter.capture.running import (
-    dynamo_capture,
-    keeps_dynamo,
-    translations_read,
-    wanted,
-    wants_frames_of_layers,
-)
-from htp_export.exporter.capture.torch_internals import (
-    call_uncompiled,
-    called_by_export,
-    called_by_forward,
-    executed_since,
-    fx_tracing,
-    is_forward_of_layer,
-    use_plain_containers,
-)
 from htp_export.process.restoring import Changes
 
 _REPLACED = "following a value that the optimiser replaced"
@@ -35,8 +20,8 @@ _REPLACED = "following a value that the optimiser replaced"
 @replacing
 def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
     """Hand an export over to the exporter that was asked for tags in this thread."""
-    active = wanted()
-    if active is None or dynamo_capture.get() is not None:
+    active = running.wanted()
+    if active is None or running.dynamo_capture.get() is not None:
         return original(model, *args, **kwargs)
     return active.dynamo(lambda: original(model, *args, **kwargs), model)
 
@@ -44,8 +29,8 @@ def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 @replacing
 def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
     """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
-    active = wanted()
-    if active is None or dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
+    active = running.wanted()
+    if active is None or running.dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
         return original(mod, *args, **kwargs)
     return active.program(lambda: original(mod, *args, **kwargs), mod)
 
@@ -55,18 +40,18 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
+        capture = running.dynamo_capture.get()
         if capture is None:
             return original(self, module, forward, args, kwargs)
-        called = called_by_export(module)
+        called = torch_internals.called_by_export(module)
         try:
             name = self.path_of_module(called)
         except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
         calls, changes = [(called, name)], Changes()
-        if (inner := called_by_forward(called)) is not None:
+        if (inner := torch_internals.called_by_forward(called)) is not None:
             calls.append((inner, None))
-        call_uncompiled(changes, called)
+        torch_internals.call_uncompiled(changes, called)
         step = "noting that a module is called"
         entered = [
             each for each, scope in calls if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
@@ -89,7 +74,7 @@ def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: A
     torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
     graph is the same without that.
     """
-    if torch.compiler.is_dynamo_compiling() or dynamo_capture.get() is None:
+    if torch.compiler.is_dynamo_compiling() or running.dynamo_capture.get() is None:
         return original(func, *args, **kwargs)
     return func(*args, **kwargs)
 
@@ -99,7 +84,7 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
-        capture = dynamo_capture.get()
+        capture = running.dynamo_capture.get()
         if capture is None or not capture.step(
             "noting the bodies of an operator", capture.calls.enter_operator, self, args
         ):
@@ -115,7 +100,7 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 @replacing
 def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **kwargs: Any) -> Any:
     """While torch decomposes the exported program, watch what becomes of each node."""
-    capture = dynamo_capture.get()
+    capture = running.dynamo_capture.get()
     if capture is None:
         return original(exported_program, *args, **kwargs)
     changes = capture.changes.inner()
@@ -136,7 +121,7 @@ def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, change
     try:
         return decompose()
     except Exception as error:
-        if not use_plain_containers(changes, program):
+        if not torch_internals.use_plain_containers(changes, program):
             raise
         failure = error
     capture.step("reading the exported program once more", capture.exported, program)
@@ -151,7 +136,7 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def wrapper(self: Any, n: Any) -> Any:
-        capture = dynamo_capture.get()
+        capture = running.dynamo_capture.get()
         if capture is None or not capture.decomposition.runs:
             return original(self, n)
         return _run_watched(capture, lambda: original(self, n), self, n)
@@ -161,18 +146,19 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
     """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
-    before = capture.step("looking for the FX trace that runs", fx_tracing, interpreter, node)
+    before = capture.step("looking for the FX trace that runs", torch_internals.fx_tracing, interpreter, node)
     result = run()
     if before is not None:
         following = "following a node of the exported program through its decomposition"
-        capture.step(following, lambda: capture.decomposition.record(executed_since(before, node, result)))
+        executed = capture.step(following, torch_internals.executed_since, before, node, result)
+        capture.step(following, capture.decomposition.record, executed)
     return result
 
 
 @replacing
 def optimize(original: Callable[..., Any], self: Any) -> Any:
     """Find tensors again before the graph is optimised: it may have been read back from bytes."""
-    capture = dynamo_capture.get()
+    capture = running.dynamo_capture.get()
     if capture is not None:
         capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
     return original(self)
@@ -196,7 +182,7 @@ def replace_all_uses_with(
 
 
 def _replaced(old: Any, new: Any) -> None:
-    capture, active = dynamo_capture.get(), wanted()
+    capture, active = running.dynamo_capture.get(), running.wanted()
     if capture is not None:
         capture.step(_REPLACED, capture.replaced, old, new)
     elif active is not None:
@@ -206,8 +192,8 @@ def _replaced(old: Any, new: Any) -> None:
 @replacing
 def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Bring the tags of models that were rewritten up to date before a model is written."""
-    active = wanted()
-    if active is not None and dynamo_capture.get() is None:
+    active = running.wanted()
+    if active is not None and running.dynamo_capture.get() is None:
         active.settle()
     return original(*args, **kwargs)
 
@@ -219,7 +205,7 @@ def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any
     As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack them.
     """
     inlined = rest[0] if rest else named.get("is_inlined_call", False)
-    if wants_frames_of_layers.get() and not inlined and is_forward_of_layer(obj):
+    if running.wants_frames_of_layers.get() and not inlined and torch_internals.is_forward_of_layer(obj):
         return False
     return original(obj, *rest, **named)
 
@@ -227,7 +213,7 @@ def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any
 @replacing
 def reset_dynamo(original: Callable[..., Any]) -> Any:
     """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
-    if not keeps_dynamo.get():
+    if not running.keeps_dynamo.get():
         original()
 
 
@@ -248,7 +234,7 @@ def read_once(original: Callable[..., Any]) -> Any:
 
     @functools.wraps(original)
     def from_torchlib(**options: Any) -> Any:
-        read = translations_read.get()
+        read = running.translations_read.get()
         if read is None:
             return original(**options)
         key = tuple(sorted(options.items()))

@@ -61,11 +61,16 @@ class Versions:
                 self._base.update(dict.fromkeys(step.outputs, self._base.get(source, source)))
         return Operation(call, tuple(reads), tuple(results), shape_only)
 
-    def state(self, number: Any, index: int) -> Any:
-        """What stands for a tensor right before an operation; its own number where no part of it was changed."""
+    def state(self, number: Any, index: int | None) -> Any:
+        """What stands for a tensor right before an operation; its own number where no part of it was changed.
+
+        Of a tensor that is changed somewhere, nothing is known where no operation is (None).
+        """
         if not self:
             return number
         base = self._base.get(number, number)
+        if index is None:
+            return None if base in self._states else number
         if number != base and number not in self._whole:
             return number
         current = self._current(base, index)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -33,19 +32,6 @@ class Patch:
             return owner, last, getattr(owner, last)
         except (ImportError, AttributeError) as error:
             raise TorchChangedError(f"{self.module}.{self.name}") from error
-
-    def wrapped(self, original: Any) -> Any:
-        """The wrapper of what is there now."""
-        with self.problems("is not what it was"):
-            return self.wrap(original)
-
-    @contextlib.contextmanager
-    def problems(self, problem: str) -> Iterator[None]:
-        """Turn any error into a `TorchChangedError` that names the place."""
-        try:
-            yield
-        except Exception as error:
-            raise TorchChangedError(f"{self.module}.{self.name}", problem) from error
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -113,19 +99,18 @@ class Patches:
             self._changes.take_back()
 
     def _put_in(self) -> None:
-        """All of them, or none: wrappers are made first, as a wrapper may not fit what is there.
-
-        What an interrupt leaves in place is taken out by `_leave`.
-        """
-        places = [patch.find() for patch in self.patches]
-        wrapped = [patch.wrapped(original) for patch, (_, _, original) in zip(self.patches, places, strict=True)]
+        """All of them, or none; what an interrupt leaves in place is taken out by `_leave`."""
         try:
-            for patch, (owner, name, original), wrapper in zip(self.patches, places, wrapped, strict=True):
+            for patch in self.patches:
+                owner, name, original = patch.find()
                 own = vars(owner).get(name, original)  # a static method is not what getattr gives
-                with patch.problems("cannot be replaced"):
+                try:
+                    wrapper = patch.wrap(original)
                     setattr(owner, name, own)  # fails where nothing can be replaced: then there is nothing to undo
+                except Exception as error:
+                    raise TorchChangedError(f"{patch.module}.{patch.name}", "is not what it was") from error
                 self._changes.will_undo(functools.partial(setattr, owner, name, own))
                 setattr(owner, name, wrapper)
-        except Exception:
+        except TorchChangedError:
             self._changes.take_back()
             raise

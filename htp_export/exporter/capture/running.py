@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from htp_export.errors import CaptureError, HtpExportError, UntaggedExportWarning
 from htp_export.process.restoring import Changes, locked
@@ -24,30 +24,8 @@ _PAUSE = 0.005  # seconds
 
 _Result = TypeVar("_Result")
 
-
-class Exporter(Protocol):
-    """What the patches call when an export runs in a thread that asked for tags."""
-
-    strict: bool  # whether an export fails that cannot be tagged
-    ended: bool  # whether the block that asked for tags is over
-
-    def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
-        """Run torch's dynamo exporter and tag its result."""
-
-    def program(self, export: Callable[[], Any], model: Any) -> Any:
-        """Run ``torch.export`` and keep what is captured with the program that it makes."""
-
-    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
-        """Run torch's TorchScript exporter and tag the file it writes."""
-
-    def replaced(self, old: Any, new: Any) -> None:
-        """Note that a value of an ONNX graph was replaced after its export."""
-
-    def settle(self) -> None:
-        """Tag the models that were rewritten after their export."""
-
-
-exporter: ContextVar[Exporter | None] = ContextVar("htp_export_exporter", default=None)
+# What runs in place of torch's exporters: `htp_export.exporter.exporting._Exporter`, or None
+exporter: ContextVar[Any] = ContextVar("htp_export_exporter", default=None)
 dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)  # DynamoCapture | None
 script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=None)  # TorchScriptCapture | None
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
@@ -57,7 +35,7 @@ keeps_dynamo: ContextVar[bool] = ContextVar("htp_export_keeps_dynamo", default=F
 wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_layers", default=False)
 
 
-def wanted() -> Exporter | None:
+def wanted() -> Any:
     """Who tags the exports of this thread or task; None where nobody asked for tags."""
     running = exporter.get()
     return None if running is None or running.ended else running

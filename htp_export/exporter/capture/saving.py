@@ -26,7 +26,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import CaptureError, HtpExportError
+from htp_export.errors import HtpExportError
 from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import is_special, why_not_writable
@@ -181,15 +181,6 @@ class KeptWeights:
     weights: dict[str, Weight]  # name of an initializer → its contents
     whole: Callable[[], bytes]  # makes the bytes as torch makes them, with all weights
 
-    @classmethod
-    def of(
-        cls, weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes], whole: Callable[[], bytes]
-    ) -> KeptWeights:
-        """Keep the weights for which torch was given stand-ins, and those that it copied."""
-        kept = {name: Weight.of(data) for name, data in copied.items()}
-        kept.update((name, stored(weights[name])) for name in empty)
-        return cls(kept, whole)
-
 
 def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Name → an empty tensor, for weights whose bytes can be had without torch's exporter."""
@@ -197,6 +188,12 @@ def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     if sys.byteorder != "little" or sum(weight.nbytes for weight in plain.values()) > _MOST:
         return {}
     return {name: torch.empty(0, dtype=weight.dtype) for name, weight in plain.items()}
+
+
+def kept_weights(weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes]) -> dict[str, Weight]:
+    """Name → contents, of weights for which torch was given stand-ins, and of those that it copied."""
+    kept = {name: Weight.of(data) for name, data in copied.items()}
+    return {**kept, **{name: stored(weights[name]) for name in empty}}
 
 
 def stored(weight: torch.Tensor) -> Weight:
@@ -207,29 +204,6 @@ def stored(weight: torch.Tensor) -> Weight:
         return memoryview(bytewise.numpy().data)
 
     return Weight(weight.nbytes, read, tuple(weight.shape))
-
-
-def write_tagged(capture: Any, f: Any, chunks: Iterable[bytes | memoryview]) -> bool:
-    """Write the tagged file, if the capture can make its pieces; else leave no trace of it."""
-    began = f.tell() if hasattr(f, "seekable") and f.seekable() else None
-
-    def pieces() -> Iterator[bytes | memoryview]:
-        pieces_left = iter(chunks)
-        while (piece := capture.step("writing the tagged file", next, pieces_left, None)) is not None:
-            yield piece
-        if capture.fault is not None:
-            raise capture.fault
-
-    try:
-        write(f, pieces())
-    except CaptureError as fault:
-        if fault is not capture.fault or (began is None and not isinstance(f, (str, os.PathLike))):
-            raise  # what was written to a stream stays
-        if began is not None:
-            f.seek(began)
-            f.truncate()
-        return False
-    return True
 
 
 def write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:

@@ -1,7 +1,7 @@
 """Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
 
 Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in ``dynamo_patches.py`` and
-``patches.py``. ``tests/exporter/test_torch_internals.py`` fails where a part has moved.
+``patches.py``. Tests of exports fail where a part has moved.
 """
 
 from __future__ import annotations

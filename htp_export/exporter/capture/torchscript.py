@@ -236,7 +236,7 @@ class TorchScriptCapture(Guarded):
         spans = self._spans(first.operations) if self._versions else {}
         found = {}
         for call, tensors in self.trace.log.call_tensors.items():
-            began, ended = spans.get(call, (0, 0))
+            began, ended = spans.get(call, (None, None))
             inputs = ((name, self._number_before(number(key), call, producers)) for name, key in tensors.inputs)
             found[call] = CallTensors(
                 tuple((name, self._versions.state(key, began)) for name, key in inputs),

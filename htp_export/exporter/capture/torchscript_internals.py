@@ -94,30 +94,19 @@ def viewed(kind: str, count: int) -> int:
     return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
 
 
-@cache
 def out_of_place(kind: str) -> str:
-    """What an operator in place is called where it is not: ``aten::add`` for ``aten::add_``; others keep their name.
+    """The name that torch gives an operator once it changes nothing in place: ``aten::add`` for ``aten::add_``.
 
-    The schemas decide: ``aten::__rshift__`` ends like an operator in place and is none, ``aten::__ior__`` is one.
+    What ends alike and changes nothing, ``aten::__rshift__``, has one name of this kind everywhere, too.
     """
-    first = [schema.arguments[0].alias_info for schema in _schemas(kind) if schema.arguments]
-    if not any(alias is not None and alias.is_write for alias in first):
-        return kind
-    if kind.endswith("__"):
-        return kind.replace("::__i", "::__")
     return kind.removesuffix("_")
-
-
-def _schemas(kind: str) -> list[Any]:
-    schemas: list[Any] = torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else []
-    return schemas
 
 
 def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
     """The arguments of an operator whose memory what it gives back may have."""
     return [
         (place, argument.alias_info)
-        for schema in _schemas(kind)
+        for schema in (torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else ())
         if len(schema.arguments) == count and any(result.alias_info is not None for result in schema.returns)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None

@@ -11,7 +11,7 @@ from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import Given
 from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import script_capture, wanted
-from htp_export.exporter.capture.saving import KeptWeights, stand_ins, write, write_tagged
+from htp_export.exporter.capture.saving import KeptWeights, kept_weights, stand_ins, write
 
 
 def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -103,9 +103,11 @@ def serialize(
         # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
         # into files of their own.
         return plain()
-    keeping = (weights, empty, copied, lambda: plain()[0])
-    capture.kept = capture.step("keeping the weights for the file", KeptWeights.of, *keeping)
-    return plain() if capture.kept is None else (model_bytes, {}, *others)
+    kept = capture.step("keeping the weights for the file", kept_weights, weights, empty, copied)
+    if kept is None:
+        return plain()
+    capture.kept = KeptWeights(kept, lambda: plain()[0])
+    return model_bytes, {}, *others
 
 
 @replacing
@@ -125,10 +127,10 @@ def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export
     if capture is None:
         return original(model_bytes, f, export_map)
     chunks = capture.step("tagging the nodes of the file", capture.tagged, model_bytes)
-    if chunks is None or not write_tagged(capture, f, chunks):
+    if chunks is None:
         capture.give_up()
-        write(f, [model_bytes if capture.kept is None else capture.kept.whole()])
-    return None
+        chunks = [model_bytes if capture.kept is None else capture.kept.whole()]
+    return write(f, chunks)
 
 
 # Passes that make new initializers
