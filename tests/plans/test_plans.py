@@ -99,8 +99,8 @@ def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_hol
 
     assert read("re:a=b=int8", " c = fp16") == {"re:a=b": "int8", "c": "fp16"}
     assert list(read("a=int8", "b=fp16", "a=int4").items()) == [("b", "fp16"), ("a", "int4")]
-    for text, example in {"a": "a=PRECISION", "=a": "SELECTOR=a", "a=": "a=PRECISION"}.items():
-        with pytest.raises(InputError, match=f"--rule {text}: write SELECTOR=PRECISION, as in --rule {example}$"):
+    for text in ("a", "=a", "a="):
+        with pytest.raises(InputError, match=f"--rule {text}: write SELECTOR=PRECISION$"):
             read(text)
 
 

@@ -260,11 +260,11 @@ class TestCommand:
         ("arguments", "message"),
         [
             (["--rule", "fc=5", "-o", "x.onnx"], "a share is from 0 to 1"),
-            (["--rule", "fc", "-o", "x.onnx"], "--rule fc: write SELECTOR=VALUE, as in --rule fc=VALUE"),
+            (["--rule", "fc", "-o", "x.onnx"], "--rule fc: write SELECTOR=VALUE"),
             (["-o", "x.onnx"], "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),
             (["--rule", "fc=0.5", "--method", "l3", "-o", "x.onnx"], "'l3' is not one of 'l1'"),
             (["nowhere.yaml", "--rule", "fc=0.5", "-o", "x.onnx"], "nowhere.yaml: cannot be read"),
-            (["int8", "-o", "x.onnx"], "no file 'int8'; for the whole model, write --rule .=int8"),
+            (["int8", "-o", "x.onnx"], "no file 'int8'; a rule is an option: --rule SELECTOR=VALUE"),
         ],
     )
     def test_wrong_input_ends_with_status_2_and_leaves_files(

@@ -99,8 +99,8 @@ class Method:
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        """What shares one copy of a weight in the precision: the readers in the graph of a node, or others."""
-        return node.graph
+        """Equal for readers that share one copy of a weight in the precision: all, unless it depends on more."""
+        return None
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         """The nodes that are quantized together, each group as a model of its own."""

@@ -59,9 +59,6 @@ class Cast(Method):
         ports = self._ports(node, facts)
         return 2 * math.prod(tensor.shape.numpy()) if ports is not None and place in ports.inputs else None
 
-    def shared_by(self, node: ir.Node, place: int) -> None:
-        """All readers of the model share a weight."""
-
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
         cast_nodes(nodes, self.precision, work)
         return iter(())

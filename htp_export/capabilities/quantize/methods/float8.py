@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.methods.static import Static, is_divisible
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import add_initializer
@@ -54,9 +52,6 @@ class Float8(Static):
             return None
         channels = self.channels(node) if place == 1 else 0
         return math.prod(tensor.shape.numpy()) + 5 * channels
-
-    def shared_by(self, node: ir.Node, place: int) -> Any:
-        return Method.shared_by(self, node, place)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
         with temporary_folder() as folder:

@@ -5,7 +5,7 @@ Other forms, and convolutions and tables in 8 bits, which it does not know: ``we
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
@@ -137,9 +137,6 @@ class Blocks(Method):
         elif not self._has_points():
             points = 0
         return packed + across * blocks * self.precision.activation_bits // 8 + points
-
-    def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return super().shared_by(node, place) if self._has_blocks(node) and place == weight_place(node) else None
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
         with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
