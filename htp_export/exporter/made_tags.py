@@ -162,10 +162,9 @@ class ExportEvidence(FateEvidence[Key]):
         return bool(returned) and not any(key in final for key in returned)
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
-        """Owners beyond the lost tensors of a module; what passed from one call of it to another is inside of it."""
         boundary = self._passed[path]
         lost = [key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final]
-        return {owner: None for owner in self._beyond(boundary, lost) if not tags.is_under(owner, path)}
+        return self._beyond(boundary, lost)
 
     def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""

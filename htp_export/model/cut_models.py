@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree, Instance, renumbered
+from htp_export.format.call_tree import CallTree, Instance, NodeCalls, renumbered
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
@@ -27,15 +27,9 @@ def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     graph, renamed = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     calls = _Calls(tagged, part)
-    narrow_owners(tagged, model, lambda owner: tags.is_under(owner, part.path), part.path, calls.tree, calls.number)
-    write_part_metadata(
-        tagged,
-        model,
-        calls.hierarchy,
-        calls.tree,
-        _signatures(tagged, calls.numbers, renamed),
-        lambda path: tags.is_under(path, part.path),
-    )
+    narrow_owners(tagged, model, calls.owners, calls.number, part.path, calls.tree)
+    signatures = _signatures(tagged, calls.numbers, renamed)
+    write_part_metadata(tagged, model, calls.hierarchy, calls.tree, signatures, calls.modules.__contains__)
     return model
 
 
@@ -197,17 +191,27 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
 
 
 class _Calls:
-    """The calls in a cut: module path → their numbers in the whole, the modules at and above it, and their calls."""
+    """The calls in a cut, with the modules that ran in them, wherever these are registered.
+
+    Attributes:
+        modules: The modules in the cut: those below its module, and those that it called.
+        numbers: Module path → the numbers that its calls in the cut have in the whole.
+        hierarchy: The modules, and those above them.
+        tree: Their calls.
+    """
 
     def __init__(self, tagged: TaggedModel, part: Cut) -> None:
         tree, top = tagged.hierarchy, Instance(part.path, part.call)
         inside = tagged.calls.inside(top)
-        below = [path for path in tree if tags.is_under(path, part.path)]
-        self.numbers = {path: inside[path] for path in below if path in inside}
-        holding = [up for up in tags.ancestors(part.path) if up != part.path and up in tree]
-        above = [ModuleInfo(up, tree[up].class_name) for up in reversed(holding)]
-        infos = [*above, *(tree[path].counted(len(self.numbers.get(path, ()))) for path in below)]
-        self.hierarchy = Hierarchy(infos if infos[0].path == "" else [tree.root, *infos])
+        self._path = part.path
+        self.modules = {path for path in tree if path in inside or tags.is_under(path, part.path)}
+        self.numbers = {path: inside[path] for path in tree if path in inside}
+        above = tags.all_above(self.modules)
+        self.hierarchy = Hierarchy(
+            info.counted(len(inside.get(path, ()))) if path in self.modules else ModuleInfo(path, info.class_name)
+            for path, info in tree.items()
+            if path in self.modules or path in above or not path
+        )
         instances = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
         self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in instances}
         callers: dict[str, list[Instance | None]] = {}
@@ -221,8 +225,13 @@ class _Calls:
         """What a call of the whole is in the cut."""
         return self._calls.get(call)
 
+    def owners(self, work: NodeCalls) -> Iterator[str]:
+        """The owners of a node that are in the cut; of modules registered elsewhere, those whose calls are in it."""
+        doing = {call.path for call in work.calls if call in self._calls}
+        return (owner for owner in work.owners if owner in doing or tags.is_under(owner, self._path))
+
     def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
-        """The call in the cut that a call ran in; modules between that are registered elsewhere are not in it."""
+        """The call in the cut that a call ran in."""
         if call == top:
             return None
         around = tree.chain(call)[1:]
@@ -234,22 +243,21 @@ class _Calls:
 def narrow_owners(
     tagged: TaggedModel,
     model: ir.Model,
-    inside: Callable[[str], bool],
+    inside: Callable[[NodeCalls], Iterable[str]],
+    number: Callable[[Instance], Instance | None],
     otherwise: str,
-    calls: CallTree | None = None,
-    number: Callable[[Instance], Instance | None] | None = None,
+    calls: CallTree,
 ) -> None:
     """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
 
-    ``otherwise`` owns nodes that have no owner inside. ``calls`` are those of the part's modules, and ``number`` gives
-    what a call of the whole is in the part, if they do not keep their numbers.
+    ``inside`` gives those that are, and ``otherwise`` owns nodes without any. ``number`` gives what a call of the whole
+    is among the ``calls`` of the part's modules.
     """
-    called, tree = tagged.hierarchy.called, calls or tagged.calls
-    number = number or (lambda call: call if inside(call.path) else None)
+    called = tagged.hierarchy.called
     for node in all_nodes(model):
         metadata, work = node.metadata_props, tagged.work_of(node)
-        owners = tuple(filter(inside, work.owners)) or (otherwise,)
-        calls_now = tree.encode_calls(owners, renumbered(tagged.calls, work, number))
+        owners = tuple(inside(work)) or (otherwise,)
+        calls_now = calls.encode_calls(owners, renumbered(tagged.calls, work, number))
         if owners != work.owners:
             tags.tag_node(metadata, tags.node_tags(owners, metadata.get(tags.REASON, Reason.FLOW), called, calls_now))
         tags.write_calls(metadata, calls_now)

@@ -125,11 +125,7 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
             contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
     tree = hierarchy.with_results(
         fates={path: outcome.fate for path, outcome in outcomes.items()},
-        fused_with={
-            path: outcome.fused_with or (hierarchy.parent(path) or "",)
-            for path, outcome in outcomes.items()
-            if outcome.fate.is_merged
-        },
+        fused_with={path: outcome.fused_with for path, outcome in outcomes.items() if outcome.fate.is_merged},
     )
     return tree, list(contamination)
 
@@ -139,7 +135,8 @@ def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> 
 
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
     without a node (they cancelled out) take one beside them that has nodes. If there are many, the innermost module
-    around it whose boundary is known is named in their place.
+    around it whose boundary is known is named in their place; so it is if there are none, as calls of the module itself
+    were merged with each other.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
@@ -147,8 +144,10 @@ def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> 
         if not fresh and not any(map(evidence.has_nodes, group)):
             fresh = _beside(group, evidence)
         if not fresh:
-            return tuple(group[1:])
+            break
         group.extend(fresh)
+    if 1 < len(group) <= _MOST_PARTNERS:
+        return tuple(group[1:])
     return (next((up for up in tags.ancestors(path) if up != path and evidence.is_closed(up)), ""),)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, placed_paths, weight_key
+from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, weight_key
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
@@ -213,7 +213,7 @@ def splice(
 def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
     """Take the parts out of the model and put copies of the replacement there; the last of these."""
     path = parts[0].path
-    calls = SplicedCalls(changed, copied, placed_paths(copied, path), path, [part.call for part in parts])
+    calls = SplicedCalls(changed, copied, path, [part.call for part in parts])
     now = {
         old: _loosen(changed.model.graph, old, part)
         for part in parts

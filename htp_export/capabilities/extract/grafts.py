@@ -34,17 +34,15 @@ class _Source(NamedTuple):
 class SplicedCalls:
     """What ran in which call, once a model has taken the place of some calls (``numbers``) of a module (``path``).
 
-    ``paths``: path in the replacement → path in the host.
-
     Attributes:
+        paths: Path in the replacement → path in the host.
         hierarchy: The host's modules, with what lies below the module now.
         tree: Their calls.
     """
 
-    def __init__(
-        self, host: TaggedModel, replacement: TaggedModel, paths: Mapping[str, str], path: str, numbers: Sequence[int]
-    ) -> None:
-        self._host, self._replacement, self._paths, self._path = host, replacement, paths, path
+    def __init__(self, host: TaggedModel, replacement: TaggedModel, path: str, numbers: Sequence[int]) -> None:
+        self._host, self._replacement, self._path = host, replacement, path
+        paths = self.paths = _placed_paths(host, replacement, path)
         self._replaced = {Instance(path, number) for number in numbers}
         every = (host.calls.chain(Instance(path, number)) for number in range(max(host.hierarchy[path].calls, 1)))
         self._whole = not any(map(self._replaced.isdisjoint, every))
@@ -59,7 +57,7 @@ class SplicedCalls:
             for module, sources in sources_of.items()
             for number, source in enumerate(sources)
         }
-        self.hierarchy = Hierarchy(self._infos({module: len(sources) for module, sources in sources_of.items()}))
+        self.hierarchy = Hierarchy(self._infos(sources_of))
         callers = {module: [self._caller(source) for source in sources] for module, sources in sources_of.items()}
         known = {module: calls for module, calls in callers.items() if all(c is None or c.call >= 0 for c in calls)}
         self.tree = CallTree(self.hierarchy, known)
@@ -111,7 +109,7 @@ class SplicedCalls:
 
     def _copied_sources(self, path: str, copy: int) -> list[_Source]:
         """The calls of a module in one copy of the replacement."""
-        source_path = next((key for key, host_path in self._paths.items() if host_path == path), None)
+        source_path = next((key for key, host_path in self.paths.items() if host_path == path), None)
         if path == self._path:
             source_path = self._top
         if source_path is None:
@@ -137,21 +135,24 @@ class SplicedCalls:
 
     # --- the module tree --------------------------------------------------------------------------------------
 
-    def _infos(self, counts: Mapping[str, int]) -> list[ModuleInfo]:
+    def _infos(self, sources_of: Mapping[str, Sequence[_Source]]) -> list[ModuleInfo]:
+        """The modules of the host; those below the module are the replacement's, unless others call them, too."""
         tree, replacement = self._host.hierarchy, self._replacement.hierarchy
+        counts = {path: len(sources) for path, sources in sources_of.items()}
+        called = [path for path, sources in sources_of.items() if any(source.copy < 0 for source in sources)]
+        stays = {*called, *tags.all_above(called)}
         fresh = {
             host_path: replace(replacement[source_path], path=host_path, calls=counts[host_path])
-            for source_path, host_path in self._paths.items()
-            if source_path in replacement and host_path != self._path
+            for source_path, host_path in self.paths.items()
+            if source_path in replacement and tags.is_under(host_path, self._path) and host_path not in stays
         }
+        fresh.pop(self._path, None)
         infos: list[ModuleInfo] = []
         for path, info in tree.items():
             if path == self._path:
                 calls = counts[path] if info.calls else 0
                 infos += [replace(info, calls=calls, fate=Fate.COMPUTED, fused_with=()), *fresh.values()]
-            elif tags.is_under(path, self._path) and (self._whole or path in fresh):
-                continue
-            else:
+            elif path in stays or not tags.is_under(path, self._path) or not (self._whole or path in fresh):
                 infos.append(info.counted(counts[path]))
         return infos
 
@@ -178,7 +179,7 @@ class Graft:
         weights: dict[int, ir.Value],
     ) -> None:
         self._host, self._replacement, self._path, self._call, self._weights = host, replacement, path, call, weights
-        self._calls, self._paths = calls, placed_paths(replacement, path)
+        self._calls, self._paths = calls, calls.paths
         self._model = replacement.model.clone()
         self._original = {value: weight_key(value) for value in self._model.graph.initializers.values()}
         self._match_opsets()
@@ -289,19 +290,24 @@ class Graft:
         props, signatures = self._host.metadata_props, self._calls.signatures() if host.signatures else {}
         if host.signatures and host.hierarchy[self._path].calls <= 1:
             for path, known in self._replacement.signatures.items():
-                if self._paths.get(path, self._path) != self._path:
-                    renamed = [call.renamed(lambda name: self._names.get(name, name)) for call in known]
-                    signatures[self._paths[path]] = renamed
+                place = self._paths.get(path, self._path)
+                if place != self._path and len(known) == self._calls.hierarchy[place].calls:
+                    signatures[place] = [call.renamed(lambda name: self._names.get(name, name)) for call in known]
         calls = self._calls.tree if tags.CALLERS in props else None
         write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
 
 
-def placed_paths(replacement: TaggedModel, path: str) -> dict[str, str]:
-    """Path in a replacement → path in the host, at or below the module whose place it takes; empty without tags."""
+def _placed_paths(host: TaggedModel, replacement: TaggedModel, path: str) -> dict[str, str]:
+    """Path in a replacement → path in the host, at or below the module whose place it takes; empty without tags.
+
+    What was cut out of the host keeps its paths, those of modules that are registered elsewhere, too.
+    """
     owners = {owner for node in replacement.nodes for owner in tags.owners_of(node.metadata_props)}
     known = replacement.hierarchy if owners else ()
-    if all(tags.is_under(owner, path) for owner in owners):
-        return {module: module for module in known if tags.is_under(module, path)}
+    numbers = range(max(host.hierarchy[path].calls, 1))
+    called = {module for number in numbers for module in host.calls.inside(Instance(path, number))}
+    if all(owner in called or tags.is_under(owner, path) for owner in owners):
+        return {module: module for module in known if module in called or tags.is_under(module, path)}
     return {module: ".".join(filter(None, (path, module))) for module in (*known, *owners)}
 
 

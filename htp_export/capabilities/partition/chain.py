@@ -321,7 +321,14 @@ def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.
     whole = {path for path in tree if any(up in modules for up in tags.ancestors(path))}
     first = {owners[0] for node in all_nodes(model) if (owners := tagged.owners_of(node))}
     inside = whole | first | tags.all_above(first) | {""}
-    narrow_owners(tagged, model, inside.__contains__, "")
+    narrow_owners(
+        tagged,
+        model,
+        lambda work: filter(inside.__contains__, work.owners),
+        lambda call: call if call.path in inside else None,
+        "",
+        tagged.calls,
+    )
     stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
     signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
     write_part_metadata(tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__)
