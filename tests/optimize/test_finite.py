@@ -210,6 +210,12 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
         "h = MatMul (x, x) c = Div (h, a) d = IsNaN (c) y = Where (d, x, c)",
         0.0,
     ),
+    "transposed factor": (  # no overflow, but onnxscript's rule for products between reshapes forgets it
+        "1, 2, 2",
+        "float[2, 2] w = {1, 2, 3, 4}, float[2] b = {0, 0}, int64[2] s = {-1, 2}, int64[3] r = {1, 2, 2}",
+        "h = Reshape (x, s) p = Gemm <transB = 1> (h, w, b) y = Reshape (p, r)",
+        1.0,
+    ),
     "sums": ("1", "float a = {3e38}", "h = Add (x, a) y = Add (h, a)", -3.2e38),
     "factors": ("1", "float a = {1e30}", "h = Mul (x, a) y = Mul (h, a)", 0.0),
     "divisors": ("1", "float a = {1e-30}", "h = Div (x, a) y = Div (h, a)", 0.0),

@@ -60,13 +60,20 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
 
 
 def _is_unsound(node: ir.Node) -> bool:
-    """Whether rules would make of a node what does not run, or is not finite where the node was."""
+    """Whether rules would make of a node what does not run, computes something else, or is not finite where it was."""
     if is_standard(node, "InstanceNormalization"):  # taken for group normalization: an operator that runs on GPUs only
         return True
+    if is_standard(node, "Gemm"):  # between reshapes, it becomes a product of its factors as they are
+        return _is_turned(node)
     if is_standard(node, "Div"):  # multiplied by the reciprocal
         return constant_array(node.inputs[1], 1) is not None and multiple(node) is None
     is_folded = is_standard(node, "BatchNormalization") and all(map(is_constant, node.inputs[1:]))
     return is_folded and has_large_factors(node)
+
+
+def _is_turned(gemm: ir.Node) -> bool:
+    """Whether a ``Gemm`` transposes a factor."""
+    return any(gemm.attributes.get_int(key, 0) for key in ("transA", "transB"))
 
 
 def _growing(graph: ir.Graph) -> list[ir.Node]:
@@ -112,9 +119,8 @@ class _Unflatten(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         known, settings = self.known, node.attributes
         first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
-        is_turned = any(settings.get_int(key, 0) for key in ("transA", "transB"))
         is_scaled = any(settings.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta"))
-        if first is None or last is None or len(node.inputs) < 3 or is_turned or is_scaled:
+        if first is None or last is None or len(node.inputs) < 3 or _is_turned(node) or is_scaled:
             return False
         source, shape, matrix = first.inputs[0], known.shape(first.inputs[0]), known.shape(node.inputs[1])
         result = known.shape(last.outputs[0])
