@@ -213,7 +213,7 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
     "transposed factor": (  # no overflow, but onnxscript's rule for products between reshapes forgets it
         "1, 2, 2",
         "float[2, 2] w = {1, 2, 3, 4}, float[2] b = {0, 0}, int64[2] s = {-1, 2}, int64[3] r = {1, 2, 2}",
-        "h = Reshape (x, s) p = Gemm <transB = 1> (h, w, b) y = Reshape (p, r)",
+        "h = Reshape (x, s) p = Gemm <alpha = 1.0, beta = 1.0, transB = 1> (h, w, b) y = Reshape (p, r)",
         1.0,
     ),
     "sums": ("1", "float a = {3e38}", "h = Add (x, a) y = Add (h, a)", -3.2e38),
