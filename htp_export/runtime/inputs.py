@@ -308,7 +308,7 @@ def _match(
 
 
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
-    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
+    """Return what is known of the tensors of a model if its inputs have given shapes, or are left out; no weights are read.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])
@@ -318,5 +318,6 @@ def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symboli
         ((2, 4), 32)
     """
     sizes = Inputs.of(model).bind(shapes=shapes).sizes
-    numbers = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    left_out = {str(v.name): v.const_value.shape.numpy() for v in model.graph.inputs if v.const_value is not None}
+    numbers = {name: tuple(map(int, shape)) for name, shape in {**left_out, **shapes}.items()}
     return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=numbers)

@@ -179,7 +179,9 @@ class Known:
         return unnamed(f"{name}@{self._calls}" if self._in_function else name, place)
 
     def _declared(self, value: ir.Value) -> Shape | None:
-        shape = value.const_value.shape if value.const_value is not None else value.shape
+        tensor, shape = value.const_value, value.shape
+        if tensor is not None and (shape is None or not value.is_graph_input()):  # a caller may give another one
+            shape = tensor.shape
         if shape is None:
             return None
         dims: list[Dim] = []

@@ -357,6 +357,37 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
         htp_export.lora.insert(exported, "**")
 
 
+class Unread(nn.Module):
+    """What the first call of a layer gives, nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.layer(x * 2)
+        return self.layer(x)
+
+
+@BOTH
+def test_calls_that_compute_nothing_take_no_adapter(exporter: str, tmp_path: Path) -> None:
+    model = spread(Unread().eval())
+    file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 6)}, exporter)
+    result = htp_export.lora.insert(file, "layer", rank=4, output=tmp_path / "lora.onnx")
+    assert result.modules["layer"].calls == 1
+    assert htp_export.verify(model, tmp_path / "lora.onnx", (), {"x": x(2, 6)}).ok
+
+
+@BOTH
+def test_adapters_that_are_not_given_are_calibrated_as_the_model_has_them(exporter: str, tmp_path: Path) -> None:
+    model, file = made(exporter, tmp_path)
+    htp_export.lora.insert(file, "**", rank=4, output=tmp_path / "lora.onnx")
+    data = [{onnx.load(file).graph.input[0].name: feeds()["x"]}]
+    htp_export.quantize(tmp_path / "lora.onnx", "u8s8", tmp_path / "u8s8.onnx", data=data)
+    with torch.no_grad():
+        assert np.allclose(run(tmp_path / "u8s8.onnx"), model(**feeds()), atol=0.1)
+
+
 def test_layers_can_be_added_later(tmp_path: Path) -> None:
     _, file = made("torchscript", tmp_path)
     first = htp_export.lora.insert(file, "up", rank=4, alpha=8)

@@ -30,6 +30,10 @@ _MOST_FOLLOWERS = 4
 """Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
 
 
+_REDUCTIONS = frozenset(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"))
+"""They give back a single number as it is."""
+
+
 @dataclass
 class AlignmentEvidence:
     """What is known of tensors after besides names and structure, by their places in the summary."""
@@ -304,7 +308,7 @@ class Alignment:
         between = self._between(mine, old)
         if between is None:
             return
-        moved = all(moves(self.before.nodes[node].op, views=True) for node in between)
+        moved = all(map(self._only_moves, between))
         if moved and exact:
             self.numbers.unite(mine, number)
             for node in between:
@@ -312,6 +316,16 @@ class Alignment:
         elif (exact or not moved) and number not in self.known:
             self.match(value, number, exact)
             self.known.add(number)
+
+    def _only_moves(self, node: int) -> bool:
+        """Whether an original node only moves numbers, as their sums, too, over dimensions of size 1."""
+        old = self.before.nodes[node]
+        if old.op not in _REDUCTIONS:
+            return moves(old.op, views=True)
+        read, made = (self.before.shape(value)[0] for value in (old.inputs[0], old.outputs[0]))
+        if read is None or made is None or "?" in read:
+            return False
+        return [size for size in read if size != 1] == [size for size in made if size != 1]
 
     def _same_weights(self, node: SummaryNode) -> bool:
         """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
@@ -171,14 +172,37 @@ class _Division:
         """The part of the nodes shared by several nodes that the node's name, weights or operator indicates."""
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
-        weights = {self.after.values[v].name for v in node.inputs if v != NOTHING and not self.after.live[v]} - {""}
-        read = {n: {self.before.values[v].name for v in nodes[n].inputs if v != NOTHING} for n in part}
-        reading = [n for n in part if not weights.isdisjoint(read[n])]
+        reading = self._reading(index, part)
         alike = [n for n in self._alike.get(index, ()) if n in part]
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
             if selected:
                 return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
+
+    def _reading(self, index: int, part: tuple[int, ...]) -> list[int]:
+        """The nodes of a part that read the weights of a node; shared with later nodes that read the same, in order."""
+        key = self._ahead[index], self._weights_of(index)
+        reading = [n for n in part if not key[1].isdisjoint(self._read_by(n))]
+        each, left = divmod(len(reading), sum(rival >= index for rival in self._readers[key]))
+        return reading if left else reading[:each]
+
+    def _weights_of(self, index: int) -> frozenset[int | str]:
+        """The names and numbers of the weights that a node reads."""
+        known, values = self.known, self.after.values
+        weights = [v for v in self.after.nodes[index].inputs if v != NOTHING and not self.after.live[v]]
+        return frozenset({*(values[v].name for v in weights), *(known.counterpart[v] for v in weights)} - {"", NOTHING})
+
+    def _read_by(self, original: int) -> set[int | str]:
+        inputs = self.before.nodes[original].inputs
+        return {self.before.values[v].name for v in inputs if v != NOTHING} | {self.number[v] for v in inputs}
+
+    @cached_property
+    def _readers(self) -> dict[tuple[frozenset[int], frozenset[int | str]], list[int]]:
+        """The nearest matched values after a node, and the weights that it reads → the nodes of which this is true."""
+        readers = defaultdict[tuple[frozenset[int], frozenset[int | str]], list[int]](list)
+        for index, ahead in enumerate(self._ahead):
+            readers[ahead, self._weights_of(index)].append(index)
+        return readers
 
     def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Some nodes, and those of a part on which they depend."""

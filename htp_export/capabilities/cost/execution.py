@@ -220,6 +220,8 @@ class _Runner(Inference):
                 kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
                 self.state(value, Fact(kind, tensor.shape, None, tensor.value))
                 self._tensors[value] = tensor
+            elif value.const_value is not None:  # it is left out
+                self.state(value, Fact(value.type, tuple(value.const_value.shape.numpy())))
 
     def visit(self, node: ir.Node) -> None:
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)

@@ -48,9 +48,11 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 
 
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
-    """The calls of a linear layer; `InputError` if the module is no single one, or is merged with its neighbours."""
+    """The calls of a linear layer that the model computes; `InputError` if the module is no single one, or is merged with its neighbours."""
     calls = tagged[path].calls
-    return [_linear(tagged, path, tagged[path].call(k) if calls > 1 else tagged[path], k) for k in range(max(calls, 1))]
+    regions = {call: tagged[path].call(call) for call in range(calls)} if calls > 1 else {}
+    computed = {call: region for call, region in regions.items() if region.nodes}  # others gave what nothing reads
+    return [_linear(tagged, path, region, call) for call, region in (computed or {0: tagged[path]}).items()]
 
 
 def lora_layers(tagged: TaggedModel) -> dict[str, float]:

@@ -68,13 +68,14 @@ def activations(
 
     They are those of the main graph. NaN in one of them is an `InputError`, which has the ``name`` of the model.
     """
-    given = {str(value.name) for value in model.graph.inputs}
+    given = {str(value.name): value.const_value for value in model.graph.inputs}
     known = [tensor for tensor in wanted if tensor in given]
+    defaults = {tensor: default.numpy() for tensor in known if (default := given[tensor]) is not None}
     computed = [tensor for tensor in wanted if tensor not in given]
 
     def read(run: Callable[[Mapping[str, Array]], dict[str, Array]]) -> Iterator[dict[str, Array]]:
         for number, arrays in enumerate(samples):
-            found = {tensor: arrays[tensor] for tensor in known} | run(arrays)
+            found = defaults | {tensor: arrays[tensor] for tensor in known if tensor in arrays} | run(arrays)
             for tensor in nan_in(found):
                 raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
             yield found

@@ -89,7 +89,7 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
     The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
     scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
     """
-    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain):
+    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain) or _is_quantized(node):
         return None
     known = _type_names(node.domain, node.op_type, opset)
     if known is None:
@@ -109,6 +109,16 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
     found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
     has_float_output = any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
     return None if not (found.outputs if has_float_output else found.inputs) else found
+
+
+def _is_quantized(node: ir.Node) -> bool:
+    """Whether an operator computes with quantized activations: ONNX Runtime fuses it with scales in float32 alone."""
+
+    def has_activations(dequantize: ir.Node | None) -> bool:
+        return is_standard(dequantize, "DequantizeLinear") and constant_of(dequantize.inputs[0]) is None  # type: ignore[union-attr]
+
+    read = (value.producer() for value in node.inputs if value is not None)
+    return is_standard(node, "QuantizeLinear") or has_activations(node) or any(map(has_activations, read))
 
 
 @dataclass(frozen=True)
