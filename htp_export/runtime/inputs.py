@@ -308,7 +308,9 @@ def _match(
 
 
 def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symbolic:
-    """Return what is known of the tensors of a model if its inputs have given shapes, or are left out; no weights are read.
+    """Return what is known of the tensors of a model if its inputs have given shapes; no weights are read.
+
+    Inputs that have a default and no shape here are left out.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, ["batch", 4])], outputs=[ir.val("y")])

@@ -179,9 +179,9 @@ class Known:
         return unnamed(f"{name}@{self._calls}" if self._in_function else name, place)
 
     def _declared(self, value: ir.Value) -> Shape | None:
-        tensor, shape = value.const_value, value.shape
-        if tensor is not None and (shape is None or not value.is_graph_input()):  # a caller may give another one
-            shape = tensor.shape
+        tensor = value.const_value
+        is_default = value.shape is not None and value.is_graph_input()  # a caller may give a tensor of another shape
+        shape = value.shape if tensor is None or is_default else tensor.shape
         if shape is None:
             return None
         dims: list[Dim] = []

@@ -190,7 +190,8 @@ class _Division:
         """The names and numbers of the weights that a node reads."""
         known, values = self.known, self.after.values
         weights = [v for v in self.after.nodes[index].inputs if v != NOTHING and not self.after.live[v]]
-        return frozenset({*(values[v].name for v in weights), *(known.counterpart[v] for v in weights)} - {"", NOTHING})
+        names, numbers = {values[v].name for v in weights}, {known.counterpart[v] for v in weights}
+        return frozenset((names - {""}) | (numbers - {NOTHING}))
 
     def _read_by(self, original: int) -> set[int | str]:
         inputs = self.before.nodes[original].inputs

@@ -48,7 +48,10 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 
 
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
-    """The calls of a linear layer that the model computes; `InputError` if the module is no single one, or is merged with its neighbours."""
+    """The calls of a linear layer that the model computes.
+
+    An `InputError` if the module is no single layer, or is merged with its neighbours.
+    """
     calls = tagged[path].calls
     regions = {call: tagged[path].call(call) for call in range(calls)} if calls > 1 else {}
     computed = {call: region for call, region in regions.items() if region.nodes}  # others gave what nothing reads
