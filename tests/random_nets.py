@@ -18,7 +18,7 @@ from torch.nn import functional
 from tests.nets import spread
 from tests.truth import leaves
 
-SHAPE = BATCH, LENGTH, WIDTH = 2, 4, 8
+BATCH, LENGTH, WIDTH = 2, 4, 8
 EPSILON = 0.1
 
 
@@ -31,8 +31,8 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         read = (self.query(x), *self.pair(x if y is None else y).chunk(2, -1))
-        heads = [each.reshape(BATCH, LENGTH, 2, WIDTH // 2).transpose(1, 2) for each in read]
-        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(SHAPE))
+        heads = [each.reshape(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2) for each in read]
+        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape))
 
 
 class Gated(nn.Module):
@@ -116,7 +116,7 @@ class Pieces(nn.Module):
             state = self.cell(x[:, place], state)
             made[:, place] = state
         made[:, 2:] = x[:, 2:] * 0.5
-        return made, [state[:, None].expand(SHAPE)]
+        return made, [state[:, None].expand(x.shape)]
 
 
 class Learned(nn.Module):
@@ -184,7 +184,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x + y,
     lambda x, y: x * y.sigmoid(),
     lambda x, y: functional.relu(x) - 0.1,
-    lambda x, y: x.transpose(1, 2).reshape(SHAPE),
+    lambda x, y: x.transpose(1, 2).reshape(x.shape),
     lambda x, y: torch.cat((x[:, 1:], y[:, :1]), 1),
     lambda x, y: x - x.mean(-1, keepdim=True),
     lambda x, y: torch.softmax(x @ y.transpose(1, 2), -1) @ y,
@@ -194,7 +194,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: functional.layer_norm(x, (8,), eps=EPSILON),
     lambda x, y: torch.stack((x, y)).mean(0),
     lambda x, y: x.to(torch.float64).to(torch.float32),
-    lambda x, y: x.reshape(-1, 8).reshape(SHAPE),
+    lambda x, y: x.reshape(-1, 8).reshape(x.shape),
     lambda x, y: x + torch.arange(4, dtype=torch.float32)[:, None],
     lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON),
     lambda x, y: x.index_select(1, torch.tensor([3, 2, 1, 0])),
@@ -266,6 +266,7 @@ class RandomNet(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.seed = seed
         pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3)
         torch.manual_seed(seed)
         self.embed = pick.choice(LAYERS)()
@@ -284,6 +285,15 @@ class RandomNet(nn.Module):
         return result
 
     @staticmethod
-    def inputs(seed: int) -> dict[str, Tensor]:
+    def inputs(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
         """Its inputs, by keyword."""
-        return {"x": torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))}
+        return {"x": torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))}
+
+    def export_options(self, exporter: str) -> dict[str, Any]:
+        """How it is exported: every other one with an open batch, which dynamo does not know of recurrent layers."""
+        is_recurrent = any(isinstance(each, nn.RNNBase) for each in self.modules())
+        if self.seed % 2 == 0 or (exporter == "dynamo" and is_recurrent):
+            return {}
+        if exporter == "dynamo":
+            return {"dynamic_shapes": {"x": {0: torch.export.Dim.AUTO}}}
+        return {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
