@@ -173,7 +173,7 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
         if len(numbers) > index and numbers[index] == old:
             dtype = shapes.dtype(value) or ir.DataType.INT64
             array = np.array([*numbers[:index], new, *numbers[index + 1 :]], dtype.numpy())
-            _give(graph, node, place, array.reshape(shapes.shape(value) or ()), f"{value.name}_cut")
+            _give(graph, node, place, array.reshape(() if shapes.rank(value) == 0 else -1), f"{value.name}_cut")
         return
     if producer is None or producer.op_type not in _COMPUTES_SIZES or producer.domain:
         return
