@@ -262,7 +262,10 @@ class Drawn(nn.Module):
 
 
 class RandomNet(nn.Module):
-    """A network of one or two drawn blocks between two layers; `spread`, for evaluation."""
+    """A network of one or two drawn blocks between two layers; `spread`, for evaluation.
+
+    Some take a second input, and give what goes into the last layer, too.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -277,23 +280,25 @@ class RandomNet(nn.Module):
             if hasattr(module, "eps"):
                 module.eps = EPSILON
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         x = torch.stack(leaves(self.embed(x))).sum(0) * 1.5
         for block in self.blocks:
-            x = x + torch.stack(leaves(block(x))).sum(0).tanh()
-        result: Tensor = self.head(x)
-        return result
+            x = x + torch.stack(leaves(block(x) if y is None else block(x, y * 0.5))).sum(0).tanh()
+        return self.head(x) if y is None else {"head": self.head(x), "states": [x]}
 
     @staticmethod
     def inputs(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
         """Its inputs, by keyword."""
-        return {"x": torch.randn(batch, LENGTH, WIDTH, generator=torch.Generator().manual_seed(seed))}
+        generator = torch.Generator().manual_seed(seed)
+        names = "xy" if seed % 5 > 2 else "x"
+        return {name: torch.randn(batch, LENGTH, WIDTH, generator=generator) for name in names}
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """How it is exported: every other one with an open batch, which dynamo does not know of recurrent layers."""
         is_recurrent = any(isinstance(each, nn.RNNBase) for each in self.modules())
         if self.seed % 2 == 0 or (exporter == "dynamo" and is_recurrent):
             return {}
+        names = [*self.inputs(self.seed)]
         if exporter == "dynamo":
-            return {"dynamic_shapes": {"x": {0: torch.export.Dim.AUTO}}}
-        return {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+            return {"dynamic_shapes": {name: {0: torch.export.Dim.AUTO} for name in names}}
+        return {"input_names": names, "dynamic_axes": {name: {0: "batch"} for name in names}}
