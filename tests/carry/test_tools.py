@@ -149,6 +149,27 @@ def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path
     assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
 
 
+class Halved(nn.Module):
+    """The result of a layer, times a constant, in a stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self.layer(x) * 0.5, x]).sum(0)
+
+
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter: str, tmp_path: Path) -> None:
+    model, kwargs = spread(Halved().eval(), 3), {"x": torch.ones(2, 4, 8)}
+    exported(model, kwargs, exporter, tmp_path)
+    for tool in (tools.onnxslim, tools.onnxsim):
+        tool(tmp_path / "model.onnx", tmp_path / "out.onnx")
+        assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
+        assert inexact(model, kwargs, tmp_path / "out.onnx") == []
+
+
 def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
     import onnxruntime
 

@@ -267,12 +267,19 @@ class Alignment:
         if moves(node.op):
             if old.op == node.op:
                 self._pair_movers(node, old)
-                if len(node.inputs) == len(old.inputs) == 1 and NOTHING not in (node.inputs[0], old.inputs[0]):
+                if self._move_alike(node, old):
                     self._settle(node, node.inputs[0], old.inputs[0], same, exact)
             self._through(node, self.origin(known[0]))
         elif old.op == node.op:
             for mine, theirs in self._pairs(node, old):
                 self._settle(node, mine, theirs, same, exact)
+
+    def _move_alike(self, node: SummaryNode, old: SummaryNode) -> bool:
+        """Whether two layout operators move their first input only, in the way that equal constants say."""
+        if self.after.live_inputs(node) != [node.inputs[0]] or self.before.live_inputs(old) != [old.inputs[0]]:
+            return False
+        mine = [self.numbers.current(self.counterpart[value]) for value in node.inputs[1:]]
+        return mine == [self.numbers.number[value] for value in old.inputs[1:]]
 
     def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
         """The inputs of a node with those of the original, without constants; nothing if their number differs."""
