@@ -240,6 +240,7 @@ class Decomposition:
             self._outputs = outputs_of(executed.node)
             self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
             return
+        self._note_same(executed)
         for state in (*executed.read, *executed.returned):
             result = self._result(state.node, state.changes)
             if result is not None and state.maker is not None:
@@ -247,8 +248,19 @@ class Decomposition:
                     self._note(result, changed[state.maker])
                 self._note(result, state.maker)
 
+    def _note_same(self, executed: ExecutedNode) -> None:
+        """Note that an operator, such as dropout in evaluation, gave back a tensor that it read."""
+        for state in executed.returned if not executed.made else ():
+            given = [each for each in executed.read if (each.maker, each.changes) == (state.maker, state.changes)]
+            place, *same = (self._calls.places.read(each.node) for each in (state, *given))
+            if place is not None and len(same) == 1 and same[0] is not None:
+                self._results.setdefault(place, self._results.setdefault(same[0], {}))
+
     def _note(self, result: Result, maker: Any) -> None:
-        self._results.setdefault(result.place, {}).setdefault(result.changes, []).append(self._decomposed.mark(maker))
+        """Note what makes a tensor; torch computes it only when it is read: until then, it has what made it before."""
+        states, mark = self._results.setdefault(result.place, {}), self._decomposed.mark(maker)
+        if not any(mark in nodes for changes, nodes in states.items() if changes < result.changes):
+            states.setdefault(result.changes, []).append(mark)
 
     def _result(self, node: Any, changes: int | None) -> Result | None:
         place = None if node is None else self._calls.places.read(node)
