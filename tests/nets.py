@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -130,6 +131,23 @@ def computed(*paths: str) -> dict[str, str]:
     return dict.fromkeys(paths, "computed")
 
 
+class Holding(nn.Module):
+    """A module with the parts that its class names, each instance with copies of its own."""
+
+    _parts: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **parts: Any) -> None:
+        cls._parts = {**cls._parts, **parts}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in self._parts.items():
+            setattr(self, name, copy.deepcopy(part))
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):  # as those of a new one are: drawn
+                module.reset_parameters()
+
+
 class Apply(nn.Module):
     """One function as a module."""
 
@@ -148,11 +166,7 @@ class Apply(nn.Module):
     "siblings",
     truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
 )
-class Siblings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Siblings(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) * self.second(x).tanh()
 
@@ -163,11 +177,7 @@ def equal_siblings() -> nn.Module:
     return model
 
 
-class Region(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.GELU()
-
+class Region(Holding, fc=nn.Linear(4, 4), act=nn.GELU()):
     @torch.compiler.nested_compile_region
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.act(self.fc(x))
@@ -222,11 +232,7 @@ class Twins(nn.Module):
 
 
 @net("called_twice", truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}))
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Twice(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.fc(x)))
 
@@ -238,11 +244,7 @@ class Twice(nn.Module):
         {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
     ),
 )
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Loop(Holding, block=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             x = x + self.block(x)
@@ -307,11 +309,7 @@ class TiedWeights(nn.Module):
 
 
 @net("calls_itself", truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Recursive(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         return self(self.fc(x).tanh(), depth - 1) if depth else x
 
@@ -319,44 +317,28 @@ class Recursive(nn.Module):
 # --- which call ran in which ---------------------------------------------------
 
 
-class Steps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.extra = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Steps(Holding, fc=nn.Linear(4, 4), extra=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     def forward(self, x: torch.Tensor, times: int, more: bool = False) -> torch.Tensor:
         for _ in range(times):
             x = self.fc(x).sin()
         return self.extra(x).exp() if more else x
 
 
-class Uneven(nn.Module):
+class Uneven(Holding, block=Steps()):
     """``block`` runs twice: ``fc`` once in the first call, three times in the second, which alone runs ``extra``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Steps()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.block(x, 1).cos(), 3, more=True)
 
 
-class Deeper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Deeper(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         inner = self.fc(x).sin()
         return self.act(self(inner, depth - 1) if depth else inner).cos()
 
 
-class CallsChildThatCallsItself(nn.Module):
+class CallsChildThatCallsItself(Holding, deeper=Deeper()):
     """``deeper`` runs once alone, and once with two more calls of itself inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deeper = Deeper()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.deeper(self.deeper(x, 0).exp(), 2)
@@ -478,20 +460,12 @@ def bn_conv() -> nn.Module:
 net("bn_before_conv", bn_conv, image, truth=Truth(computed("2"), {"Relu": [("2",)]}))
 
 
-class MaskedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class MaskedLayer(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.fc(x) + (1.0 - mask.to(x.dtype))[:, None] * -3.0
 
 
-class SharedMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MaskedLayer() for _ in range(3))
-
+class SharedMask(Holding, layers=nn.ModuleList(MaskedLayer() for _ in range(3))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, mask)
@@ -540,12 +514,8 @@ class GainBlock(nn.Module):
         {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
     ),
 )
-class MergedGains(nn.Module):
+class MergedGains(Holding, blocks=nn.ModuleList([GainBlock(True), GainBlock(False)])):
     """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([GainBlock(True), GainBlock(False)])
 
     def forward(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -553,11 +523,7 @@ class MergedGains(nn.Module):
         return x
 
 
-class CastThenScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
+class CastThenScale(Holding, weight=nn.Parameter(torch.ones(3))):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return ids.float() * self.weight
 
@@ -570,11 +536,7 @@ class CastThenScale(nn.Module):
         {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
     ),
 )
-class SharedCast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = CastThenScale(), CastThenScale()
-
+class SharedCast(Holding, first=CastThenScale(), second=CastThenScale()):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.first(ids) - self.second(ids).exp()
 
@@ -601,13 +563,17 @@ net(
         {"Reshape": [("flat",), ("last",)]},
     ),
 )
-class Reshapes(nn.Module):
+class Reshapes(
+    Holding,
+    before=nn.Tanh(),
+    flat=nn.Flatten(),
+    same=unflat(2, 4),
+    head=nn.Linear(4, 2),
+    there=unflat(4),
+    back=unflat(2, 2),
+    last=unflat(4, 1),
+):
     """Shapes that come back after others: their tensors are equal, so that they are still in the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), unflat(2, 4), nn.Linear(4, 2)
-        self.there, self.back, self.last = unflat(4), unflat(2, 2), unflat(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(self.same(self.flat(self.before(x))))
@@ -638,21 +604,13 @@ net(
         {"Gemm": [("main",)]},
     ),
 )
-class DeadBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.main, self.dead, self.unused = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
-
+class DeadBranch(Holding, main=nn.Linear(4, 4), dead=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), unused=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.dead(x)
         return self.main(x)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.fc = nn.Embedding(4, 4), nn.Linear(4, 4)
-
+class Positions(Holding, table=nn.Embedding(4, 4), fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x + self.table(torch.arange(4) % 3))
 
@@ -666,11 +624,7 @@ class Scale(nn.Module):
         return torch.exp(-self.rate * torch.arange(4.0))
 
 
-class Schedule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.fc = Scale(), nn.Linear(4, 4)
-
+class Schedule(Holding, scale=Scale(), fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x) * self.scale(x)
 
@@ -712,23 +666,15 @@ net(
     inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
     truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
 )
-class SkipsInputs(nn.Module):
+class SkipsInputs(Holding, scale=nn.Linear(4, 4), fc=nn.Linear(4, 4)):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
         return self.fc(x) * self.scale(states[1]).sin()
 
 
-class SpreadsWeights(nn.Module):
+class SpreadsWeights(Holding, score=nn.Linear(4, 4), value=nn.Linear(4, 4)):
     """Returns, beside its result, an expanded tensor that nobody reads: averaged weights, for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights = self.score(x).softmax(-1)
@@ -740,11 +686,7 @@ class SpreadsWeights(nn.Module):
     "expanded_result_that_nobody_reads",
     truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
 )
-class DropsSpreadWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = SpreadsWeights(), nn.Linear(4, 2)
-
+class DropsSpreadWeights(Holding, attention=SpreadsWeights(), head=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
         return self.head(values + bias)
@@ -824,11 +766,7 @@ class SameEnd(nn.Module):
 # --- calls that are no plain calls ---------------------------------------------------
 
 
-class Codec(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Codec(Holding, fc=nn.Linear(4, 4)):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x).tanh()
 
@@ -841,11 +779,7 @@ class Codec(nn.Module):
     "a_method_that_is_not_forward",
     truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
 )
-class OtherMethod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codec = Codec()
-
+class OtherMethod(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.codec.encode(x)
 
@@ -857,11 +791,7 @@ class OtherMethod(nn.Module):
         {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
     ),
 )
-class DirectForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codec = Codec()
-
+class DirectForward(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.codec.forward(x) + 1.0
 
@@ -873,11 +803,7 @@ class DirectForward(nn.Module):
         {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
     ),
 )
-class NoGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
-
+class NoGrad(Holding, frozen=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             features = self.frozen(x)
@@ -906,11 +832,7 @@ net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"
     skip=("torchscript",),
     truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
 )
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Checkpointed(Holding, fc=nn.Linear(4, 4), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False).tanh())
 
@@ -946,21 +868,12 @@ class Branches(nn.Module):
         {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
     ),
 )
-class Cond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose, self.again = nn.Linear(4, 4), Branches(), Branches()
-
+class Cond(Holding, fc=nn.Linear(4, 4), choose=Branches(), again=Branches()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again(self.choose(self.fc(x)))
 
 
-class CondOverSelf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class CondOverSelf(Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 4), down=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def high(x: torch.Tensor) -> torch.Tensor:
             return self.up(x) * self.weight
@@ -985,21 +898,14 @@ class CondOverSelf(nn.Module):
         },
     ),
 )
-class HoldsCond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
-
+class HoldsCond(Holding, fc=nn.Linear(4, 4), choose=CondOverSelf()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.choose(self.fc(x))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), Apply(lambda x: x.sin() * 2.0)
-        self.rest = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Block(
+    Holding, fc=nn.Linear(4, 4), act=Apply(lambda x: x.sin() * 2.0), rest=nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(self.act(self.fc(x))) + 1.0
 
@@ -1020,12 +926,8 @@ class Block(nn.Module):
         },
     ),
 )
-class ModulesInBranches(nn.Module):
+class ModulesInBranches(Holding, block=Block(), act=Apply(lambda x: x.exp() + 3.0), both=Block()):
     """Modules with and without parameters and with others inside; one runs in both branches, and twice in one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.act, self.both = Block(), Apply(lambda x: x.exp() + 3.0), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def high(x: torch.Tensor) -> torch.Tensor:
@@ -1039,12 +941,8 @@ class ModulesInBranches(nn.Module):
         return torch.cond(x.sum() > 0, high, low, (x,)).sigmoid()  # type: ignore[no-any-return]
 
 
-class BranchesInside(nn.Module):
+class BranchesInside(Holding, block=Block(), inner=Block()):
     """A branch inside a branch, and branches that are modules themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.inner = Block(), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def low(x: torch.Tensor) -> torch.Tensor:
@@ -1067,11 +965,7 @@ class BranchesInside(nn.Module):
         },
     ),
 )
-class HoldsBranchesInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = BranchesInside(), BranchesInside()
-
+class HoldsBranchesInside(Holding, one=BranchesInside(), two=BranchesInside()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x) - self.two(-x)
 
@@ -1084,12 +978,8 @@ class HoldsBranchesInside(nn.Module):
         {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
     ),
 )
-class OutsideAndInBranch(nn.Module):
+class OutsideAndInBranch(Holding, block=Block()):
     """Runs a module before a branch, in it, and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.block(x).exp()
@@ -1100,11 +990,7 @@ class OutsideAndInBranch(nn.Module):
 # --- graph modules: torch.export has no scopes for them --------------------------------------------------
 
 
-class Traced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
+class Traced(Holding, fc=nn.Linear(4, 4), weight=nn.Parameter(torch.ones(4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x.sin()).tanh() * self.weight
 
@@ -1127,12 +1013,9 @@ class Bare(nn.Module):
         },
     ),
 )
-class HoldsGraphModules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
-        self.head = nn.Linear(4, 3)
-
+class HoldsGraphModules(
+    Holding, one=torch.fx.symbolic_trace(Traced()), bare=torch.fx.symbolic_trace(Bare()), head=nn.Linear(4, 3)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             y = self.one(x)
@@ -1146,11 +1029,7 @@ class KeepsModules(torch.fx.Tracer):
         return isinstance(m, (Block, torch.fx.GraphModule)) or super().is_leaf_module(m, module_qualified_name)
 
 
-class ForNested(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.block = torch.fx.symbolic_trace(Traced()), Block()
-
+class ForNested(Holding, inner=torch.fx.symbolic_trace(Traced()), block=Block()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.block(x).exp()).abs()
 
@@ -1182,11 +1061,7 @@ net(
 # --- tensors in and out ---------------------------------------------------
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
-
+class Pair(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         return {"both": (self.a(x), self.b(x)), "sum": (x.sum(-1),)}
 
@@ -1198,11 +1073,7 @@ class Pair(nn.Module):
         {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
     ),
 )
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair, self.norm = Pair(), nn.LayerNorm(4)
-
+class Structured(Holding, pair=Pair(), norm=nn.LayerNorm(4)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         found = self.pair(x)
         return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
@@ -1213,21 +1084,13 @@ class Structured(nn.Module):
     inputs=lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
     truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
 )
-class NestedInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class NestedInputs(Holding, fc=nn.Linear(4, 4)):
     def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
         return self.fc(pair[0]) * pair[1][0] - pair[1][1]
 
 
-class Together(nn.Module):
+class Together(Holding, fc=nn.Linear(4, 4)):
     """Gives back what it was given, beside something new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, self.fc(x).tanh()
@@ -1240,22 +1103,14 @@ class Together(nn.Module):
         {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
     ),
 )
-class PassesThrough(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.head = Together(), Together(), nn.Sigmoid()
-
+class PassesThrough(Holding, one=Together(), two=Together(), head=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         same, new = self.two(self.one(x)[0])
         return self.head(same) * new
 
 
 @net("same_tensor_twice_and_an_input_returned", truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
-class ReturnsTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class ReturnsTwice(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = self.fc(x)
         return y, y, x
@@ -1290,12 +1145,8 @@ class FillsPart(nn.Module):
     inputs=lambda: {"x": x(2, 4, 4)},
     truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
 )
-class FillsInParts(nn.Module):
+class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=FillsPart(), head=nn.Linear(4, 4)):
     """Nothing but changes of parts leads from some modules to the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value, self.fill, self.head = nn.Linear(4, 4), nn.Linear(4, 4), FillsPart(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key, value = self.key(x), self.value(x)
@@ -1307,12 +1158,8 @@ class FillsInParts(nn.Module):
 
 
 @net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}))
-class FilledLast(nn.Module):
+class FilledLast(Holding, fc=nn.Linear(4, 4), fill=FillsPart()):
     """What is changed in part is what the model returns; and a constant beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.fill = nn.Linear(4, 4), FillsPart()
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
@@ -1339,14 +1186,16 @@ net(
     ),
     skip=("torchscript",),
 )
-class ViewsOfChanged(nn.Module):
+class ViewsOfChanged(
+    Holding,
+    fc=nn.Linear(4, 4),
+    act=nn.ReLU(inplace=True),
+    turn=Apply(lambda x: x.permute(0, 2, 1)),
+    split=Apply(lambda x: x.unflatten(1, (2, 2))),
+    again=nn.Hardsigmoid(inplace=True),
+    head=nn.Linear(3, 2),
+):
     """Views of views of a changed tensor; one is returned, one is changed in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.ReLU(inplace=True)
-        self.turn, self.split = Apply(lambda x: x.permute(0, 2, 1)), Apply(lambda x: x.unflatten(1, (2, 2)))
-        self.again, self.head = nn.Hardsigmoid(inplace=True), nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -1356,13 +1205,14 @@ class ViewsOfChanged(nn.Module):
 
 
 @net("parts_of_a_changed_tensor", truth=Truth(computed("norm", "act", "parts", "one")), skip=("torchscript",))
-class PartsOfChanged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(4), nn.ReLU(inplace=True)
-        self.parts, self.rows = Apply(lambda x: x.chunk(2, 1)), Apply(lambda x: x.unbind(1))
-        self.one = nn.Linear(2, 1)
-
+class PartsOfChanged(
+    Holding,
+    norm=nn.LayerNorm(4),
+    act=nn.ReLU(inplace=True),
+    parts=Apply(lambda x: x.chunk(2, 1)),
+    rows=Apply(lambda x: x.unbind(1)),
+    one=nn.Linear(2, 1),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         y += x
@@ -1387,13 +1237,15 @@ net(
         computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
     ),
 )
-class ChangesOfViews(nn.Module):
+class ChangesOfViews(
+    Holding,
+    fc=nn.Linear(4, 4),
+    flat=nn.Flatten(0),
+    act=nn.ReLU(inplace=True),
+    head=nn.Linear(8, 2),
+    again=nn.Hardsigmoid(inplace=True),
+):
     """What a module changes is a view of a tensor that others have, and read afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.flat, self.act, self.head = nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Linear(8, 2)
-        self.again = nn.Hardsigmoid(inplace=True)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.fc(x)
@@ -1408,11 +1260,7 @@ class ChangesOfViews(nn.Module):
     skip=("torchscript",),
     truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
 )
-class ViewThenChange(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.flat, self.act, self.head = nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Linear(8, 2)
-
+class ViewThenChange(Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReLU(inplace=True), head=nn.Linear(8, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc(x)
         view = self.flat(y)
@@ -1420,12 +1268,8 @@ class ViewThenChange(nn.Module):
         return self.head(view) + changed.mean()
 
 
-class ShiftsAndReads(nn.Module):
+class ShiftsAndReads(Holding, shift=nn.Parameter(torch.ones(6, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)):
     """Changes what it is given in place, and reads it then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.norm, self.head = nn.Parameter(torch.ones(6, 4)), nn.LayerNorm(4), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.shift
@@ -1454,12 +1298,13 @@ net(
         {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
     ),
 )
-class ChangesUnderAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.turn, self.head = nn.Linear(4, 4), Apply(lambda x: x.t()), nn.Linear(2, 3)
-        self.block = Apply(lambda whole, view: whole.add_(1.0).sum() * view.sin())
-
+class ChangesUnderAView(
+    Holding,
+    fc=nn.Linear(4, 4),
+    turn=Apply(lambda x: x.t()),
+    head=nn.Linear(2, 3),
+    block=Apply(lambda whole, view: whole.add_(1.0).sum() * view.sin()),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.fc(x)
         view = self.turn(whole)
@@ -1475,25 +1320,22 @@ class ChangesUnderAView(nn.Module):
     ),
     dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
 )
-class ChangesReadsAndReturns(nn.Module):
+class ChangesReadsAndReturns(
+    Holding,
+    fc=nn.Linear(4, 4),
+    after=nn.Sigmoid(),
+    head=nn.Linear(4, 2),
+    turn=Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2)),
+    block=nn.Sequential(Apply(lambda x: (x.mul_(2.0).exp(), x))),
+):
     """Another module reads the changed view, too; it is returned beside what was computed from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.after, self.head = nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)
-        self.turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
-        self.block = nn.Sequential(Apply(lambda x: (x.mul_(2.0).exp(), x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, changed = self.block(self.turn(self.fc(x)))
         return self.head(one + self.after(changed))
 
 
-class ToOwnType(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class ToOwnType(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(dtype=self.fc.weight.dtype)  # the same tensor, which the TorchScript tracer gives another number
         return self.fc(x).sin()
@@ -1511,11 +1353,7 @@ net(
     "an_output_that_nobody_uses",
     truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
 )
-class UsesSomeHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.split, self.act = nn.Linear(4, 6), Apply(lambda x: x.chunk(3, dim=-1)), nn.Sigmoid()
-
+class UsesSomeHeads(Holding, qkv=nn.Linear(4, 6), split=Apply(lambda x: x.chunk(3, dim=-1)), act=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
         return self.act(q) * v
@@ -1534,11 +1372,7 @@ net(
 # --- shapes ---------------------------------------------------
 
 
-class FromShape(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 4)
-
+class FromShape(Holding, table=nn.Embedding(16, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.table(torch.arange(x.shape[1], device=x.device))
 
@@ -1559,11 +1393,7 @@ class SplitMerge(nn.Module):
         {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
     ),
 )
-class ShapesEverywhere(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions, self.one, self.fc, self.two = FromShape(), SplitMerge(), nn.Linear(4, 4), SplitMerge()
-
+class ShapesEverywhere(Holding, positions=FromShape(), one=SplitMerge(), fc=nn.Linear(4, 4), two=SplitMerge()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.fc(self.one(self.positions(x))))
 
@@ -1585,11 +1415,7 @@ net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "nor
 
 
 @net("multihead_attention", inputs=sequence, truth=Truth(computed("attention", "fc")))
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-
+class Attends(Holding, fc=nn.Linear(4, 4), attention=nn.MultiheadAttention(4, 2, batch_first=True)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
         return x + self.attention(x, x, x, need_weights=False)[0]
@@ -1620,11 +1446,7 @@ net(
 )
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Attention(Holding, q=nn.Linear(4, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
@@ -1635,23 +1457,15 @@ class Attention(nn.Module):
     inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
     truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
 )
-class AttentionBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention() for _ in range(2))
-
+class AttentionBlocks(Holding, blocks=nn.ModuleList(Attention() for _ in range(2))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x, mask[:, None, None, :])
         return x
 
 
-class OtherNames(nn.Module):
+class OtherNames(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
     """Operators by their second names, in place too, which torch replaces when a trace ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.multiply(self.first(x), x)
@@ -1667,33 +1481,21 @@ net(
 )
 
 
-class OnlyMeasured(nn.Module):
+class OnlyMeasured(Holding, linear=nn.Linear(4, 4)):
     """What its layer computes is looked at for its size alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(self.linear(x))
 
 
 @net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, truth=Truth({"zeros.linear": "dead"}))
-class ZerosInBetween(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.zeros, self.out = OnlyMeasured(), nn.Linear(4, 4)
-
+class ZerosInBetween(Holding, zeros=OnlyMeasured(), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.zeros(x))
 
 
-class SplitsItsResult(nn.Module):
+class SplitsItsResult(Holding, linear=nn.Linear(4, 4)):
     """Of two parts that one operator makes, one is returned as it is: nothing but the tuple around both reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, rest = torch.split(self.linear(x), [1, 2], 1)
@@ -1724,11 +1526,7 @@ net(
 
 
 @net("cells", inputs=sequence, truth=Truth(computed("cell", "out")))
-class Cells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.LSTMCell(4, 4), nn.Linear(4, 4)
-
+class Cells(Holding, cell=nn.LSTMCell(4, 4), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, state = x[:, 0].tanh(), torch.zeros_like(x[:, 0])
         outs = []
@@ -1738,22 +1536,14 @@ class Cells(nn.Module):
         return torch.stack(outs, 1)
 
 
-class Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(4, 4)
-
+class Picks(Holding, score=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = self.score(x).softmax(-1).topk(2, -1)
         return places, values * 2
 
 
 @net("picks_twice", truth=Truth(computed("first", "first.score", "second", "second.score")))
-class PicksTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Picks(), Picks()
-
+class PicksTwice(Holding, first=Picks(), second=Picks()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # torch makes a graph of its own for this, and the results of all nodes get new names
             shift, scale = x.sin(), x.cos()
@@ -1769,11 +1559,7 @@ class PicksTwice(nn.Module):
     skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
     truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
 )
-class LargestTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
-
+class LargestTwice(Holding, encoder=nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.encoder(x) * self.encoder(y).sin()
 
@@ -1781,13 +1567,12 @@ class LargestTwice(nn.Module):
 # --- what modules pass to each other ---------------------------------------------------
 
 
-class PassesNumbers(nn.Module):
+class PassesNumbers(
+    Holding,
+    counts=Apply(lambda x: (x > 0).sum(0).tolist()),
+    multiplies=Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1]),
+):
     """What passes between the two are numbers in Python, and tensors in a file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Apply(lambda x: (x > 0).sum(0).tolist())
-        self.multiplies = Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiplies(x, self.counts(x)).tanh()
@@ -1802,21 +1587,13 @@ net(
 )
 
 
-class Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 4))
-
+class Router(Holding, weight=nn.Parameter(torch.ones(3, 4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.view(-1, 4), self.weight).softmax(-1)
 
 
-class Routed(nn.Module):
+class Routed(Holding, router=Router(), experts=nn.Linear(4, 3)):
     """Flattens its input, as the router inside it does: one node does both, and what it makes goes to the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = Router(), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.router(x)
@@ -1832,21 +1609,13 @@ class Routed(nn.Module):
         {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
     ),
 )
-class HoldsRouted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.routed, self.last = nn.Linear(4, 4), Routed(), nn.Linear(4, 4)
-
+class HoldsRouted(Holding, first=nn.Linear(4, 4), routed=Routed(), last=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.routed(self.first(x)))
 
 
-class Scores(nn.Module):
+class Scores(Holding, query=nn.Linear(4, 4)):
     """Reads the size of a tensor whose transposition is merged with the next one, and is not in the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         queries = self.query(x).view(2, 3, 2, 2).transpose(1, 2)
@@ -1861,12 +1630,8 @@ class Scores(nn.Module):
     inputs=sequence,
     truth=Truth(computed("first", "first.query", "second", "second.query")),
 )
-class SharesBias(nn.Module):
+class SharesBias(Holding, first=Scores(), second=Scores()):
     """The second module adds what the first one made of that size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Scores(), Scores()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, bias = self.first(x, None)

@@ -23,7 +23,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.process.restoring import restored, turn_attention_fast_path_off
 from tests.exporting import exported, quick
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Holding, spread
 
 STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
 
@@ -139,12 +139,8 @@ def test_an_attention_with_a_forward_of_its_own_stays_as_it_is() -> None:
         assert [name for name, _ in model.named_modules()] == ["", "0", "1", "1.out_proj"]
 
 
-class Grouped(nn.Module):
+class Grouped(Holding, softmax=nn.Linear(8, 8)):
     """Calls `scaled_dot_product_attention` twice; has modules with the names of steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.softmax = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.softmax(x).unflatten(-1, (4, 2)).transpose(1, 2)
@@ -168,12 +164,8 @@ def test_a_call_of_sdpa_in_any_module_runs_in_steps(exact: bool) -> None:
     assert [name for name, _ in model.named_modules()] == ["", "0", "1", "1.softmax"]
 
 
-class Masked(nn.Module):
+class Masked(Holding, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(2))):
     """Layers that call `scaled_dot_product_attention` with one mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         for layer in self.layers:

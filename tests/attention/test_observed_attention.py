@@ -20,7 +20,7 @@ from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from tests.attention.test_attention import whole_and_in_steps
 from tests.exporting import BOTH, quick
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Holding, spread
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 # Model type → overrides, and a module with attention.
@@ -291,13 +291,8 @@ def test_in_inference_mode_attention_stays_as_it_is(caplog: pytest.LogCaptureFix
     assert ["in inference mode" in record.getMessage() for record in caplog.records] == [True]
 
 
-class NoAttention(nn.Module):
+class NoAttention(Holding, choice=nn.Parameter(torch.randn(4, 8)), codes=nn.Parameter(torch.randn(8, 8))):
     """A choice among experts by a linear map, and a codebook: products with parameters, no scores of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choice = nn.Parameter(torch.randn(4, 8))
-        self.codes = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = (x @ self.choice.T).softmax(-1)

@@ -14,14 +14,12 @@ import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.fx_calls import FxCalls
 from tests.exporting import SharedFiles, converts_loops, exported, exported_once, metadata, quick
-from tests.nets import NETS, Apply, ready, x
+from tests.nets import NETS, Apply, Holding, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Tanh()
+class Holder(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 4, bias=False), act=nn.Tanh()):
+    """Its subclasses run these parts in branches and in bodies of loops."""
 
 
 def inputs() -> dict[str, Any]:
@@ -41,12 +39,8 @@ class Branches(Holder):
         return torch.cond(x.sum() > 0, high, low, (x,))  # type: ignore[no-any-return]
 
 
-class Loops(Holder):
+class Loops(Holder, limit=nn.Sequential(nn.Sigmoid())):
     """Its condition runs a module, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.limit = nn.Sequential(nn.Sigmoid())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def again(step: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -234,12 +228,9 @@ class Waves(torch.autograd.Function):
         return graph.op("Sin", x), graph.op("Cos", x)
 
 
-class AppliesFunctions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self.function, self.again = Apply(Doubled.apply), Apply(Doubled.apply)
-
+class AppliesFunctions(
+    Holding, **{name: nn.Linear(4, 4) for name in "abc"}, function=Apply(Doubled.apply), again=Apply(Doubled.apply)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
         return self.c(one).tanh() + other

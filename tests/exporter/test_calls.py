@@ -28,7 +28,7 @@ from htp_export.model.tagged import TaggedModel
 from tests import handmade
 from tests.exporting import BOTH, SharedFiles, exported, quick
 from tests.extract.test_cutting import run_file
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 from tests.truth import Opened, equal
 
 # Each net with both exporters; where tools read what is in a file, each net with one of them.
@@ -288,12 +288,8 @@ class Measuring(nn.Module):
         return y * x.float()
 
 
-class SameInTwoCalls(nn.Module):
+class SameInTwoCalls(Holding, scale=Measuring()):
     """``scale`` does the same cast in two of its three calls: one node does the work of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Measuring()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers, others = x.to(torch.int64), x.mul(3).to(torch.int64)

@@ -35,26 +35,18 @@ from htp_export.exporter.capture.patching import Patch
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.files.protobuf_bytes import SerializedModel
 from tests.exporting import BOTH
+from tests.nets import Holding
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-
+class Block(Holding, fc=nn.Linear(8, 8), norm=nn.LayerNorm(8)):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         y = torch.relu(self.norm(self.fc(x)) + x)
         y = torch.cat([y, y], 1)[:, :8]
         return y if scale is None else y * scale
 
 
-class Net(nn.Module):
+class Net(Holding, first=Block(), second=Block(), large=nn.Linear(8, 64)):
     """Calls a module twice, has a body that torch dissolves, and a weight that is left out of the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.large = Block(), Block(), nn.Linear(8, 64)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -228,11 +220,7 @@ def test_an_error_of_the_file_is_no_fault_of_the_capture(strict: bool) -> None:
         torch.onnx.export(net(), INPUTS, FullDisk(), **options("torchscript"))
 
 
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
+class Raises(Holding, fc=nn.Linear(8, 8)):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         for _ in zip(self.fc(x), [1], strict=True):
             pass

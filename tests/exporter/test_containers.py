@@ -20,7 +20,7 @@ from htp_export.errors import InputError
 from htp_export.exporter.caches import advice_on_caches, prepare_caches
 from htp_export.format.leaves import named_tensors_in
 from tests.exporting import exported
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.truth import owners_of, untagged
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
@@ -42,12 +42,8 @@ _pytree.register_pytree_node(
 )
 
 
-class Fills(nn.Module):
+class Fills(Holding, fc=nn.Linear(4, 4)):
     """Takes a container and returns another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
         y = self.fc(x)
@@ -88,13 +84,10 @@ def with_cache(model: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.long), "past_key_values": cache}
 
 
-class Attends(nn.Module):
+class Attends(
+    Holding, config=llama(1).config, tokens=nn.Embedding(32, 16), heads=nn.Linear(16, 24), head=nn.Linear(8, 32)
+):
     """An attention that adds to a cache, as the decoders of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = llama(1).config
-        self.tokens, self.heads, self.head = nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(8, 32)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any) -> Any:
         query, key, value = self.heads(self.tokens(input_ids))[:, None].chunk(3, -1)

@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 from tests.truth import equal, fates_of, named_wrongly, run_pytorch, signatures_of, values_of
 
 Tensor = torch.Tensor
@@ -35,11 +35,7 @@ def faults(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, fold
     return wrong + wrong_parts(model, kwargs, folder / "model.onnx", folder / "part.onnx")
 
 
-class Chunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 9)
-
+class Chunk(Holding, fc=nn.Linear(4, 9)):
     def forward(self, x: Tensor) -> Any:
         p, q, r = self.fc(x).chunk(3, -1)
         return p.reshape(-1, 3), q.reshape(-1, 3), r.reshape(-1, 3)
@@ -73,11 +69,7 @@ def test_results_beside_one_that_nothing_reads_have_their_places(unread: int, ex
     assert [signatures["sum"][0].inputs[name] for name in "ab"] == outputs
 
 
-class ReadsTheSecondCall(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class ReadsTheSecondCall(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         self.fc(x)
         return self.fc(x + 1)
@@ -90,11 +82,7 @@ def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter:
     assert (len(region.call(0).nodes), len(region.call(1).nodes)) == (0, len(region.nodes))
 
 
-class GivesWhatItChanged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class GivesWhatItChanged(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
         y[:, 0] = 1.0

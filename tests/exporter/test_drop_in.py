@@ -22,7 +22,7 @@ from htp_export.exporter.capture import saving
 from tests.exporter.test_exactness import small
 from tests.exporter.test_interrupts import changed_since, state
 from tests.exporting import BOTH, SharedFiles, exported_net, metadata, quick
-from tests.nets import EXPORTERS, NETS, x
+from tests.nets import EXPORTERS, NETS, Holding, x
 from tests.same_graph import assert_same_graph
 from tests.truth import nodes_of, owners_of, tree_of, untagged, work_of
 
@@ -166,11 +166,7 @@ def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path: Path) -> No
 # --- models and arguments of every kind ---------------------------------------------------
 
 
-class Options(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Options(Holding, fc=nn.Linear(4, 4)):
     def forward(
         self,
         x: torch.Tensor,
@@ -223,11 +219,7 @@ def test_an_exported_program_lists_containers_and_has_owners_in_order_of_executi
     assert modules["layers.0.fc"]["class"] == "torch.nn.modules.linear.Linear"
 
 
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Untraceable(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
 
@@ -298,18 +290,14 @@ def test_torchscript_exports_what_torch_alone_refuses(
 # --- nothing has changed afterwards ---------------------------------------------------
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.off = nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Refuses()), nn.Dropout()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.fc(x))
-
-
 class Refuses(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("no export for this one")
+
+
+class Fails(Holding, fc=nn.Linear(4, 4), act=nn.Sequential(nn.Tanh(), Refuses()), off=nn.Dropout()):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
 
 
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode:UserWarning")

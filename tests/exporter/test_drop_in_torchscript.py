@@ -17,7 +17,7 @@ from torch.ao.nn.quantized import FloatFunctional
 
 import htp_export
 from tests import truth
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.same_graph import assert_same_graph
 from tests.truth import fates_of, inexact, tree_of, untagged, work_of
 
@@ -47,21 +47,13 @@ def engine() -> Iterator[None]:
     torch.backends.quantized.engine = before
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
-
+class Block(Holding, conv=nn.Conv2d(3, 4, 3), act=nn.ReLU()):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.conv(x))
 
 
-class Stubbed(nn.Module):
+class Stubbed(Holding, quant=quantization.QuantStub(), dequant=quantization.DeQuantStub()):
     """A model between the modules that quantize and dequantize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
 
 
 class Blocks(Stubbed):
@@ -77,11 +69,7 @@ class Blocks(Stubbed):
         return self.dequant(self.fc(self.flat(self.pool(x))))
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.plus = nn.Conv2d(4, 4, 1), nn.ReLU(), FloatFunctional()
-
+class Residual(Holding, conv=nn.Conv2d(4, 4, 1), act=nn.ReLU(), plus=FloatFunctional()):
     def forward(self, x: Tensor) -> Tensor:
         return self.plus.add(x, self.act(self.conv(x)))
 
@@ -211,11 +199,7 @@ def test_a_frozen_module_is_exported_and_ran_once(tmp_path: Path) -> None:
     assert (untagged(file), tree_of(file)[""]["calls"]) == ([], 1)
 
 
-class BringsArguments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
+class BringsArguments(Holding, fc=nn.Linear(4, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.fc(x))
 
@@ -240,11 +224,7 @@ class ReadsPairs(nn.Module):
         return sum((key * value for key, value in pairs.items()), start=torch.zeros(2))
 
 
-class HoldsPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads, self.act = ReadsPairs(), nn.Tanh()
-
+class HoldsPairs(Holding, reads=ReadsPairs(), act=nn.Tanh()):
     def forward(self, x: Tensor, pairs: dict[Tensor, Tensor]) -> Tensor:
         return self.act(self.reads(pairs) + x)
 

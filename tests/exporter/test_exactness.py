@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tests.exporting import SharedFiles, exported, exported_net, of_type, quick
-from tests.nets import EXPORTERS, NETS, Net, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, Net, spread, x
 from tests.truth import (
     Judge,
     constants_of,
@@ -229,11 +229,7 @@ def test_the_judge_finds_out_whether_an_expanded_result_is_read(read: bool, tmp_
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return x.cos(), x.mean(0).expand(2, 4)
 
-    class Holds(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.expands = Expands()
-
+    class Holds(Holding, expands=Expands()):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, second = self.expands(x)
             return first * second if read else first

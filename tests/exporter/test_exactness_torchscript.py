@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, metadata
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import Apply, ready, x
+from tests.nets import Apply, Holding, ready, x
 from tests.truth import fates_of, inexact, owners_by_type, owners_of, tree_of
 
 Tensor = torch.Tensor
@@ -23,20 +23,12 @@ Tensor = torch.Tensor
 # --- transpositions that torch joins ---------------------------------------------------
 
 
-class TurnsAround(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.s = nn.Sequential(nn.Conv1d(8, 8, 1))
-
+class TurnsAround(Holding, s=nn.Sequential(nn.Conv1d(8, 8, 1))):
     def forward(self, x: Tensor) -> Tensor:
         return self.s(x.transpose(1, 2)).transpose(1, 2)
 
 
-class TurnsTheResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.norm = TurnsAround(), nn.LayerNorm(8)
-
+class TurnsTheResult(Holding, c=TurnsAround(), norm=nn.LayerNorm(8)):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
 
@@ -49,11 +41,7 @@ def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Tanh(), *(permute(*order) for order in orders), nn.Sigmoid())
 
 
-class Turned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Turned(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x).tanh().t()
 
@@ -174,14 +162,13 @@ def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(
     assert wrong_parts(model, kwargs, tmp_path / "model.onnx", tmp_path / "part.onnx") == []
 
 
-class LeakyPairs(nn.Module):
+class LeakyPairs(
+    Holding,
+    a=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)),
+    b=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True)),
+    weight=nn.Parameter(torch.zeros(4, 2)),
+):
     """Operations in place that differ in a constant alone, each read by an operation for which torch puts another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True))
-        self.b = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True))
-        self.weight = nn.Parameter(torch.zeros(4, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.a(x).chunk(2, 1)
@@ -221,11 +208,7 @@ def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(
     assert inexact(model, kwargs, file) == []
 
 
-class ShiftsThenLooksUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts, self.table = Apply(lambda x: (x >> 1) << 2), nn.Embedding(64, 4)
-
+class ShiftsThenLooksUp(Holding, shifts=Apply(lambda x: (x >> 1) << 2), table=nn.Embedding(64, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.table(self.shifts(x) + (x << 1))
 
@@ -243,11 +226,7 @@ def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
 # --- hooks of the user ---------------------------------------------------
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
-
+class Chain(Holding, first=nn.Linear(4, 4), extra=nn.Linear(4, 4), second=nn.Tanh()):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)).abs()
 

@@ -17,7 +17,7 @@ import htp_export
 from htp_export.format.leaves import containers_in, named_leaves
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
 from tests.exporting import BOTH, exported, exported_net
-from tests.nets import NETS, ready, spread, x
+from tests.nets import NETS, Holding, ready, spread, x
 from tests.truth import equal, signatures_of, values_of
 
 
@@ -39,20 +39,12 @@ def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path,
     assert (result.ok, result.modules["cell"].status, result.modules["out"].status) == (True, "agrees", "agrees")
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Layer(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, *rest: torch.Tensor, scale: torch.Tensor, pair: Any = None) -> Any:
         return {"hidden": self.fc(x) * scale + rest[0], "pair": (pair[0].tanh(), pair[1] * 3)}
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-
+class Model(Holding, layer=Layer()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         once = self.layer(x, y, scale=x * 2, pair=(y, x))
@@ -78,13 +70,8 @@ class Sum(nn.Module):
         return one.exp() + other
 
 
-class PlainTensor(nn.Module):
+class PlainTensor(Holding, layer=Sum(), table=torch.arange(8.0).reshape(2, 4)):
     """Gives a module a tensor that the tracer has never seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Sum()
-        self.table = torch.arange(8.0).reshape(2, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x, self.table) + self.table
@@ -201,12 +188,8 @@ def test_a_layer_that_returns_the_cache_has_all_of_it() -> None:
     assert found["layers.1"].outputs[1:] == (new[0], new[1], old[2])
 
 
-class Twice(nn.Module):
+class Twice(Holding, layer=Stateful(0)):
     """Makes its cache itself, and calls one layer twice with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Stateful(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states = States([x.sin()])

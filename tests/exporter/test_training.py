@@ -15,7 +15,7 @@ from torch.ao import quantization
 import htp_export
 from htp_export.errors import InputError, SelectorError
 from tests.exporting import BOTH, quick
-from tests.nets import EXPORTERS, x
+from tests.nets import EXPORTERS, Holding, x
 from tests.truth import inexact, nodes_of, owners_of, untagged, values_of
 
 pytestmark = [
@@ -24,11 +24,7 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.fc = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Linear(4, 5)
-
+class Net(Holding, conv=nn.Conv2d(3, 4, 3), act=nn.ReLU(), fc=nn.Linear(4, 5)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.conv(x)).mean((2, 3)))
 

@@ -16,15 +16,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import htp_export
 from htp_export.errors import OnnxRuntimeError
 from tests.exporting import BOTH, exported, quick
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 from tests.truth import inexact, tree_of, work_of
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.out = nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)
-
+class Block(Holding, fc=nn.Linear(4, 4), act=nn.GELU(), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.act(self.fc(x))) + x
 
@@ -47,15 +43,14 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-class LowRank(nn.Module):
+class LowRank(
+    Holding,
+    base_layer=nn.Linear(4, 4),
+    lora_dropout=nn.ModuleDict({"default": nn.Dropout(0.1)}),
+    lora_A=nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)}),
+    lora_B=nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)}),
+):
     """A linear layer with a low-rank addition, in the shape that PEFT gives it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(4, 4)
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.1)})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = self.lora_A["default"](self.lora_dropout["default"](x))
@@ -76,12 +71,8 @@ def sharing_a_parametrization() -> nn.Module:
     return Two(symmetric(linear(), mirror), symmetric(linear(), mirror))
 
 
-class WithCachedWeights(nn.Module):
+class WithCachedWeights(Holding, inner=symmetric(linear())):
     """Calls a module twice with its parametrized weights computed once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = symmetric(linear())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():

@@ -13,7 +13,7 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo, module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import BOTH, exported
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -30,11 +30,7 @@ class EmptyName(nn.Module):
         return self.fc(first(x).sin())
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = nn.Linear(4, 4)
-
+class Inner(Holding, b=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(x).sin()
 

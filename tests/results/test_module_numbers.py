@@ -23,27 +23,19 @@ from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported_once
 from tests.handmade import with_function
-from tests.nets import x
+from tests.nets import Holding, x
 
 
-class Folded(nn.Module):
+class Folded(Holding, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), act=nn.ReLU()):
     """A convolution into which a batch normalisation is folded: 216 + 8 and 8 + 8 parameters, 224 weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.act(self.norm(self.conv(x)))
         return out
 
 
-class Mlp(nn.Module):
+class Mlp(Holding, up=nn.Linear(8, 16), down=nn.Linear(16, 8)):
     """8 · 16 + 16 and 16 · 8 + 8 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(torch.relu(self.up(x)))
@@ -70,12 +62,8 @@ class Tied(nn.Module):
         return out
 
 
-class Branches(nn.Module):
+class Branches(Holding, high=nn.Linear(4, 4), low=nn.Linear(4, 4)):
     """One layer in each branch: 2 · (16 + 4) parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.high, self.low = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x), lambda x: self.low(x), (x,))
