@@ -31,14 +31,13 @@ class Truth:
     merged: dict[str, Owners] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Net:
-    """One trap.
+@dataclass(frozen=True, kw_only=True)
+class Net(Truth):
+    """One trap, and what holds with both exporters.
 
     Attributes:
         name: What the trap is.
         build: Makes the model, in eval mode, and its keyword inputs.
-        truth: What holds with both exporters.
         dynamo: What holds besides under dynamo.
         torchscript: What holds besides under TorchScript.
         skip: Exporters that torch itself cannot use for it.
@@ -47,7 +46,6 @@ class Net:
 
     name: str
     build: Callable[[], tuple[nn.Module, dict[str, Any]]]
-    truth: Truth = Truth()
     dynamo: Truth = Truth()
     torchscript: Truth = Truth()
     skip: frozenset[str] = frozenset()
@@ -56,8 +54,7 @@ class Net:
     def facts(self, exporter: str) -> Truth:
         """What is certain with one exporter."""
         more: Truth = getattr(self, exporter)
-        ours = self.truth
-        return Truth({**ours.fates, **more.fates}, {**ours.owners, **more.owners}, {**ours.merged, **more.merged})
+        return Truth({**self.fates, **more.fates}, {**self.owners, **more.owners}, {**self.merged, **more.merged})
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """Arguments of the export that make the dynamic dimensions dynamic."""
@@ -112,7 +109,7 @@ def net(
             model = make()
             return (model if equal else spread(model)).eval(), inputs()
 
-        NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+        NETS[name] = Net(name=name, build=build, skip=frozenset(skip), **facts)
         return make
 
     return put(make) if make else put
@@ -164,7 +161,8 @@ class Apply(nn.Module):
 
 @net(
     "siblings",
-    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
+    fates=computed("", "first", "second"),
+    owners={"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]},
 )
 class Siblings(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -189,34 +187,25 @@ net(
     lambda: nn.Sequential(Region(), Region(), Region()),
     row,
     skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
-    truth=Truth(
-        computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
-        {
-            "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
-            "Gelu": [("0.act",), ("1.act",), ("2.act",)],
-            "Add": [("0",), ("1",), ("2",)],
-        },
-    ),
+    fates=computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
+    owners={
+        "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
+        "Gelu": [("0.act",), ("1.act",), ("2.act",)],
+        "Add": [("0",), ("1",), ("2",)],
+    },
 )
 
 
 # Equal work on the same input is done once, for both.
-net(
-    "equal_siblings",
-    equal_siblings,
-    equal=True,
-    truth=Truth(computed(""), {"Tanh": [("",)], "Mul": [("",)]}),
-)
+net("equal_siblings", equal_siblings, equal=True, fates=computed(""), owners={"Tanh": [("",)], "Mul": [("",)]})
 
 
 @net(
     "twin_branches",
     inputs=lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
     equal=True,
-    truth=Truth(
-        computed("left.0", "right.0", "left.2", "right.2"),
-        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
-    ),
+    fates=computed("left.0", "right.0", "left.2", "right.2"),
+    owners={"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
 )
 class Twins(nn.Module):
     """Equal parameters, different inputs: equal weights may be merged, the work may not."""
@@ -231,7 +220,7 @@ class Twins(nn.Module):
         return self.left(x) + self.right(y)
 
 
-@net("called_twice", truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}))
+@net("called_twice", fates=computed("fc", "act"), owners={"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]})
 class Twice(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.fc(x)))
@@ -239,10 +228,8 @@ class Twice(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
 
 @net(
     "loop_of_three",
-    truth=Truth(
-        computed("block", "block.0", "block.1"),
-        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
-    ),
+    fates=computed("block", "block.0", "block.1"),
+    owners={"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
 )
 class Loop(Holding, block=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -251,7 +238,7 @@ class Loop(Holding, block=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
         return x
 
 
-@net("two_names", truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}))
+@net("two_names", fates=computed("", "one"), owners={"Gemm": [("one",), ("one",)], "Tanh": [("",)]})
 class TwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -274,10 +261,8 @@ class Holder(nn.Module):
 # The second parent must own its work too, though the path of what it holds lies under the first.
 @net(
     "two_parents",
-    truth=Truth(
-        computed("left", "right", "left.shared"),
-        {"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
-    ),
+    fates=computed("left", "right", "left.shared"),
+    owners={"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
 )
 class TwoParents(nn.Module):
     def __init__(self) -> None:
@@ -292,10 +277,8 @@ class TwoParents(nn.Module):
 @net(
     "tied_weights",
     inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("embed", "norm", "head"),
-        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
-    ),
+    fates=computed("embed", "norm", "head"),
+    owners={"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
 )
 class TiedWeights(nn.Module):
     def __init__(self, words: int = 9, width: int = 4) -> None:
@@ -308,7 +291,7 @@ class TiedWeights(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
 
-@net("calls_itself", truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
+@net("calls_itself", fates=computed("fc"), owners={"Gemm": [("fc",), ("fc",)]})
 class Recursive(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         return self(self.fc(x).tanh(), depth - 1) if depth else x
@@ -402,32 +385,27 @@ class LoopOfHolders(nn.Module):
 net(
     "uneven_calls",
     Uneven,
-    truth=Truth(
-        computed("", "block", "block.fc", "block.extra", "block.extra.0", "block.extra.1"),
-        {"Gemm": [*[("block.fc",)] * 4, ("block.extra.0",)], "Sin": [("block",)] * 4},
-    ),
+    fates=computed("", "block", "block.fc", "block.extra", "block.extra.0", "block.extra.1"),
+    owners={"Gemm": [*[("block.fc",)] * 4, ("block.extra.0",)], "Sin": [("block",)] * 4},
 )
 net(
     "child_calls_itself",
     CallsChildThatCallsItself,
-    truth=Truth(computed("", "deeper", "deeper.fc", "deeper.act"), {"Gemm": [("deeper.fc",)] * 4}),
+    fates=computed("", "deeper", "deeper.fc", "deeper.act"),
+    owners={"Gemm": [("deeper.fc",)] * 4},
 )
 net(
     "child_of_two_parents",
     TwoHolders,
-    truth=Truth(
-        computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
-        {"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
-    ),
+    fates=computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
+    owners={"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
 )
 net(
     "called_from_outside",
     Outside,
-    truth=Truth(
-        computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
-    ),
+    fates=computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
 )
-net("two_parents_in_a_loop", LoopOfHolders, truth=Truth(computed("", "first", "first.fc", "first.act", "second")))
+net("two_parents_in_a_loop", LoopOfHolders, fates=computed("", "first", "first.fc", "first.act", "second"))
 
 
 # --- merged by the exporters ---------------------------------------------------
@@ -445,11 +423,9 @@ net(
     "conv_bn_relu",
     conv_bn_relu,
     image,
-    truth=Truth(
-        {"0": "fused", "1": "fused", **computed("", "2", "3")},
-        {"Conv": [("0", "1"), ("3",)], "Relu": [("2",)]},
-        {"0": ("1",), "1": ("0",)},
-    ),
+    fates={"0": "fused", "1": "fused", **computed("", "2", "3")},
+    owners={"Conv": [("0", "1"), ("3",)], "Relu": [("2",)]},
+    merged={"0": ("1",), "1": ("0",)},
 )
 
 
@@ -457,7 +433,7 @@ def bn_conv() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.ReLU())
 
 
-net("bn_before_conv", bn_conv, image, truth=Truth(computed("2"), {"Relu": [("2",)]}))
+net("bn_before_conv", bn_conv, image, fates=computed("2"), owners={"Relu": [("2",)]})
 
 
 class MaskedLayer(Holding, fc=nn.Linear(4, 4)):
@@ -477,10 +453,8 @@ net(
     "mask_made_in_every_layer",
     SharedMask,
     lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
-    truth=Truth(
-        {"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
-        {"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
-    ),
+    fates={"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
+    owners={"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
 )
 
 
@@ -509,10 +483,8 @@ class GainBlock(nn.Module):
 @net(
     "merged_work_read_in_both_blocks",
     inputs=lambda: {"x": x(2, 4), "g": x(2, 4)},
-    truth=Truth(
-        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
-        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
-    ),
+    fates=computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
+    owners={"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
 )
 class MergedGains(Holding, blocks=nn.ModuleList([GainBlock(True), GainBlock(False)])):
     """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
@@ -531,10 +503,8 @@ class CastThenScale(Holding, weight=nn.Parameter(torch.ones(3))):
 @net(
     "same_cast_in_two_siblings",
     inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("first", "second"),
-        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
-    ),
+    fates=computed("first", "second"),
+    owners={"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
 )
 class SharedCast(Holding, first=CastThenScale(), second=CastThenScale()):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -549,7 +519,8 @@ net(
     "reshapes_that_meet",
     lambda: nn.Sequential(nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()),
     row,
-    truth=Truth(computed("0", "3"), {"Tanh": [("0",)], "Sigmoid": [("3",)]}),
+    fates=computed("0", "3"),
+    owners={"Tanh": [("0",)], "Sigmoid": [("3",)]},
     dynamo=Truth({"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}),
 )
 
@@ -557,7 +528,7 @@ net(
 @net(
     "shapes_that_come_back",
     inputs=lambda: {"x": x(2, 2, 2)},
-    truth=Truth(computed("flat", "last")),
+    fates=computed("flat", "last"),
     dynamo=Truth(
         {"same": "identity", "there": "fused", "back": "fused"},
         {"Reshape": [("flat",), ("last",)]},
@@ -588,9 +559,8 @@ net(
     "transposes_that_cancel",
     lambda: nn.Sequential(nn.Tanh(), turn(), turn(), nn.Sigmoid()),
     row,
-    truth=Truth(
-        {"1": "fused", "2": "fused", **computed("0", "3")}, {"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []}
-    ),
+    fates={"1": "fused", "2": "fused", **computed("0", "3")},
+    owners={"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []},
 )
 
 
@@ -599,10 +569,8 @@ net(
 
 @net(
     "dead_branch_and_unused_module",
-    truth=Truth(
-        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
-        {"Gemm": [("main",)]},
-    ),
+    fates={"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+    owners={"Gemm": [("main",)]},
 )
 class DeadBranch(Holding, main=nn.Linear(4, 4), dead=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), unused=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -629,12 +597,9 @@ class Schedule(Holding, scale=Scale(), fc=nn.Linear(4, 4)):
         return self.fc(x) * self.scale(x)
 
 
-net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, truth=Truth(computed("", "fc")))
+net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, fates=computed("", "fc"))
 net(
-    "scale_folded_away",
-    Schedule,
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)]}),
-    dynamo=Truth({"scale": "constant"}),
+    "scale_folded_away", Schedule, fates=computed("fc"), owners={"Gemm": [("fc",)]}, dynamo=Truth({"scale": "constant"})
 )
 
 
@@ -646,25 +611,28 @@ net(
     "dropout_and_identity",
     identities,
     row,
-    truth=Truth({"1": "identity", "2": "identity", **computed("0", "3")}, {"Gemm": [("0",)], "Tanh": [("3",)]}),
+    fates={"1": "identity", "2": "identity", **computed("0", "3")},
+    owners={"Gemm": [("0",)], "Tanh": [("3",)]},
 )
 
 
-net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
+net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, fates={"0": "identity"})
 
 
 net(
     "identity_at_the_end",
     lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
     row,
-    truth=Truth({"0": "computed", "1": "identity"}, {"Gemm": [("0",)]}),
+    fates={"0": "computed", "1": "identity"},
+    owners={"Gemm": [("0",)]},
 )
 
 
 @net(
     "inputs_that_nothing_reads",
     inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
-    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
+    fates=computed("", "scale", "fc"),
+    owners={"Gemm": [("fc",), ("scale",)], "Sin": [("",)]},
 )
 class SkipsInputs(Holding, scale=nn.Linear(4, 4), fc=nn.Linear(4, 4)):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
@@ -682,10 +650,7 @@ class SpreadsWeights(Holding, score=nn.Linear(4, 4), value=nn.Linear(4, 4)):
         return self.value(x) * weights, averaged, x.sum(0)
 
 
-@net(
-    "expanded_result_that_nobody_reads",
-    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
-)
+@net("expanded_result_that_nobody_reads", fates=computed("", "attention", "attention.score", "attention.value", "head"))
 class DropsSpreadWeights(Holding, attention=SpreadsWeights(), head=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
@@ -704,10 +669,8 @@ net(
     "nested_sequentials",
     nested,
     row,
-    truth=Truth(
-        computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
-        {"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
-    ),
+    fates=computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
+    owners={"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
 )
 
 ODD_KEYS = ("a/b", "a-b", "a::b", "a;b", "a b", "ä%2F", "a")
@@ -728,26 +691,23 @@ class OddKeys(nn.Module):
 net(
     "odd_keys",
     lambda: OddKeys(ODD_KEYS),
-    truth=Truth(
-        computed(*(f"by_name.{key}" for key in ODD_KEYS)),
-        {"Gemm": [(f"by_name.{key}",) for key in ("a", *ODD_KEYS)]},
-    ),
+    fates=computed(*(f"by_name.{key}" for key in ODD_KEYS)),
+    owners={"Gemm": [(f"by_name.{key}",) for key in ("a", *ODD_KEYS)]},
 )
 
 # torch writes the second call of "a" as "a@1".
 net(
     "at_sign_in_a_key",
     lambda: OddKeys(("a@1", "a")),
-    truth=Truth(computed("by_name.a", "by_name.a@1"), {"Gemm": [("by_name.a",), ("by_name.a@1",), ("by_name.a",)]}),
+    fates=computed("by_name.a", "by_name.a@1"),
+    owners={"Gemm": [("by_name.a",), ("by_name.a@1",), ("by_name.a",)]},
 )
 
 
 @net(
     "names_that_end_alike",
-    truth=Truth(
-        computed("linear", "inner.linear", "linear_1"),
-        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
-    ),
+    fates=computed("linear", "inner.linear", "linear_1"),
+    owners={"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
 )
 class SameEnd(nn.Module):
     """`inner.linear` and `linear`: TorchScript cuts both to the same name."""
@@ -777,7 +737,8 @@ class Codec(Holding, fc=nn.Linear(4, 4)):
 # `codec` never runs: what its method computes belongs to its caller, and its child runs.
 @net(
     "a_method_that_is_not_forward",
-    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+    fates={"codec": "uncalled", **computed("", "codec.fc")},
+    owners={"Gemm": [("codec.fc",)], "Tanh": [("",)]},
 )
 class OtherMethod(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -786,10 +747,8 @@ class OtherMethod(Holding, codec=Codec()):
 
 @net(
     "forward_called_directly",
-    truth=Truth(
-        {"codec": "uncalled", **computed("codec.fc")},
-        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
-    ),
+    fates={"codec": "uncalled", **computed("codec.fc")},
+    owners={"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
 )
 class DirectForward(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -798,10 +757,8 @@ class DirectForward(Holding, codec=Codec()):
 
 @net(
     "no_grad_inside",
-    truth=Truth(
-        computed("frozen", "frozen.0", "frozen.1", "head"),
-        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
-    ),
+    fates=computed("frozen", "frozen.0", "frozen.1", "head"),
+    owners={"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
 )
 class NoGrad(Holding, frozen=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -823,14 +780,15 @@ def pre_hooked() -> nn.Module:
 
 
 # A hook of the user's changes what the module gives back, or what it is given.
-net("forward_hook_that_computes", forward_hooked, truth=Truth(computed("first", "second"), {"Exp": [("first",)]}))
-net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"), {"Cos": [("",)]}))
+net("forward_hook_that_computes", forward_hooked, fates=computed("first", "second"), owners={"Exp": [("first",)]})
+net("pre_hook_that_computes", pre_hooked, fates=computed("first", "second"), owners={"Cos": [("",)]})
 
 
 @net(
     "checkpointed",
     skip=("torchscript",),
-    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
+    fates=computed("fc", "head"),
+    owners={"Gemm": [("fc",), ("head",)], "Tanh": [("",)]},
 )
 class Checkpointed(Holding, fc=nn.Linear(4, 4), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -851,7 +809,8 @@ net(
     "autograd_function",
     lambda: nn.Sequential(nn.Linear(4, 4), Apply(Doubling.apply), Apply(Doubling.apply)),
     row,
-    truth=Truth(computed("0", "1", "2"), {"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]}),
+    fates=computed("0", "1", "2"),
+    owners={"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]},
 )
 
 
@@ -863,10 +822,8 @@ class Branches(nn.Module):
 @net(
     "cond",
     skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "again"),
-        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
-    ),
+    fates=computed("fc", "choose", "again"),
+    owners={"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
 )
 class Cond(Holding, fc=nn.Linear(4, 4), choose=Branches(), again=Branches()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -887,16 +844,14 @@ class CondOverSelf(Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 
 @net(
     "cond_over_self",
     skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "choose.up", "choose.down"),
-        {
-            "If": [("choose",)],
-            "Gemm": [("fc",), ("choose.up",), ("choose.down",)],
-            "Tanh": [("choose",)],
-            "Mul": [("choose",)],  # these read a parameter of the module's own, and give back the branch's result
-            "Sub": [("choose",)],
-        },
-    ),
+    fates=computed("fc", "choose", "choose.up", "choose.down"),
+    owners={
+        "If": [("choose",)],
+        "Gemm": [("fc",), ("choose.up",), ("choose.down",)],
+        "Tanh": [("choose",)],
+        "Mul": [("choose",)],  # these read a parameter of the module's own, and give back the branch's result
+        "Sub": [("choose",)],
+    },
 )
 class HoldsCond(Holding, fc=nn.Linear(4, 4), choose=CondOverSelf()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -913,18 +868,16 @@ class Block(
 @net(
     "modules_in_branches",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
-        {
-            "If": [("",)],
-            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
-            "Sin": [("block.act",)] + [("both.act",)] * 3,
-            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
-            "Cos": [("",)],
-            "Exp": [("act",)],
-            "Abs": [("",)],
-        },
-    ),
+    fates=computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
+    owners={
+        "If": [("",)],
+        "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
+        "Sin": [("block.act",)] + [("both.act",)] * 3,
+        "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
+        "Cos": [("",)],
+        "Exp": [("act",)],
+        "Abs": [("",)],
+    },
 )
 class ModulesInBranches(Holding, block=Block(), act=Apply(lambda x: x.exp() + 3.0), both=Block()):
     """Modules with and without parameters and with others inside; one runs in both branches, and twice in one."""
@@ -955,15 +908,13 @@ class BranchesInside(Holding, block=Block(), inner=Block()):
 @net(
     "branches_inside_branches",
     skip=("torchscript",),
-    truth=Truth(
-        computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
-        {
-            "Exp": [("one",), ("two",)],
-            "Sin": [("one.block.act",)] + [("one.inner.act",)] * 2 + [("two.block.act",)] + [("two.inner.act",)] * 2,
-            "Cos": [("one",), ("two",)],
-            "If": [("one",), ("one",), ("two",), ("two",)],
-        },
-    ),
+    fates=computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
+    owners={
+        "Exp": [("one",), ("two",)],
+        "Sin": [("one.block.act",)] + [("one.inner.act",)] * 2 + [("two.block.act",)] + [("two.inner.act",)] * 2,
+        "Cos": [("one",), ("two",)],
+        "If": [("one",), ("one",), ("two",), ("two",)],
+    },
 )
 class HoldsBranchesInside(Holding, one=BranchesInside(), two=BranchesInside()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -973,10 +924,8 @@ class HoldsBranchesInside(Holding, one=BranchesInside(), two=BranchesInside()):
 @net(
     "outside_and_in_a_branch",
     skip=("torchscript",),
-    truth=Truth(
-        computed("block", "block.fc", "block.act"),
-        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
-    ),
+    fates=computed("block", "block.fc", "block.act"),
+    owners={"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
 )
 class OutsideAndInBranch(Holding, block=Block()):
     """Runs a module before a branch, in it, and after it."""
@@ -1002,20 +951,20 @@ class Bare(nn.Module):
 
 @net(
     "graph_modules",
-    truth=Truth(
-        computed("", "one", "one.fc", "bare", "head"),
-        {
-            "Sin": [("one",), ("one",)],
-            "Gemm": [("one.fc",), ("one.fc",), ("head",)],
-            "Tanh": [("one",), ("one",)],
-            "Cos": [("bare",)],
-            "Exp": [("",)],
-        },
-    ),
+    fates=computed("", "one", "one.fc", "bare", "head"),
+    owners={
+        "Sin": [("one",), ("one",)],
+        "Gemm": [("one.fc",), ("one.fc",), ("head",)],
+        "Tanh": [("one",), ("one",)],
+        "Cos": [("bare",)],
+        "Exp": [("",)],
+    },
 )
-class HoldsGraphModules(
-    Holding, one=torch.fx.symbolic_trace(Traced()), bare=torch.fx.symbolic_trace(Bare()), head=nn.Linear(4, 3)
-):
+class HoldsGraphModules(Holding, head=nn.Linear(4, 3)):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             y = self.one(x)
@@ -1029,7 +978,11 @@ class KeepsModules(torch.fx.Tracer):
         return isinstance(m, (Block, torch.fx.GraphModule)) or super().is_leaf_module(m, module_qualified_name)
 
 
-class ForNested(Holding, inner=torch.fx.symbolic_trace(Traced()), block=Block()):
+class ForNested(Holding, block=Block()):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.fx.symbolic_trace(Traced())
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.block(x).exp()).abs()
 
@@ -1043,18 +996,14 @@ net(
     "graph_module_in_a_graph_module",
     lambda: nn.Sequential(nested_graph_module(), nn.Tanh()),
     row,
-    truth=Truth(
-        computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
-        {"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
-    ),
+    fates=computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
+    owners={"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
 )
 net(
     "graph_module_as_the_model",
     nested_graph_module,
-    truth=Truth(
-        computed("", "inner", "inner.fc", "block", "block.act"),
-        {"Abs": [("",)], "Exp": [("",)], "Sin": [("block.act",), ("inner",)]},
-    ),
+    fates=computed("", "inner", "inner.fc", "block", "block.act"),
+    owners={"Abs": [("",)], "Exp": [("",)], "Sin": [("block.act",), ("inner",)]},
 )
 
 
@@ -1068,10 +1017,8 @@ class Pair(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 2)):
 
 @net(
     "dict_of_tuples",
-    truth=Truth(
-        computed("", "pair", "pair.a", "pair.b", "norm"),
-        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
-    ),
+    fates=computed("", "pair", "pair.a", "pair.b", "norm"),
+    owners={"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
 )
 class Structured(Holding, pair=Pair(), norm=nn.LayerNorm(4)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
@@ -1082,7 +1029,8 @@ class Structured(Holding, pair=Pair(), norm=nn.LayerNorm(4)):
 @net(
     "nested_inputs",
     inputs=lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
+    fates=computed("fc"),
+    owners={"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]},
 )
 class NestedInputs(Holding, fc=nn.Linear(4, 4)):
     def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
@@ -1098,10 +1046,8 @@ class Together(Holding, fc=nn.Linear(4, 4)):
 
 @net(
     "input_beside_something_new",
-    truth=Truth(
-        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
-        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
-    ),
+    fates={"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
+    owners={"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
 )
 class PassesThrough(Holding, one=Together(), two=Together(), head=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1109,7 +1055,7 @@ class PassesThrough(Holding, one=Together(), two=Together(), head=nn.Sigmoid()):
         return self.head(same) * new
 
 
-@net("same_tensor_twice_and_an_input_returned", truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
+@net("same_tensor_twice_and_an_input_returned", fates=computed("fc"), owners={"Gemm": [("fc",)]})
 class ReturnsTwice(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = self.fc(x)
@@ -1128,7 +1074,8 @@ net(
     "in_place",
     lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), InPlace(), nn.Linear(4, 4)),
     row,
-    truth=Truth(computed("0", "1", "2", "3"), {"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]}),
+    fates=computed("0", "1", "2", "3"),
+    owners={"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]},
 )
 
 
@@ -1143,7 +1090,8 @@ class FillsPart(nn.Module):
 @net(
     "filled_in_parts",
     inputs=lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
+    fates=computed("key", "value", "fill", "head"),
+    owners={"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2},
 )
 class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=FillsPart(), head=nn.Linear(4, 4)):
     """Nothing but changes of parts leads from some modules to the result."""
@@ -1157,7 +1105,7 @@ class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=Fil
         return self.head(self.fill(out, value[:, 2])) + before
 
 
-@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}))
+@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, fates=computed("fc", "fill"), owners={"Cos": [("fill",)]})
 class FilledLast(Holding, fc=nn.Linear(4, 4), fill=FillsPart()):
     """What is changed in part is what the model returns; and a constant beside it."""
 
@@ -1173,7 +1121,8 @@ net(
     "view_after_a_change",
     lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)),
     lambda: {"input": x(1, 4, 1, 1)},
-    truth=Truth(computed("0", "1", "2", "3"), {"Relu": [("1",)], "Gemm": [("3",)]}),
+    fates=computed("0", "1", "2", "3"),
+    owners={"Relu": [("1",)], "Gemm": [("3",)]},
 )
 
 
@@ -1204,7 +1153,7 @@ class ViewsOfChanged(
         return self.head(y) + z.mean(), self.split(z)
 
 
-@net("parts_of_a_changed_tensor", truth=Truth(computed("norm", "act", "parts", "one")), skip=("torchscript",))
+@net("parts_of_a_changed_tensor", fates=computed("norm", "act", "parts", "one"), skip=("torchscript",))
 class PartsOfChanged(
     Holding,
     norm=nn.LayerNorm(4),
@@ -1225,7 +1174,8 @@ net(
     "cell_then_views",
     lambda: nn.Sequential(nn.GRUCell(4, 4), unflat(4, 2), nn.Linear(2, 3)),
     row,
-    truth=Truth(computed("0", "1", "2"), {"Reshape": [("1",)]}),
+    fates=computed("0", "1", "2"),
+    owners={"Reshape": [("1",)]},
 )
 
 
@@ -1233,9 +1183,8 @@ net(
 @net(
     "changes_of_views",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
-    ),
+    fates=computed("", "fc", "flat", "act", "head"),
+    owners={"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]},
 )
 class ChangesOfViews(
     Holding,
@@ -1258,7 +1207,9 @@ class ChangesOfViews(
 @net(
     "view_before_a_change",
     skip=("torchscript",),
-    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
+    fates={"flat": "fused", **computed("", "fc", "act", "head")},
+    owners={"Reshape": [("",)]},
+    merged={"flat": ("",)},
 )
 class ViewThenChange(Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReLU(inplace=True), head=nn.Linear(8, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1284,7 +1235,8 @@ net(
         ShiftsAndReads(),
     ),
     lambda: {"input": x(2, 4, 2, 3)},
-    truth=Truth(computed("0", "0.2", "1", "1.norm", "1.head"), {"Sin": [("1",)]}),
+    fates=computed("0", "0.2", "1", "1.norm", "1.head"),
+    owners={"Sin": [("1",)]},
     dynamo=Truth(owners={"Reshape": [("0.2",), ("1",), ("1",)]}),
     torchscript=Truth(owners={"Reshape": [("0.2",)]}),
 )
@@ -1293,10 +1245,8 @@ net(
 @net(
     "tensor_changed_under_a_view_that_is_read",
     skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
-    truth=Truth(
-        computed("", "fc", "turn", "block", "head"),
-        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
-    ),
+    fates=computed("", "fc", "turn", "block", "head"),
+    owners={"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
 )
 class ChangesUnderAView(
     Holding,
@@ -1314,10 +1264,8 @@ class ChangesUnderAView(
 @net(
     "view_changed_read_and_returned",
     inputs=lambda: {"x": x(2, 4, 2, 4)},
-    truth=Truth(
-        computed("fc", "turn", "block", "block.0", "after", "head"),
-        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
-    ),
+    fates=computed("fc", "turn", "block", "block.0", "after", "head"),
+    owners={"Exp": [("block.0",)], "Sigmoid": [("after",)]},
     dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
 )
 class ChangesReadsAndReturns(
@@ -1345,13 +1293,15 @@ net(
     "argument_made_its_own_type",
     lambda: nn.Sequential(ToOwnType(), nn.Tanh()),
     row,
-    truth=Truth(computed("0", "0.fc"), {"Sin": [("0",)], "Gemm": [("0.fc",)]}),
+    fates=computed("0", "0.fc"),
+    owners={"Sin": [("0",)], "Gemm": [("0.fc",)]},
 )
 
 
 @net(
     "an_output_that_nobody_uses",
-    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
+    fates=computed("qkv", "split", "act"),
+    owners={"Gemm": [("qkv",)], "Sigmoid": [("act",)]},
 )
 class UsesSomeHeads(Holding, qkv=nn.Linear(4, 6), split=Apply(lambda x: x.chunk(3, dim=-1)), act=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1364,7 +1314,8 @@ net(
     # As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing.
     lambda: nn.Sequential(nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()),
     lambda: {"input": x(1, 2, 8, 8)},
-    truth=Truth(computed("1", "2"), {"Conv": [("1",)], "Relu": [("2",)]}),
+    fates=computed("1", "2"),
+    owners={"Conv": [("1",)], "Relu": [("2",)]},
     dynamo=Truth({"0": "identity"}),
 )
 
@@ -1388,10 +1339,8 @@ class SplitMerge(nn.Module):
     "positions_from_shapes",
     inputs=sequence,
     dynamic={"x": {0: "batch", 1: "length"}},
-    truth=Truth(
-        computed("positions", "positions.table", "one", "fc", "two"),
-        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
-    ),
+    fates=computed("positions", "positions.table", "one", "fc", "two"),
+    owners={"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
 )
 class ShapesEverywhere(Holding, positions=FromShape(), one=SplitMerge(), fc=nn.Linear(4, 4), two=SplitMerge()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1410,11 +1359,11 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.norm(x))[0])
 
 
-net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "norm", "head"), {"LSTM": [("rnn",)]}))
-net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "norm", "head"), {"GRU": [("rnn",)]}))
+net("lstm", lambda: Recurrent(nn.LSTM), sequence, fates=computed("rnn", "norm", "head"), owners={"LSTM": [("rnn",)]})
+net("gru", lambda: Recurrent(nn.GRU), sequence, fates=computed("rnn", "norm", "head"), owners={"GRU": [("rnn",)]})
 
 
-@net("multihead_attention", inputs=sequence, truth=Truth(computed("attention", "fc")))
+@net("multihead_attention", inputs=sequence, fates=computed("attention", "fc"))
 class Attends(Holding, fc=nn.Linear(4, 4), attention=nn.MultiheadAttention(4, 2, batch_first=True)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
@@ -1429,7 +1378,7 @@ net(
     "transformer_encoder",
     encoder,
     lambda: {"src": x(2, 3, 4)},
-    truth=Truth({**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"}),
+    fates={**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"},
 )
 
 
@@ -1438,12 +1387,7 @@ def normed() -> nn.Module:
     return nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 3)))
 
 
-net(
-    "weight_norm",
-    normed,
-    row,
-    truth=Truth(computed("0", "1", "2"), {"Tanh": [("1",)]}),
-)
+net("weight_norm", normed, row, fates=computed("0", "1", "2"), owners={"Tanh": [("1",)]})
 
 
 class Attention(Holding, q=nn.Linear(4, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)):
@@ -1455,7 +1399,8 @@ class Attention(Holding, q=nn.Linear(4, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)
 @net(
     "scaled_dot_product_attention",
     inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
-    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
+    fates=computed("blocks.0", "blocks.1.q"),
+    owners={"Softmax": [("blocks.0",), ("blocks.1",)]},
 )
 class AttentionBlocks(Holding, blocks=nn.ModuleList(Attention() for _ in range(2))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -1477,7 +1422,8 @@ net(
     "other_names_of_operators",
     lambda: nn.Sequential(OtherNames(), nn.Linear(8, 4)),
     row,
-    truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
+    fates=computed("0", "0.first", "0.second", "1"),
+    owners={"Abs": [("0",)], "Sigmoid": [("0",)]},
 )
 
 
@@ -1488,7 +1434,7 @@ class OnlyMeasured(Holding, linear=nn.Linear(4, 4)):
         return torch.zeros_like(self.linear(x))
 
 
-@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, truth=Truth({"zeros.linear": "dead"}))
+@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, fates={"zeros.linear": "dead"})
 class ZerosInBetween(Holding, zeros=OnlyMeasured(), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.zeros(x))
@@ -1506,7 +1452,7 @@ net(
     "returned_parts",
     lambda: nn.Sequential(SplitsItsResult()),
     lambda: {"input": x(2, 3, 4)},
-    truth=Truth(computed("0", "0.linear")),
+    fates=computed("0", "0.linear"),
 )
 
 
@@ -1518,14 +1464,15 @@ net(
     "conv_bn_conv_bn",
     lambda: nn.Sequential(conv_bn(3, 3), conv_bn(4, 1)),
     image,
-    truth=Truth(computed("0", "1"), {"Conv": [("0.0", "0.1"), ("1.0", "1.1")]}),
+    fates=computed("0", "1"),
+    owners={"Conv": [("0.0", "0.1"), ("1.0", "1.1")]},
 )
 
 
 # --- operators with several results that torch decomposes: of their results, nothing keeps the names --------
 
 
-@net("cells", inputs=sequence, truth=Truth(computed("cell", "out")))
+@net("cells", inputs=sequence, fates=computed("cell", "out"))
 class Cells(Holding, cell=nn.LSTMCell(4, 4), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, state = x[:, 0].tanh(), torch.zeros_like(x[:, 0])
@@ -1542,7 +1489,7 @@ class Picks(Holding, score=nn.Linear(4, 4)):
         return places, values * 2
 
 
-@net("picks_twice", truth=Truth(computed("first", "first.score", "second", "second.score")))
+@net("picks_twice", fates=computed("first", "first.score", "second", "second.score"))
 class PicksTwice(Holding, first=Picks(), second=Picks()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # torch makes a graph of its own for this, and the results of all nodes get new names
@@ -1557,7 +1504,7 @@ class PicksTwice(Holding, first=Picks(), second=Picks()):
     "largest_twice",
     inputs=lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
     skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
-    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
+    fates=computed("encoder", "encoder.0", "encoder.1"),
 )
 class LargestTwice(Holding, encoder=nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -1583,7 +1530,8 @@ net(
     PassesNumbers,
     lambda: {"x": x(3, 2)},
     skip=("torchscript",),  # numbers are constants in a trace
-    truth=Truth(computed("counts", "multiplies"), {"Greater": [("counts",)], "Sigmoid": [("multiplies",)]}),
+    fates=computed("counts", "multiplies"),
+    owners={"Greater": [("counts",)], "Sigmoid": [("multiplies",)]},
 )
 
 
@@ -1604,10 +1552,8 @@ class Routed(Holding, router=Router(), experts=nn.Linear(4, 3)):
 @net(
     "equal_work_of_a_module_and_one_inside_it",
     inputs=sequence,
-    truth=Truth(
-        computed("routed", "routed.router", "routed.experts"),
-        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
-    ),
+    fates=computed("routed", "routed.router", "routed.experts"),
+    owners={"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
 )
 class HoldsRouted(Holding, first=nn.Linear(4, 4), routed=Routed(), last=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1625,11 +1571,7 @@ class Scores(Holding, query=nn.Linear(4, 4)):
         return queries @ keys.transpose(2, 3) + bias, bias
 
 
-@net(
-    "size_of_a_tensor_that_is_gone",
-    inputs=sequence,
-    truth=Truth(computed("first", "first.query", "second", "second.query")),
-)
+@net("size_of_a_tensor_that_is_gone", inputs=sequence, fates=computed("first", "first.query", "second", "second.query"))
 class SharesBias(Holding, first=Scores(), second=Scores()):
     """The second module adds what the first one made of that size."""
 

@@ -186,14 +186,10 @@ def declare(file: onnx.ModelProto, path: str, fate: str, others: tuple[str, ...]
     entry.value = json.dumps(tree)
 
 
-def test_the_judge_sees_a_node_that_is_given_to_another_module(shared_files: SharedFiles) -> None:
+def test_the_judge_sees_nodes_of_other_modules_and_of_none(shared_files: SharedFiles) -> None:
     file = shared_files.read("siblings", "dynamo")
     retag(file, "Tanh", "second")
     assert [path for path, _ in inexact(*NETS["siblings"].build(), file)] == ["second"]
-
-
-def test_the_judge_sees_an_untagged_node_and_a_swapped_pair(shared_files: SharedFiles) -> None:
-    file = shared_files.read("siblings", "dynamo")
     retag(file, "Gemm", "second", 0)
     retag(file, "Gemm", "first", 1)
     del file.graph.node[-1].metadata_props[:]
