@@ -15,14 +15,18 @@ from torch._subclasses import FakeTensorMode
 import htp_export
 from htp_export.exporter.capture import saving
 from htp_export.process.mapped_memory import MappedFiles, release_pages
-from tests.nets import Holding
 
 LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 MEGABYTE = 1 << 20
 
 
-class Net(Holding, embed=nn.Embedding(5000, 256), up=nn.Linear(256, 2048, bias=False)):
+class Net(nn.Module):
     """A large weight that the exporter keeps, and one that it transposes without copying it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5000, 256)
+        self.up = nn.Linear(256, 2048, bias=False)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.up(self.embed(ids))
