@@ -1,7 +1,5 @@
 """Tiny modules that carry their own truth: one net for each trap that an exporter sets for module owners."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field

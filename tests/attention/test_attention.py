@@ -1,7 +1,5 @@
 """Attention in named steps: the same results, modules of their own, and the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Attention that modules compute from products themselves: in steps, with the same results; the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging

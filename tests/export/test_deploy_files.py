@@ -1,7 +1,5 @@
 """The files beside an exported decoder, for ONNX Runtime GenAI and for transformers.exporters."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

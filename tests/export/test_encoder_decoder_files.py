@@ -1,7 +1,5 @@
 """The files of models with an encoder and a decoder: optimum's names, PyTorch's tokens, and exact modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

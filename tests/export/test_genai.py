@@ -1,7 +1,5 @@
 """ONNX Runtime GenAI generates what PyTorch does from an exported decoder and its genai_config.json."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging

@@ -1,7 +1,5 @@
 """Models that see images of any size (Qwen's): modules, tokens in ONNX Runtime GenAI and in transformers.js."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

@@ -1,7 +1,5 @@
 """The files of models that put images in the places of tokens: PyTorch's tokens, and exact modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

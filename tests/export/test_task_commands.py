@@ -1,7 +1,5 @@
 """``export`` and ``verify`` with tasks: files, what is said of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """transformers.js generates what PyTorch does from the folder of an exported decoder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Owners in branches and loop bodies, and of ``autograd.Function``s that have an ONNX translation of their own."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Which call ran in which: modules whose calls differ, that call themselves, and that others call."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """A fault in the capture is named, or leaves an export untagged; errors of the model and of torch stay their own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

@@ -1,7 +1,5 @@
 """Exports in several threads and tasks: each has its own tags, and nobody else's."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io

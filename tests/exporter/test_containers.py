@@ -1,7 +1,5 @@
 """Containers of other libraries as inputs and outputs of a model, such as the key-value caches of transformers."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Modules with results that nothing reads: what is left of their work keeps its signature and its call."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """htp_export.export in place of torch.onnx.export: the same call, the same graph, and nothing else has changed."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -1,7 +1,5 @@
 """Under ``dynamo=False`` the model is called as torch calls it; where torch's call fails, as the user gave the call."""
 
-from __future__ import annotations
-
 import functools
 import io
 import logging

@@ -1,7 +1,5 @@
 """Models of which torch's TorchScript exporter does not trace a plain ``nn.Module``, or names what it traces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

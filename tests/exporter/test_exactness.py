@@ -1,7 +1,5 @@
 """Every module of every net, and of small transformers models, is in the file exactly what PyTorch computed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable

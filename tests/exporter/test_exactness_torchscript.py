@@ -1,7 +1,5 @@
 """Under TorchScript, operations that torch merges, replaces or makes out of place still belong to their modules."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A `KeyboardInterrupt` between any two lines of what changes torch and takes it back leaves nothing changed."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import io

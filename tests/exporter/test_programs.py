@@ -1,7 +1,5 @@
 """Programs that `torch.export` makes while tags are wanted: their files say what files of the models say."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """Models that somebody rewrites after `torch.onnx.export` has returned, while tags are wanted."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """Signatures in files name the tensors that PyTorch gave to modules and got back, those inside of caches too."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys

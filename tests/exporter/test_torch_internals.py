@@ -1,7 +1,5 @@
 """The private parts of torch that htp_export uses are where it looks for them."""
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import types

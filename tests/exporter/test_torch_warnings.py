@@ -1,7 +1,5 @@
 """A user sees the warnings that torch shows, and one more if torch writes another opset than was asked for."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Quantization-aware training: files have the scales of the modules of fake quantization, and their tags."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

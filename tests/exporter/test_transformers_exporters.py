@@ -1,7 +1,5 @@
 """The exporters of transformers, under `tagging`: they call torch.export and hand its result to torch.onnx.export."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

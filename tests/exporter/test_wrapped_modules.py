@@ -1,7 +1,5 @@
 """Modules that were wrapped or rewritten: LoRA, parametrizations, compiled and scripted ones, and half precision."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Data files: a file that is written has its weights for itself, and every file that links lead to is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Small files whose functions stand for a graph that nothing can hold: counted, and refused before any work."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

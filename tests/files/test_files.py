@@ -1,7 +1,5 @@
 """Reading and writing ONNX files: external data stays external, and nothing is lost when a write fails."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

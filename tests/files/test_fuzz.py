@@ -1,7 +1,5 @@
 """A short run of tools/fuzz.py; the whole of it is `python -m tools.fuzz`."""
 
-from __future__ import annotations
-
 import os
 import random
 import time

@@ -1,7 +1,5 @@
 """A model and its data file are a pair: replaced together, known when torn apart, and read as what was loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """SerializedModel: reading and changing a serialized model without touching its weights."""
 
-from __future__ import annotations
-
 import onnx
 import pytest
 

@@ -1,7 +1,5 @@
 """Weights that stay in the ONNX file: the same files as protobuf writes, without the memory, and nothing lost."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os

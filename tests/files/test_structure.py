@@ -1,7 +1,5 @@
 """Models that break a rule of ONNX: refused when they are read, with what is at fault; and those that break none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Targets that are no plain files, links, modes, folders that take no file; and what other systems do differently."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

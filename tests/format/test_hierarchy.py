@@ -1,7 +1,5 @@
 """The module tree and its JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

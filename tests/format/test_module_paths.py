@@ -1,7 +1,5 @@
 """Modules that have one name in ``named_modules()``: each has a path of its own, and the file says its name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The selector language."""
 
-from __future__ import annotations
-
 import pytest
 
 from htp_export.errors import SelectorError

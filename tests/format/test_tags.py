@@ -1,7 +1,5 @@
 """The names of modules, and the keys on nodes."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from pathlib import Path

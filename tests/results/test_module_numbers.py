@@ -1,7 +1,5 @@
 """Every table says the same of a module: `tree`, `cost`, `diff`, `view` and `profile`, on files of every kind."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every result, at a prompt and in a notebook, and what it says of a module that it does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
