@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given, keys_of
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, keys_of
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torchscript_internals import (
     CONSTANTS,
@@ -85,7 +85,7 @@ class Trace:
         """Note that the user's forward hooks run before the innermost module returns: outside of its scope."""
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
-    def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
+    def leave(self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None) -> None:
         """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.record_inputs(given, traced_number)
