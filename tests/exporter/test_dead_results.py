@@ -57,7 +57,7 @@ class LeavesOne(nn.Module):
 @pytest.mark.parametrize(
     ("unread", "exporter"), quick(itertools.product(range(3), EXPORTERS), *((k, "torchscript") for k in range(3)))
 )
-def test_results_beside_one_that_nothing_reads_have_their_places(unread: int, exporter: str, tmp_path: Path) -> None:
+def test_results_beside_one_that_nothing_reads_have_their_places(unread, exporter, tmp_path):
     model, kwargs = spread(LeavesOne(unread)).eval(), {"x": x(2, 4, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     assert faults(model, kwargs, file, tmp_path) == []
@@ -74,7 +74,7 @@ class ReadsTheSecondCall(Holding, fc=nn.Linear(4, 4)):
 
 
 @BOTH
-def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter: str, tmp_path: Path) -> None:
+def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter, tmp_path):
     exported(spread(ReadsTheSecondCall()).eval(), {"x": x(2, 4)}, exporter, tmp_path)
     region = htp_export.load(tmp_path / "model.onnx")["fc"]
     assert (len(region.call(0).nodes), len(region.call(1).nodes)) == (0, len(region.nodes))
@@ -89,7 +89,7 @@ class GivesWhatItChanged(Holding, fc=nn.Linear(4, 4)):
 
 
 @BOTH
-def test_a_dead_module_was_given_what_a_tensor_was_then(exporter: str, tmp_path: Path) -> None:
+def test_a_dead_module_was_given_what_a_tensor_was_then(exporter, tmp_path):
     model, kwargs = spread(GivesWhatItChanged()).eval(), {"x": x(2, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     assert fates_of(file)["fc"] == "dead"
@@ -134,8 +134,6 @@ class ReadsNothingOfIt(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("kind", UNREAD)
-def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(
-    kind: str, exporter: str, tmp_path: Path
-) -> None:
+def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(kind, exporter, tmp_path):
     file = exported(spread(ReadsNothingOfIt(kind)).eval(), {"x": x(2, 4, 4)}, exporter, tmp_path)
     assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(("fc", "unread"), "dead")

@@ -4,7 +4,6 @@ import functools
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from tests.nets import NETS, Holding, ready, spread, x
 from tests.truth import equal, signatures_of, values_of
 
 
-def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path, monkeypatch: Any) -> None:
+def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path, monkeypatch):
     """torch.onnx.export then tries torch.export's strict mode, in which no module is seen to run."""
     from torch.onnx._internal.exporter import _capture_strategies as strategies
 
@@ -51,7 +50,7 @@ class Model(Holding, layer=Layer()):
 
 
 @BOTH
-def test_arguments_have_their_names_in_forward_and_calls_are_told_apart(exporter: str, tmp_path: Path) -> None:
+def test_arguments_have_their_names_in_forward_and_calls_are_told_apart(exporter, tmp_path):
     file = exported(spread(Model()).eval(), {"x": x(2, 4)}, exporter, tmp_path)
     first, second = signatures_of(file)["layer"]
     ops = {node.output[0]: node.op_type for node in file.graph.node}
@@ -76,7 +75,7 @@ class PlainTensor(Holding, layer=Sum(), table=torch.arange(8.0).reshape(2, 4)):
 
 
 @BOTH
-def test_a_constant_argument_names_no_tensor_of_another_value(exporter: str, tmp_path: Path) -> None:
+def test_a_constant_argument_names_no_tensor_of_another_value(exporter, tmp_path):
     model, kwargs = spread(PlainTensor()).eval(), {"x": x(2, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     (signature,) = signatures_of(file)["layer"]
@@ -86,13 +85,13 @@ def test_a_constant_argument_names_no_tensor_of_another_value(exporter: str, tmp
     assert constant is None or equal(values[constant], model.table.numpy())
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_what_is_written_is_read_back():
     signatures = {"": [Signature({"x": "in", "mask": None}, (None, "out"))], "a b": []}
     assert signatures_from_json(signatures_to_json(signatures)) == {path: tuple(c) for path, c in signatures.items()}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"fc": 1}', '{"fc": [[[], []]]}', '{"fc": [[{"x": 1}, []]]}'])
-def test_what_is_no_signature_is_refused_with_the_key_at_fault(text: str) -> None:
+def test_what_is_no_signature_is_refused_with_the_key_at_fault(text):
     with pytest.raises(ValueError, match=r"htp\.signatures"):
         signatures_from_json(text)
 
@@ -155,7 +154,7 @@ def exported_with_cache(kind: type[Stateful]) -> tuple[nn.Module, dict[str, Any]
     return model, kwargs, program, {path: calls[0] for path, calls in found.items()}
 
 
-def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
+def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all():
     _, _, program, found = exported_with_cache(Stateful)
     inputs = [str(value.name) for value in program.model.graph.inputs]
     parts = [f"states.tensors.{place}" for place in range(3)]
@@ -168,7 +167,7 @@ def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
 
 @pytest.mark.parametrize("kind", [Stateful, ReturnsItsState])
 @pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
-def test_modules_with_a_cache_agree(kind: type[Stateful], isolated: bool) -> None:
+def test_modules_with_a_cache_agree(kind, isolated):
     model, kwargs, program, _ = exported_with_cache(kind)
     for _ in range(2):  # each run has the cache as it was given
         result = htp_export.verify(model, program, kwargs=kwargs, isolated=isolated)
@@ -178,7 +177,7 @@ def test_modules_with_a_cache_agree(kind: type[Stateful], isolated: bool) -> Non
     assert all(torch.equal(one, two) for one, two in zip(kwargs["states"].tensors, states().tensors, strict=True))
 
 
-def test_a_layer_that_returns_the_cache_has_all_of_it() -> None:
+def test_a_layer_that_returns_the_cache_has_all_of_it():
     _, _, program, found = exported_with_cache(ReturnsItsState)
     new = [str(value.name) for value in program.model.graph.outputs][1:]
     old = [str(value.name) for value in program.model.graph.inputs][1:]
@@ -195,7 +194,7 @@ class Twice(Holding, layer=Stateful(0)):
 
 
 @BOTH
-def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter: str, tmp_path: Path) -> None:
+def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter, tmp_path):
     model, kwargs = ready(Twice()), {"x": x(2, 4)}
     exported(model, kwargs, exporter, tmp_path)
     tagged = htp_export.load(tmp_path / "model.onnx")
@@ -209,7 +208,7 @@ def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter
 # What torch.export and transformers do there warns their own developers.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path: Path) -> None:
+def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path):
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     from tests.exporter.test_containers import llama, with_cache
 
@@ -233,7 +232,7 @@ for _ in range(2):
 
 
 class TestLeaves:
-    def test_tensors_are_named_by_the_attributes_that_lead_to_them_where_torch_only_counts(self) -> None:
+    def test_tensors_are_named_by_the_attributes_that_lead_to_them_where_torch_only_counts(self):
         exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
         from transformers import DynamicCache, EncoderDecoderCache
 
@@ -249,7 +248,7 @@ class TestLeaves:
             exporters.register_pytree_node(EncoderDecoderCache)
         assert list(containers_in({"past": cache, "ids": x(1, 1), "both": [cache]})) == ["past", "both.0"]
 
-    def test_what_torch_cannot_take_apart_is_one_leaf(self) -> None:
+    def test_what_torch_cannot_take_apart_is_one_leaf(self):
         class Broken:
             tensor = x(1, 1)
 

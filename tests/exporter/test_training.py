@@ -1,7 +1,6 @@
 """Quantization-aware training: files have the scales of the modules of fake quantization, and their tags."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -56,7 +55,7 @@ def scales(file: onnx.ModelProto, kwargs: dict[str, torch.Tensor]) -> dict[str, 
     ("backend", "exporter"),
     quick(itertools.product(("qnnpack", "fbgemm"), EXPORTERS), ("qnnpack", "torchscript"), ("fbgemm", "dynamo")),
 )
-def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporter: str, tmp_path: Path) -> None:
+def test_fake_quantized_models_export_with_tags_and_scales(backend, exporter, tmp_path):
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"
     wanted = model(**kwargs)
     options = {"opset_version": 17} if exporter == "torchscript" else {}
@@ -77,14 +76,14 @@ def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporte
     onnx.checker.check_model(str(file), full_check=True)
 
 
-def test_disabled_fake_quantization_does_nothing(tmp_path: Path) -> None:
+def test_disabled_fake_quantization_does_nothing(tmp_path):
     model = trained("qnnpack").apply(quantization.disable_fake_quant)
     with htp_export.frozen_fake_quantize(model):
         exported = htp_export.export(model, (x(2, 3, 6, 6),), verbose=False)
     assert "QuantizeLinear" not in {node.op_type for node in htp_export.load(exported).nodes}
 
 
-def test_the_model_is_as_before_after_an_error() -> None:
+def test_the_model_is_as_before_after_an_error():
     model = trained("qnnpack")
     model.conv.weight_fake_quant.forward = own = model.conv.weight_fake_quant.forward
 
@@ -99,7 +98,7 @@ def test_the_model_is_as_before_after_an_error() -> None:
     assert "forward" not in vars(model.fc.weight_fake_quant)
 
 
-def test_a_model_without_fake_quantization_is_refused() -> None:
+def test_a_model_without_fake_quantization_is_refused():
     with (
         pytest.raises(InputError, match="Net has no module of fake quantization"),
         htp_export.frozen_fake_quantize(Net()),
@@ -114,15 +113,15 @@ class TestFilter:
         wanted = htp_export.module_filter(self.NET, *arguments)  # type: ignore[arg-type]
         return [name for name, module in self.NET.named_modules() if wanted(module, name)]
 
-    def test_names_linear_layers_at_or_below_modules(self) -> None:
+    def test_names_linear_layers_at_or_below_modules(self):
         assert self.named("0, 2") == ["0.0", "2"]
         assert self.named(["class:Linear", "!1"]) == ["0.0", "2"]
 
-    def test_of_a_plan_the_last_rule_holds(self) -> None:
+    def test_of_a_plan_the_last_rule_holds(self):
         plan = {"**": "int8", "1": "int4", "0": "fp16"}
         assert [self.named(plan, value) for value in ("int8", "int4", "fp16")] == [["2"], ["1"], ["0.0"]]
 
-    def test_what_names_nothing_is_refused(self) -> None:
+    def test_what_names_nothing_is_refused(self):
         with pytest.raises(SelectorError, match="matches no module"):
             self.named("nowhere")
         with pytest.raises(InputError, match="the plan gives 'int3' to no linear layer"):
@@ -132,7 +131,7 @@ class TestFilter:
 
 
 @BOTH
-def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter: str, tmp_path: Path) -> None:
+def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter, tmp_path):
     pytest.importorskip("torchao")
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig

@@ -1,6 +1,5 @@
 """Modules that have one name in ``named_modules()``: each has a path of its own, and the file says its name."""
 
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -62,7 +61,7 @@ def agrees_everywhere(model: nn.Module, file: onnx.ModelProto) -> None:
 
 
 @BOTH
-def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str, tmp_path: Path) -> None:
+def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter, tmp_path):
     model = built(EmptyName)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
@@ -74,9 +73,7 @@ def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str,
 
 
 @BOTH
-def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(
-    exporter: str, tmp_path: Path
-) -> None:
+def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(exporter, tmp_path):
     model = built(NameWithADot)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("a.b",)), ("Sin", ("a",)), ("Tanh", ("a.b#2",)), ("Cos", ("",))]
@@ -89,14 +86,14 @@ def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_o
     agrees_everywhere(model, file)
 
 
-def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them() -> None:
+def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them():
     assert {path: dict(held.shapes) for path, held in parameters_of(EmptyName()).items()} == {
         "#2.0": {"weight": (4, 4), "bias": (4,)},
         "fc": {"weight": (4, 4), "bias": (4,)},
     }
 
 
-def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them() -> None:
+def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them():
     model, shared = nn.Module(), nn.Sequential(nn.ReLU())
     model.one, model.two = shared, shared
     model._modules["one.0"] = nn.ReLU()

@@ -222,7 +222,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS]
 )
-def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind: str) -> None:
+def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind):
     make, parameters, weight_bytes = KINDS[kind]
     made = make()
     found = dict(tables(made))
@@ -240,7 +240,7 @@ def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind: s
     )
 
 
-def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were() -> None:
+def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were():
     for name, model in (("folded", Folded()), ("tied", Tied())):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(file_of(name))).rows}
         assert rows == {
@@ -248,7 +248,7 @@ def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were() ->
         }
 
 
-def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say() -> None:
+def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say():
     for file in (file_of("tied"), file_of("tied", "torchscript")):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows}
         assert rows == {
@@ -263,14 +263,14 @@ def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say() 
         }
 
 
-def test_nodes_of_no_module_are_the_roots_own_in_every_table() -> None:
+def test_nodes_of_no_module_are_the_roots_own_in_every_table():
     made = with_nodes_of_no_module(file_of("folded"))
     rows = {row.path: row for row in tree_rows(htp_export.load(made)).rows}
     assert (rows[""].nodes, rows[""].own_nodes) == (2, 1)
     assert (rows["conv"].nodes, rows["act"].nodes) == (0, 1)
 
 
-def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not() -> None:
+def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not():
     weight = ir.Value(name="w", const_value=ir.tensor([1, 2, 3], dtype=ir.DataType.INT16, name="w"))
     places = ir.Value(name="p", const_value=ir.tensor([0, 1], dtype=ir.DataType.INT16, name="p"))
     scale = ir.Value(name="s", const_value=ir.tensor(0.5, name="s"))
