@@ -5,9 +5,7 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -26,7 +24,7 @@ from tests import handmade
 from tests.exporting import BOTH, SharedFiles, exported, quick
 from tests.extract.test_cutting import run_file
 from tests.nets import EXPORTERS, NETS, Holding, spread, x
-from tests.truth import Opened, equal
+from tests.truth import Opened, equal, run_pytorch
 
 # Each net with both exporters; where tools read what is in a file, each net with one of them.
 NAMES = ("uneven_calls", "child_calls_itself", "child_of_two_parents", "called_from_outside", "two_parents_in_a_loop")
@@ -50,29 +48,11 @@ class RecordedRun:
     """One run of a model in PyTorch: the tensors of each call, and the call that made it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.given: dict[Instance, np.ndarray] = {}
-        self.returned: dict[Instance, np.ndarray] = {}
-        self.caller: dict[Instance, Instance | None] = {}
-        counts: defaultdict[str, int] = defaultdict(int)
-        running: list[Instance] = []
-        handles = []
-        for path, module in model.named_modules():
-
-            def enter(_module: Any, args: Any, path: str = path) -> None:
-                call = Instance(path, counts[path])
-                counts[path] += 1
-                self.caller[call] = running[-1] if running else None
-                self.given[call] = args[0].numpy().copy()
-                running.append(call)
-
-            def leave(_module: Any, _args: Any, result: Any) -> None:
-                self.returned[running.pop()] = result.numpy().copy()
-
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        with torch.no_grad():
-            model(x(2, 4))
-        for handle in handles:
-            handle.remove()
+        by_path = run_pytorch(model, {"x": x(2, 4)})[0]
+        calls = {Instance(path, nth): call for path, each in by_path.items() for nth, call in enumerate(each)}
+        self.given = {at: call.given[0] for at, call in calls.items()}
+        self.returned = {at: call.returned[0] for at, call in calls.items()}
+        self.caller = {at: call.caller and Instance(*call.caller) for at, call in calls.items()}
 
     @property
     def numbers(self) -> dict[str, int]:

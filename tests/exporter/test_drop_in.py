@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -366,34 +365,6 @@ def test_tagging_writes_what_export_writes(tmp_path):
             htp_export.export(model, (), str(tmp_path / name), kwargs=kwargs, dynamo=False)
         files.append((tmp_path / name).read_bytes())
     assert files[0] == files[1]
-
-
-def test_an_error_inside_tagging_ends_it(tmp_path):
-    before = state()
-    with pytest.raises(KeyError), htp_export.tagging():
-        raise KeyError("mine")
-    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
-    assert changed_since(before) == []
-
-
-def test_threads_that_enter_and_leave_in_any_order_leave_torch_as_it_was(tmp_path):
-    before = state()
-    entered, may_leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with htp_export.tagging():
-            entered.set()
-            may_leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with htp_export.tagging():
-        thread.start()
-        entered.wait(60)
-    # The other thread still holds the patches, and this one no longer wants tags.
-    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
-    may_leave.set()
-    thread.join(60)
-    assert changed_since(before) == []
 
 
 def test_many_threads_at_once_leave_torch_as_it_was():

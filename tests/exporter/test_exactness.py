@@ -19,7 +19,6 @@ from tests.truth import (
     named_wrongly,
     nodes_of,
     owners_of,
-    shift,
     tree_of,
     untagged,
     work_of,
@@ -229,20 +228,3 @@ def test_the_judge_finds_out_whether_an_expanded_result_is_read(read, tmp_path):
             next(entry for entry in node.metadata_props if entry.key == "htp.module").value = ""
     faults = [("expands", "output 1 of call 0 is not made in its region")] if read else []
     assert [fault for fault in inexact(model, {"x": x(2, 4)}, file) if "output" in fault[1]] == faults
-
-
-@pytest.mark.parametrize(
-    ("view", "expected"),
-    [
-        (lambda x: x[:, 1:3], [[0, 2, 3, 3], [4, 6, 7, 7]]),
-        (lambda x: x[1].expand(3, 4), [[0, 1, 2, 3], [5, 6, 7, 8]]),
-        (lambda x: x[0].unfold(0, 3, 1), [[1, 2, 3, 4], [4, 5, 6, 7]]),
-        (lambda x: x.t()[:2], [[1, 2, 2, 3], [5, 6, 6, 7]]),
-        (lambda x: x[:0], [[0, 1, 2, 3], [4, 5, 6, 7]]),
-    ],
-    ids=["slice", "expand", "unfold", "transpose", "empty"],
-)
-def test_the_judge_changes_each_element_once(view, expected):
-    tensor = torch.arange(8).reshape(2, 4)
-    shift(view(tensor))
-    assert tensor.tolist() == expected
