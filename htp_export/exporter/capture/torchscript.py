@@ -100,7 +100,7 @@ class TorchScriptCapture(Guarded):
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
-        reading = read(graph, self._user_inputs, scopes=True)
+        reading = read(graph, self._user_inputs)
         self._began(reading, dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)))
 
     def created(self, made: tuple[Any, ...]) -> None:
@@ -109,7 +109,7 @@ class TorchScriptCapture(Guarded):
             return
         graph, parameters, *_ = made
         self._user_inputs = len(list(graph.inputs())) - len(parameters)
-        reading = read(graph, self._user_inputs, scopes=True)
+        reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.
         self._began(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
 
