@@ -1,7 +1,5 @@
 """Every command that reads a model file, with arguments that fit one small net."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -3,8 +3,6 @@
 It prints, as JSON, the events in which something that a file names was imported, opened, loaded or run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ It is driven through pipes by the DevTools protocol (https://chromedevtools.gith
 needs no port and no library.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Tiny models that generate, and one greedy loop in ONNX Runtime for the files of all of them."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from collections.abc import Mapping

@@ -11,8 +11,6 @@
 - What ``<!-- not run: why -->`` stands before is not run.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import io

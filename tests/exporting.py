@@ -1,7 +1,5 @@
 """Exports for tests: files of nets, with the two exporters named by a word."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Faults planted in ONNX files: each edits a model so that one module computes something else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ For tests of what runs the program: shells, hooks, pages. A test of how the prog
 variables of its environment Python reads (``PYTHONPATH``, ``PYTHONIOENCODING``) starts Python itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Small tagged graphs for tests of passes, in one line a node, and what they compute."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

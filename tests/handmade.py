@@ -1,7 +1,5 @@
 """Small ONNX models, tagged by hand, each with one trap."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

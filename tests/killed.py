@@ -6,8 +6,6 @@ kills it at a chosen point. ``python -m tests.killed NAME FOLDER KILLS SEED`` ki
 a moment of its run that the seed chooses: in the middle of a write, too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,10 +1,9 @@
 """Tiny modules that carry their own truth: one net for each trap that an exporter sets for module owners."""
 
-from __future__ import annotations
-
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -30,14 +29,13 @@ class Truth:
     merged: dict[str, Owners] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Net:
-    """One trap.
+@dataclass(frozen=True, kw_only=True)
+class Net(Truth):
+    """One trap, and what holds with both exporters.
 
     Attributes:
         name: What the trap is.
         build: Makes the model, in eval mode, and its keyword inputs.
-        truth: What holds with both exporters.
         dynamo: What holds besides under dynamo.
         torchscript: What holds besides under TorchScript.
         skip: Exporters that torch itself cannot use for it.
@@ -46,7 +44,6 @@ class Net:
 
     name: str
     build: Callable[[], tuple[nn.Module, dict[str, Any]]]
-    truth: Truth = Truth()
     dynamo: Truth = Truth()
     torchscript: Truth = Truth()
     skip: frozenset[str] = frozenset()
@@ -55,8 +52,7 @@ class Net:
     def facts(self, exporter: str) -> Truth:
         """What is certain with one exporter."""
         more: Truth = getattr(self, exporter)
-        ours = self.truth
-        return Truth({**ours.fates, **more.fates}, {**ours.owners, **more.owners}, {**ours.merged, **more.merged})
+        return Truth({**self.fates, **more.fates}, {**self.owners, **more.owners}, {**self.merged, **more.merged})
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """Arguments of the export that make the dynamic dimensions dynamic."""
@@ -111,7 +107,7 @@ def net(
             model = make()
             return (model if equal else spread(model)).eval(), inputs()
 
-        NETS[name] = Net(name, build, skip=frozenset(skip), **facts)
+        NETS[name] = Net(name=name, build=build, skip=frozenset(skip), **facts)
         return make
 
     return put(make) if make else put
@@ -130,6 +126,23 @@ def computed(*paths: str) -> dict[str, str]:
     return dict.fromkeys(paths, "computed")
 
 
+class Holding(nn.Module):
+    """A module with the parts that its class names, each instance with copies of its own."""
+
+    _parts: ClassVar[dict[str, Any]] = {}
+
+    def __init_subclass__(cls, **parts: Any) -> None:
+        cls._parts = {**cls._parts, **parts}
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, part in self._parts.items():
+            setattr(self, name, copy.deepcopy(part))
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):  # as those of a new one are: drawn
+                module.reset_parameters()
+
+
 class Apply(nn.Module):
     """One function as a module."""
 
@@ -146,13 +159,10 @@ class Apply(nn.Module):
 
 @net(
     "siblings",
-    truth=Truth(computed("", "first", "second"), {"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]}),
+    fates=computed("", "first", "second"),
+    owners={"Gemm": [("first",), ("second",)], "Tanh": [("",)], "Mul": [("",)]},
 )
-class Siblings(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Siblings(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.first(x) * self.second(x).tanh()
 
@@ -163,11 +173,7 @@ def equal_siblings() -> nn.Module:
     return model
 
 
-class Region(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.GELU()
-
+class Region(Holding, fc=nn.Linear(4, 4), act=nn.GELU()):
     @torch.compiler.nested_compile_region
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.act(self.fc(x))
@@ -179,34 +185,25 @@ net(
     lambda: nn.Sequential(Region(), Region(), Region()),
     row,
     skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
-    truth=Truth(
-        computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
-        {
-            "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
-            "Gelu": [("0.act",), ("1.act",), ("2.act",)],
-            "Add": [("0",), ("1",), ("2",)],
-        },
-    ),
+    fates=computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
+    owners={
+        "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
+        "Gelu": [("0.act",), ("1.act",), ("2.act",)],
+        "Add": [("0",), ("1",), ("2",)],
+    },
 )
 
 
 # Equal work on the same input is done once, for both.
-net(
-    "equal_siblings",
-    equal_siblings,
-    equal=True,
-    truth=Truth(computed(""), {"Tanh": [("",)], "Mul": [("",)]}),
-)
+net("equal_siblings", equal_siblings, equal=True, fates=computed(""), owners={"Tanh": [("",)], "Mul": [("",)]})
 
 
 @net(
     "twin_branches",
     inputs=lambda: {"x": x(2, 4), "y": x(2, 4, seed=8)},
     equal=True,
-    truth=Truth(
-        computed("left.0", "right.0", "left.2", "right.2"),
-        {"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
-    ),
+    fates=computed("left.0", "right.0", "left.2", "right.2"),
+    owners={"Gemm": [("left.0",), ("right.0",)], "LayerNormalization": [("left.2",), ("right.2",)]},
 )
 class Twins(nn.Module):
     """Equal parameters, different inputs: equal weights may be merged, the work may not."""
@@ -221,35 +218,25 @@ class Twins(nn.Module):
         return self.left(x) + self.right(y)
 
 
-@net("called_twice", truth=Truth(computed("fc", "act"), {"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]}))
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+@net("called_twice", fates=computed("fc", "act"), owners={"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]})
+class Twice(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.fc(x)))
 
 
 @net(
     "loop_of_three",
-    truth=Truth(
-        computed("block", "block.0", "block.1"),
-        {"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
-    ),
+    fates=computed("block", "block.0", "block.1"),
+    owners={"Gemm": [("block.0",)] * 3, "Tanh": [("block.1",)] * 3, "Add": [("",)] * 3},
 )
-class Loop(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Loop(Holding, block=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(3):
             x = x + self.block(x)
         return x
 
 
-@net("two_names", truth=Truth(computed("", "one"), {"Gemm": [("one",), ("one",)], "Tanh": [("",)]}))
+@net("two_names", fates=computed("", "one"), owners={"Gemm": [("one",), ("one",)], "Tanh": [("",)]})
 class TwoNames(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -272,10 +259,8 @@ class Holder(nn.Module):
 # The second parent must own its work too, though the path of what it holds lies under the first.
 @net(
     "two_parents",
-    truth=Truth(
-        computed("left", "right", "left.shared"),
-        {"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
-    ),
+    fates=computed("left", "right", "left.shared"),
+    owners={"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
 )
 class TwoParents(nn.Module):
     def __init__(self) -> None:
@@ -290,10 +275,8 @@ class TwoParents(nn.Module):
 @net(
     "tied_weights",
     inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("embed", "norm", "head"),
-        {"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
-    ),
+    fates=computed("embed", "norm", "head"),
+    owners={"Gather": [("embed",)], "LayerNormalization": [("norm",)], "MatMul": [("head",)]},
 )
 class TiedWeights(nn.Module):
     def __init__(self, words: int = 9, width: int = 4) -> None:
@@ -306,12 +289,8 @@ class TiedWeights(nn.Module):
         return self.head(self.norm(self.embed(ids)))
 
 
-@net("calls_itself", truth=Truth(computed("fc"), {"Gemm": [("fc",), ("fc",)]}))
-class Recursive(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+@net("calls_itself", fates=computed("fc"), owners={"Gemm": [("fc",), ("fc",)]})
+class Recursive(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
         return self(self.fc(x).tanh(), depth - 1) if depth else x
 
@@ -319,44 +298,28 @@ class Recursive(nn.Module):
 # --- which call ran in which ---------------------------------------------------
 
 
-class Steps(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.extra = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Steps(Holding, fc=nn.Linear(4, 4), extra=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     def forward(self, x: torch.Tensor, times: int, more: bool = False) -> torch.Tensor:
         for _ in range(times):
             x = self.fc(x).sin()
         return self.extra(x).exp() if more else x
 
 
-class Uneven(nn.Module):
+class Uneven(Holding, block=Steps()):
     """``block`` runs twice: ``fc`` once in the first call, three times in the second, which alone runs ``extra``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Steps()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.block(self.block(x, 1).cos(), 3, more=True)
 
 
-class Deeper(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Deeper(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
         inner = self.fc(x).sin()
         return self.act(self(inner, depth - 1) if depth else inner).cos()
 
 
-class CallsChildThatCallsItself(nn.Module):
+class CallsChildThatCallsItself(Holding, deeper=Deeper()):
     """``deeper`` runs once alone, and once with two more calls of itself inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.deeper = Deeper()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.deeper(self.deeper(x, 0).exp(), 2)
@@ -420,32 +383,27 @@ class LoopOfHolders(nn.Module):
 net(
     "uneven_calls",
     Uneven,
-    truth=Truth(
-        computed("", "block", "block.fc", "block.extra", "block.extra.0", "block.extra.1"),
-        {"Gemm": [*[("block.fc",)] * 4, ("block.extra.0",)], "Sin": [("block",)] * 4},
-    ),
+    fates=computed("", "block", "block.fc", "block.extra", "block.extra.0", "block.extra.1"),
+    owners={"Gemm": [*[("block.fc",)] * 4, ("block.extra.0",)], "Sin": [("block",)] * 4},
 )
 net(
     "child_calls_itself",
     CallsChildThatCallsItself,
-    truth=Truth(computed("", "deeper", "deeper.fc", "deeper.act"), {"Gemm": [("deeper.fc",)] * 4}),
+    fates=computed("", "deeper", "deeper.fc", "deeper.act"),
+    owners={"Gemm": [("deeper.fc",)] * 4},
 )
 net(
     "child_of_two_parents",
     TwoHolders,
-    truth=Truth(
-        computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
-        {"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
-    ),
+    fates=computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
+    owners={"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
 )
 net(
     "called_from_outside",
     Outside,
-    truth=Truth(
-        computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
-    ),
+    fates=computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
 )
-net("two_parents_in_a_loop", LoopOfHolders, truth=Truth(computed("", "first", "first.fc", "first.act", "second")))
+net("two_parents_in_a_loop", LoopOfHolders, fates=computed("", "first", "first.fc", "first.act", "second"))
 
 
 # --- merged by the exporters ---------------------------------------------------
@@ -463,11 +421,9 @@ net(
     "conv_bn_relu",
     conv_bn_relu,
     image,
-    truth=Truth(
-        {"0": "fused", "1": "fused", **computed("", "2", "3")},
-        {"Conv": [("0", "1"), ("3",)], "Relu": [("2",)]},
-        {"0": ("1",), "1": ("0",)},
-    ),
+    fates={"0": "fused", "1": "fused", **computed("", "2", "3")},
+    owners={"Conv": [("0", "1"), ("3",)], "Relu": [("2",)]},
+    merged={"0": ("1",), "1": ("0",)},
 )
 
 
@@ -475,23 +431,15 @@ def bn_conv() -> nn.Module:
     return nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.ReLU())
 
 
-net("bn_before_conv", bn_conv, image, truth=Truth(computed("2"), {"Relu": [("2",)]}))
+net("bn_before_conv", bn_conv, image, fates=computed("2"), owners={"Relu": [("2",)]})
 
 
-class MaskedLayer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class MaskedLayer(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return self.fc(x) + (1.0 - mask.to(x.dtype))[:, None] * -3.0
 
 
-class SharedMask(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(MaskedLayer() for _ in range(3))
-
+class SharedMask(Holding, layers=nn.ModuleList(MaskedLayer() for _ in range(3))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x, mask)
@@ -503,10 +451,8 @@ net(
     "mask_made_in_every_layer",
     SharedMask,
     lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
-    truth=Truth(
-        {"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
-        {"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
-    ),
+    fates={"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
+    owners={"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
 )
 
 
@@ -535,17 +481,11 @@ class GainBlock(nn.Module):
 @net(
     "merged_work_read_in_both_blocks",
     inputs=lambda: {"x": x(2, 4), "g": x(2, 4)},
-    truth=Truth(
-        computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
-        {"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
-    ),
+    fates=computed("blocks.0", "blocks.0.gain", "blocks.1", "blocks.1.gain"),
+    owners={"Exp": [("blocks.0.gain", "blocks.1.gain")], "Mul": [("blocks.0",), ("blocks.1",)]},
 )
-class MergedGains(nn.Module):
+class MergedGains(Holding, blocks=nn.ModuleList([GainBlock(True), GainBlock(False)])):
     """Both gains begin alike; the merged node feeds one gain, and the block around the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([GainBlock(True), GainBlock(False)])
 
     def forward(self, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -553,11 +493,7 @@ class MergedGains(nn.Module):
         return x
 
 
-class CastThenScale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
-
+class CastThenScale(Holding, weight=nn.Parameter(torch.ones(3))):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return ids.float() * self.weight
 
@@ -565,16 +501,10 @@ class CastThenScale(nn.Module):
 @net(
     "same_cast_in_two_siblings",
     inputs=lambda: {"ids": torch.tensor([[1, 5, 3], [0, 8, 2]])},
-    truth=Truth(
-        computed("first", "second"),
-        {"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
-    ),
+    fates=computed("first", "second"),
+    owners={"Cast": [("first", "second")], "Mul": [("first",), ("second",)], "Sub": [("",)]},
 )
-class SharedCast(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = CastThenScale(), CastThenScale()
-
+class SharedCast(Holding, first=CastThenScale(), second=CastThenScale()):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.first(ids) - self.second(ids).exp()
 
@@ -587,7 +517,8 @@ net(
     "reshapes_that_meet",
     lambda: nn.Sequential(nn.Tanh(), unflat(2, 2, 2), unflat(8, 1), nn.Sigmoid()),
     row,
-    truth=Truth(computed("0", "3"), {"Tanh": [("0",)], "Sigmoid": [("3",)]}),
+    fates=computed("0", "3"),
+    owners={"Tanh": [("0",)], "Sigmoid": [("3",)]},
     dynamo=Truth({"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}),
 )
 
@@ -595,19 +526,23 @@ net(
 @net(
     "shapes_that_come_back",
     inputs=lambda: {"x": x(2, 2, 2)},
-    truth=Truth(computed("flat", "last")),
+    fates=computed("flat", "last"),
     dynamo=Truth(
         {"same": "identity", "there": "fused", "back": "fused"},
         {"Reshape": [("flat",), ("last",)]},
     ),
 )
-class Reshapes(nn.Module):
+class Reshapes(
+    Holding,
+    before=nn.Tanh(),
+    flat=nn.Flatten(),
+    same=unflat(2, 4),
+    head=nn.Linear(4, 2),
+    there=unflat(4),
+    back=unflat(2, 2),
+    last=unflat(4, 1),
+):
     """Shapes that come back after others: their tensors are equal, so that they are still in the file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before, self.flat, self.same, self.head = nn.Tanh(), nn.Flatten(), unflat(2, 4), nn.Linear(4, 2)
-        self.there, self.back, self.last = unflat(4), unflat(2, 2), unflat(4, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.head(self.same(self.flat(self.before(x))))
@@ -622,9 +557,8 @@ net(
     "transposes_that_cancel",
     lambda: nn.Sequential(nn.Tanh(), turn(), turn(), nn.Sigmoid()),
     row,
-    truth=Truth(
-        {"1": "fused", "2": "fused", **computed("0", "3")}, {"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []}
-    ),
+    fates={"1": "fused", "2": "fused", **computed("0", "3")},
+    owners={"Tanh": [("0",)], "Sigmoid": [("3",)], "Transpose": []},
 )
 
 
@@ -633,26 +567,16 @@ net(
 
 @net(
     "dead_branch_and_unused_module",
-    truth=Truth(
-        {"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
-        {"Gemm": [("main",)]},
-    ),
+    fates={"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+    owners={"Gemm": [("main",)]},
 )
-class DeadBranch(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.main, self.dead, self.unused = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
-
+class DeadBranch(Holding, main=nn.Linear(4, 4), dead=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), unused=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.dead(x)
         return self.main(x)
 
 
-class Positions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.fc = nn.Embedding(4, 4), nn.Linear(4, 4)
-
+class Positions(Holding, table=nn.Embedding(4, 4), fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x + self.table(torch.arange(4) % 3))
 
@@ -666,21 +590,14 @@ class Scale(nn.Module):
         return torch.exp(-self.rate * torch.arange(4.0))
 
 
-class Schedule(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.fc = Scale(), nn.Linear(4, 4)
-
+class Schedule(Holding, scale=Scale(), fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x) * self.scale(x)
 
 
-net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, truth=Truth(computed("", "fc")))
+net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, fates=computed("", "fc"))
 net(
-    "scale_folded_away",
-    Schedule,
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)]}),
-    dynamo=Truth({"scale": "constant"}),
+    "scale_folded_away", Schedule, fates=computed("fc"), owners={"Gemm": [("fc",)]}, dynamo=Truth({"scale": "constant"})
 )
 
 
@@ -692,43 +609,38 @@ net(
     "dropout_and_identity",
     identities,
     row,
-    truth=Truth({"1": "identity", "2": "identity", **computed("0", "3")}, {"Gemm": [("0",)], "Tanh": [("3",)]}),
+    fates={"1": "identity", "2": "identity", **computed("0", "3")},
+    owners={"Gemm": [("0",)], "Tanh": [("3",)]},
 )
 
 
-net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, truth=Truth({"0": "identity"}))
+net("nothing_but_identity", lambda: nn.Sequential(nn.Identity()), row, fates={"0": "identity"})
 
 
 net(
     "identity_at_the_end",
     lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout()),
     row,
-    truth=Truth({"0": "computed", "1": "identity"}, {"Gemm": [("0",)]}),
+    fates={"0": "computed", "1": "identity"},
+    owners={"Gemm": [("0",)]},
 )
 
 
 @net(
     "inputs_that_nothing_reads",
     inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
-    truth=Truth(computed("", "scale", "fc"), {"Gemm": [("fc",), ("scale",)], "Sin": [("",)]}),
+    fates=computed("", "scale", "fc"),
+    owners={"Gemm": [("fc",), ("scale",)], "Sin": [("",)]},
 )
-class SkipsInputs(nn.Module):
+class SkipsInputs(Holding, scale=nn.Linear(4, 4), fc=nn.Linear(4, 4)):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale, self.fc = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
         return self.fc(x) * self.scale(states[1]).sin()
 
 
-class SpreadsWeights(nn.Module):
+class SpreadsWeights(Holding, score=nn.Linear(4, 4), value=nn.Linear(4, 4)):
     """Returns, beside its result, an expanded tensor that nobody reads: averaged weights, for each head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score, self.value = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         weights = self.score(x).softmax(-1)
@@ -736,15 +648,8 @@ class SpreadsWeights(nn.Module):
         return self.value(x) * weights, averaged, x.sum(0)
 
 
-@net(
-    "expanded_result_that_nobody_reads",
-    truth=Truth(computed("", "attention", "attention.score", "attention.value", "head")),
-)
-class DropsSpreadWeights(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.head = SpreadsWeights(), nn.Linear(4, 2)
-
+@net("expanded_result_that_nobody_reads", fates=computed("", "attention", "attention.score", "attention.value", "head"))
+class DropsSpreadWeights(Holding, attention=SpreadsWeights(), head=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
         return self.head(values + bias)
@@ -762,10 +667,8 @@ net(
     "nested_sequentials",
     nested,
     row,
-    truth=Truth(
-        computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
-        {"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
-    ),
+    fates=computed("0", "0.0", "0.0.0", "0.0.0.0", "1"),
+    owners={"Gemm": [("0.0.0.0",), ("1",)], "Tanh": [("0.0.0.1",)], "Sigmoid": [("0.0.1",)]},
 )
 
 ODD_KEYS = ("a/b", "a-b", "a::b", "a;b", "a b", "ä%2F", "a")
@@ -786,26 +689,23 @@ class OddKeys(nn.Module):
 net(
     "odd_keys",
     lambda: OddKeys(ODD_KEYS),
-    truth=Truth(
-        computed(*(f"by_name.{key}" for key in ODD_KEYS)),
-        {"Gemm": [(f"by_name.{key}",) for key in ("a", *ODD_KEYS)]},
-    ),
+    fates=computed(*(f"by_name.{key}" for key in ODD_KEYS)),
+    owners={"Gemm": [(f"by_name.{key}",) for key in ("a", *ODD_KEYS)]},
 )
 
 # torch writes the second call of "a" as "a@1".
 net(
     "at_sign_in_a_key",
     lambda: OddKeys(("a@1", "a")),
-    truth=Truth(computed("by_name.a", "by_name.a@1"), {"Gemm": [("by_name.a",), ("by_name.a@1",), ("by_name.a",)]}),
+    fates=computed("by_name.a", "by_name.a@1"),
+    owners={"Gemm": [("by_name.a",), ("by_name.a@1",), ("by_name.a",)]},
 )
 
 
 @net(
     "names_that_end_alike",
-    truth=Truth(
-        computed("linear", "inner.linear", "linear_1"),
-        {"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
-    ),
+    fates=computed("linear", "inner.linear", "linear_1"),
+    owners={"Gemm": [("inner.linear",), ("linear",), ("linear",), ("linear_1",)]},
 )
 class SameEnd(nn.Module):
     """`inner.linear` and `linear`: TorchScript cuts both to the same name."""
@@ -824,11 +724,7 @@ class SameEnd(nn.Module):
 # --- calls that are no plain calls ---------------------------------------------------
 
 
-class Codec(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Codec(Holding, fc=nn.Linear(4, 4)):
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x).tanh()
 
@@ -839,45 +735,30 @@ class Codec(nn.Module):
 # `codec` never runs: what its method computes belongs to its caller, and its child runs.
 @net(
     "a_method_that_is_not_forward",
-    truth=Truth({"codec": "uncalled", **computed("", "codec.fc")}, {"Gemm": [("codec.fc",)], "Tanh": [("",)]}),
+    fates={"codec": "uncalled", **computed("", "codec.fc")},
+    owners={"Gemm": [("codec.fc",)], "Tanh": [("",)]},
 )
-class OtherMethod(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codec = Codec()
-
+class OtherMethod(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.codec.encode(x)
 
 
 @net(
     "forward_called_directly",
-    truth=Truth(
-        {"codec": "uncalled", **computed("codec.fc")},
-        {"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
-    ),
+    fates={"codec": "uncalled", **computed("codec.fc")},
+    owners={"Gemm": [("codec.fc",)], "Tanh": [("",)], "Sigmoid": [("",)]},
 )
-class DirectForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codec = Codec()
-
+class DirectForward(Holding, codec=Codec()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.codec.forward(x) + 1.0
 
 
 @net(
     "no_grad_inside",
-    truth=Truth(
-        computed("frozen", "frozen.0", "frozen.1", "head"),
-        {"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
-    ),
+    fates=computed("frozen", "frozen.0", "frozen.1", "head"),
+    owners={"Gemm": [("frozen.0",), ("head",)], "Tanh": [("frozen.1",)]},
 )
-class NoGrad(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4)
-
+class NoGrad(Holding, frozen=nn.Sequential(nn.Linear(4, 4), nn.Tanh()), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             features = self.frozen(x)
@@ -897,20 +778,17 @@ def pre_hooked() -> nn.Module:
 
 
 # A hook of the user's changes what the module gives back, or what it is given.
-net("forward_hook_that_computes", forward_hooked, truth=Truth(computed("first", "second"), {"Exp": [("first",)]}))
-net("pre_hook_that_computes", pre_hooked, truth=Truth(computed("first", "second"), {"Cos": [("",)]}))
+net("forward_hook_that_computes", forward_hooked, fates=computed("first", "second"), owners={"Exp": [("first",)]})
+net("pre_hook_that_computes", pre_hooked, fates=computed("first", "second"), owners={"Cos": [("",)]})
 
 
 @net(
     "checkpointed",
     skip=("torchscript",),
-    truth=Truth(computed("fc", "head"), {"Gemm": [("fc",), ("head",)], "Tanh": [("",)]}),
+    fates=computed("fc", "head"),
+    owners={"Gemm": [("fc",), ("head",)], "Tanh": [("",)]},
 )
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Checkpointed(Holding, fc=nn.Linear(4, 4), head=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.utils.checkpoint.checkpoint(self.fc, x, use_reentrant=False).tanh())
 
@@ -929,7 +807,8 @@ net(
     "autograd_function",
     lambda: nn.Sequential(nn.Linear(4, 4), Apply(Doubling.apply), Apply(Doubling.apply)),
     row,
-    truth=Truth(computed("0", "1", "2"), {"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]}),
+    fates=computed("0", "1", "2"),
+    owners={"Sin": [("1",), ("2",)], "Mul": [("1",), ("2",)]},
 )
 
 
@@ -941,26 +820,15 @@ class Branches(nn.Module):
 @net(
     "cond",
     skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "again"),
-        {"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
-    ),
+    fates=computed("fc", "choose", "again"),
+    owners={"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
 )
-class Cond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose, self.again = nn.Linear(4, 4), Branches(), Branches()
-
+class Cond(Holding, fc=nn.Linear(4, 4), choose=Branches(), again=Branches()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again(self.choose(self.fc(x)))
 
 
-class CondOverSelf(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
-
+class CondOverSelf(Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 4), down=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def high(x: torch.Tensor) -> torch.Tensor:
             return self.up(x) * self.weight
@@ -974,32 +842,23 @@ class CondOverSelf(nn.Module):
 @net(
     "cond_over_self",
     skip=("torchscript",),
-    truth=Truth(
-        computed("fc", "choose", "choose.up", "choose.down"),
-        {
-            "If": [("choose",)],
-            "Gemm": [("fc",), ("choose.up",), ("choose.down",)],
-            "Tanh": [("choose",)],
-            "Mul": [("choose",)],  # these read a parameter of the module's own, and give back the branch's result
-            "Sub": [("choose",)],
-        },
-    ),
+    fates=computed("fc", "choose", "choose.up", "choose.down"),
+    owners={
+        "If": [("choose",)],
+        "Gemm": [("fc",), ("choose.up",), ("choose.down",)],
+        "Tanh": [("choose",)],
+        "Mul": [("choose",)],  # these read a parameter of the module's own, and give back the branch's result
+        "Sub": [("choose",)],
+    },
 )
-class HoldsCond(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.choose = nn.Linear(4, 4), CondOverSelf()
-
+class HoldsCond(Holding, fc=nn.Linear(4, 4), choose=CondOverSelf()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.choose(self.fc(x))
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), Apply(lambda x: x.sin() * 2.0)
-        self.rest = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-
+class Block(
+    Holding, fc=nn.Linear(4, 4), act=Apply(lambda x: x.sin() * 2.0), rest=nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(self.act(self.fc(x))) + 1.0
 
@@ -1007,25 +866,19 @@ class Block(nn.Module):
 @net(
     "modules_in_branches",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
-        {
-            "If": [("",)],
-            "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
-            "Sin": [("block.act",)] + [("both.act",)] * 3,
-            "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
-            "Cos": [("",)],
-            "Exp": [("act",)],
-            "Abs": [("",)],
-        },
-    ),
+    fates=computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
+    owners={
+        "If": [("",)],
+        "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
+        "Sin": [("block.act",)] + [("both.act",)] * 3,
+        "Tanh": [("block.rest.1",)] + [("both.rest.1",)] * 3,
+        "Cos": [("",)],
+        "Exp": [("act",)],
+        "Abs": [("",)],
+    },
 )
-class ModulesInBranches(nn.Module):
+class ModulesInBranches(Holding, block=Block(), act=Apply(lambda x: x.exp() + 3.0), both=Block()):
     """Modules with and without parameters and with others inside; one runs in both branches, and twice in one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.act, self.both = Block(), Apply(lambda x: x.exp() + 3.0), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def high(x: torch.Tensor) -> torch.Tensor:
@@ -1039,12 +892,8 @@ class ModulesInBranches(nn.Module):
         return torch.cond(x.sum() > 0, high, low, (x,)).sigmoid()  # type: ignore[no-any-return]
 
 
-class BranchesInside(nn.Module):
+class BranchesInside(Holding, block=Block(), inner=Block()):
     """A branch inside a branch, and branches that are modules themselves."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.inner = Block(), Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def low(x: torch.Tensor) -> torch.Tensor:
@@ -1057,21 +906,15 @@ class BranchesInside(nn.Module):
 @net(
     "branches_inside_branches",
     skip=("torchscript",),
-    truth=Truth(
-        computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
-        {
-            "Exp": [("one",), ("two",)],
-            "Sin": [("one.block.act",)] + [("one.inner.act",)] * 2 + [("two.block.act",)] + [("two.inner.act",)] * 2,
-            "Cos": [("one",), ("two",)],
-            "If": [("one",), ("one",), ("two",), ("two",)],
-        },
-    ),
+    fates=computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
+    owners={
+        "Exp": [("one",), ("two",)],
+        "Sin": [("one.block.act",)] + [("one.inner.act",)] * 2 + [("two.block.act",)] + [("two.inner.act",)] * 2,
+        "Cos": [("one",), ("two",)],
+        "If": [("one",), ("one",), ("two",), ("two",)],
+    },
 )
-class HoldsBranchesInside(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = BranchesInside(), BranchesInside()
-
+class HoldsBranchesInside(Holding, one=BranchesInside(), two=BranchesInside()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x) - self.two(-x)
 
@@ -1079,17 +922,11 @@ class HoldsBranchesInside(nn.Module):
 @net(
     "outside_and_in_a_branch",
     skip=("torchscript",),
-    truth=Truth(
-        computed("block", "block.fc", "block.act"),
-        {"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
-    ),
+    fates=computed("block", "block.fc", "block.act"),
+    owners={"Sin": [("block.act",)] * 4, "Exp": [("",)], "Cos": [("",)], "Sigmoid": [("",)]},
 )
-class OutsideAndInBranch(nn.Module):
+class OutsideAndInBranch(Holding, block=Block()):
     """Runs a module before a branch, in it, and after it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.block(x).exp()
@@ -1100,11 +937,7 @@ class OutsideAndInBranch(nn.Module):
 # --- graph modules: torch.export has no scopes for them --------------------------------------------------
 
 
-class Traced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.weight = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
+class Traced(Holding, fc=nn.Linear(4, 4), weight=nn.Parameter(torch.ones(4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x.sin()).tanh() * self.weight
 
@@ -1116,22 +949,19 @@ class Bare(nn.Module):
 
 @net(
     "graph_modules",
-    truth=Truth(
-        computed("", "one", "one.fc", "bare", "head"),
-        {
-            "Sin": [("one",), ("one",)],
-            "Gemm": [("one.fc",), ("one.fc",), ("head",)],
-            "Tanh": [("one",), ("one",)],
-            "Cos": [("bare",)],
-            "Exp": [("",)],
-        },
-    ),
+    fates=computed("", "one", "one.fc", "bare", "head"),
+    owners={
+        "Sin": [("one",), ("one",)],
+        "Gemm": [("one.fc",), ("one.fc",), ("head",)],
+        "Tanh": [("one",), ("one",)],
+        "Cos": [("bare",)],
+        "Exp": [("",)],
+    },
 )
-class HoldsGraphModules(nn.Module):
+class HoldsGraphModules(Holding, head=nn.Linear(4, 3)):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.bare = torch.fx.symbolic_trace(Traced()), torch.fx.symbolic_trace(Bare())
-        self.head = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
@@ -1146,10 +976,10 @@ class KeepsModules(torch.fx.Tracer):
         return isinstance(m, (Block, torch.fx.GraphModule)) or super().is_leaf_module(m, module_qualified_name)
 
 
-class ForNested(nn.Module):
+class ForNested(Holding, block=Block()):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.block = torch.fx.symbolic_trace(Traced()), Block()
+        self.inner = torch.fx.symbolic_trace(Traced())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(self.block(x).exp()).abs()
@@ -1164,45 +994,31 @@ net(
     "graph_module_in_a_graph_module",
     lambda: nn.Sequential(nested_graph_module(), nn.Tanh()),
     row,
-    truth=Truth(
-        computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
-        {"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
-    ),
+    fates=computed("", "0", "0.inner", "0.inner.fc", "0.block", "0.block.act", "1"),
+    owners={"Abs": [("0",)], "Exp": [("0",)], "Sin": [("0.block.act",), ("0.inner",)]},
 )
 net(
     "graph_module_as_the_model",
     nested_graph_module,
-    truth=Truth(
-        computed("", "inner", "inner.fc", "block", "block.act"),
-        {"Abs": [("",)], "Exp": [("",)], "Sin": [("block.act",), ("inner",)]},
-    ),
+    fates=computed("", "inner", "inner.fc", "block", "block.act"),
+    owners={"Abs": [("",)], "Exp": [("",)], "Sin": [("block.act",), ("inner",)]},
 )
 
 
 # --- tensors in and out ---------------------------------------------------
 
 
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 2)
-
+class Pair(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         return {"both": (self.a(x), self.b(x)), "sum": (x.sum(-1),)}
 
 
 @net(
     "dict_of_tuples",
-    truth=Truth(
-        computed("", "pair", "pair.a", "pair.b", "norm"),
-        {"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
-    ),
+    fates=computed("", "pair", "pair.a", "pair.b", "norm"),
+    owners={"Gemm": [("pair.a",), ("pair.b",)], "ReduceSum": [("pair",)], "Exp": [("",)]},
 )
-class Structured(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair, self.norm = Pair(), nn.LayerNorm(4)
-
+class Structured(Holding, pair=Pair(), norm=nn.LayerNorm(4)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         found = self.pair(x)
         return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
@@ -1211,23 +1027,16 @@ class Structured(nn.Module):
 @net(
     "nested_inputs",
     inputs=lambda: {"pair": (x(2, 4), [x(2, 4, seed=8), x(2, 4, seed=9)])},
-    truth=Truth(computed("fc"), {"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]}),
+    fates=computed("fc"),
+    owners={"Gemm": [("fc",)], "Mul": [("",)], "Sub": [("",)]},
 )
-class NestedInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class NestedInputs(Holding, fc=nn.Linear(4, 4)):
     def forward(self, pair: tuple[torch.Tensor, list[torch.Tensor]]) -> torch.Tensor:
         return self.fc(pair[0]) * pair[1][0] - pair[1][1]
 
 
-class Together(nn.Module):
+class Together(Holding, fc=nn.Linear(4, 4)):
     """Gives back what it was given, beside something new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, self.fc(x).tanh()
@@ -1235,27 +1044,17 @@ class Together(nn.Module):
 
 @net(
     "input_beside_something_new",
-    truth=Truth(
-        {"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
-        {"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
-    ),
+    fates={"one": "dead", "one.fc": "dead", **computed("two", "two.fc", "head")},
+    owners={"Gemm": [("two.fc",)], "Tanh": [("two",)], "Sigmoid": [("head",)], "Mul": [("",)]},
 )
-class PassesThrough(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two, self.head = Together(), Together(), nn.Sigmoid()
-
+class PassesThrough(Holding, one=Together(), two=Together(), head=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         same, new = self.two(self.one(x)[0])
         return self.head(same) * new
 
 
-@net("same_tensor_twice_and_an_input_returned", truth=Truth(computed("fc"), {"Gemm": [("fc",)]}))
-class ReturnsTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+@net("same_tensor_twice_and_an_input_returned", fates=computed("fc"), owners={"Gemm": [("fc",)]})
+class ReturnsTwice(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = self.fc(x)
         return y, y, x
@@ -1273,7 +1072,8 @@ net(
     "in_place",
     lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), InPlace(), nn.Linear(4, 4)),
     row,
-    truth=Truth(computed("0", "1", "2", "3"), {"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]}),
+    fates=computed("0", "1", "2", "3"),
+    owners={"Gemm": [("0",), ("3",)], "Relu": [("1",)], "Tanh": [("2",)]},
 )
 
 
@@ -1288,14 +1088,11 @@ class FillsPart(nn.Module):
 @net(
     "filled_in_parts",
     inputs=lambda: {"x": x(2, 4, 4)},
-    truth=Truth(computed("key", "value", "fill", "head"), {"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2}),
+    fates=computed("key", "value", "fill", "head"),
+    owners={"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2},
 )
-class FillsInParts(nn.Module):
+class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=FillsPart(), head=nn.Linear(4, 4)):
     """Nothing but changes of parts leads from some modules to the result."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key, self.value, self.fill, self.head = nn.Linear(4, 4), nn.Linear(4, 4), FillsPart(), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         key, value = self.key(x), self.value(x)
@@ -1306,13 +1103,9 @@ class FillsInParts(nn.Module):
         return self.head(self.fill(out, value[:, 2])) + before
 
 
-@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, truth=Truth(computed("fc", "fill"), {"Cos": [("fill",)]}))
-class FilledLast(nn.Module):
+@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, fates=computed("fc", "fill"), owners={"Cos": [("fill",)]})
+class FilledLast(Holding, fc=nn.Linear(4, 4), fill=FillsPart()):
     """What is changed in part is what the model returns; and a constant beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.fill = nn.Linear(4, 4), FillsPart()
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.fc(x)
@@ -1326,7 +1119,8 @@ net(
     "view_after_a_change",
     lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)),
     lambda: {"input": x(1, 4, 1, 1)},
-    truth=Truth(computed("0", "1", "2", "3"), {"Relu": [("1",)], "Gemm": [("3",)]}),
+    fates=computed("0", "1", "2", "3"),
+    owners={"Relu": [("1",)], "Gemm": [("3",)]},
 )
 
 
@@ -1339,14 +1133,16 @@ net(
     ),
     skip=("torchscript",),
 )
-class ViewsOfChanged(nn.Module):
+class ViewsOfChanged(
+    Holding,
+    fc=nn.Linear(4, 4),
+    act=nn.ReLU(inplace=True),
+    turn=Apply(lambda x: x.permute(0, 2, 1)),
+    split=Apply(lambda x: x.unflatten(1, (2, 2))),
+    again=nn.Hardsigmoid(inplace=True),
+    head=nn.Linear(3, 2),
+):
     """Views of views of a changed tensor; one is returned, one is changed in turn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.ReLU(inplace=True)
-        self.turn, self.split = Apply(lambda x: x.permute(0, 2, 1)), Apply(lambda x: x.unflatten(1, (2, 2)))
-        self.again, self.head = nn.Hardsigmoid(inplace=True), nn.Linear(3, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.no_grad():
@@ -1355,14 +1151,15 @@ class ViewsOfChanged(nn.Module):
         return self.head(y) + z.mean(), self.split(z)
 
 
-@net("parts_of_a_changed_tensor", truth=Truth(computed("norm", "act", "parts", "one")), skip=("torchscript",))
-class PartsOfChanged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(4), nn.ReLU(inplace=True)
-        self.parts, self.rows = Apply(lambda x: x.chunk(2, 1)), Apply(lambda x: x.unbind(1))
-        self.one = nn.Linear(2, 1)
-
+@net("parts_of_a_changed_tensor", fates=computed("norm", "act", "parts", "one"), skip=("torchscript",))
+class PartsOfChanged(
+    Holding,
+    norm=nn.LayerNorm(4),
+    act=nn.ReLU(inplace=True),
+    parts=Apply(lambda x: x.chunk(2, 1)),
+    rows=Apply(lambda x: x.unbind(1)),
+    one=nn.Linear(2, 1),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.norm(x)
         y += x
@@ -1375,7 +1172,8 @@ net(
     "cell_then_views",
     lambda: nn.Sequential(nn.GRUCell(4, 4), unflat(4, 2), nn.Linear(2, 3)),
     row,
-    truth=Truth(computed("0", "1", "2"), {"Reshape": [("1",)]}),
+    fates=computed("0", "1", "2"),
+    owners={"Reshape": [("1",)]},
 )
 
 
@@ -1383,17 +1181,18 @@ net(
 @net(
     "changes_of_views",
     skip=("torchscript",),
-    truth=Truth(
-        computed("", "fc", "flat", "act", "head"), {"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]}
-    ),
+    fates=computed("", "fc", "flat", "act", "head"),
+    owners={"Relu": [("act",), ("act",)], "ScatterND": [("",)], "Sin": [("",)]},
 )
-class ChangesOfViews(nn.Module):
+class ChangesOfViews(
+    Holding,
+    fc=nn.Linear(4, 4),
+    flat=nn.Flatten(0),
+    act=nn.ReLU(inplace=True),
+    head=nn.Linear(8, 2),
+    again=nn.Hardsigmoid(inplace=True),
+):
     """What a module changes is a view of a tensor that others have, and read afterwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.flat, self.act, self.head = nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Linear(8, 2)
-        self.again = nn.Hardsigmoid(inplace=True)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         y = self.fc(x)
@@ -1406,13 +1205,11 @@ class ChangesOfViews(nn.Module):
 @net(
     "view_before_a_change",
     skip=("torchscript",),
-    truth=Truth({"flat": "fused", **computed("", "fc", "act", "head")}, {"Reshape": [("",)]}, {"flat": ("",)}),
+    fates={"flat": "fused", **computed("", "fc", "act", "head")},
+    owners={"Reshape": [("",)]},
+    merged={"flat": ("",)},
 )
-class ViewThenChange(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.flat, self.act, self.head = nn.Linear(4, 4), nn.Flatten(0), nn.ReLU(inplace=True), nn.Linear(8, 2)
-
+class ViewThenChange(Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReLU(inplace=True), head=nn.Linear(8, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc(x)
         view = self.flat(y)
@@ -1420,12 +1217,8 @@ class ViewThenChange(nn.Module):
         return self.head(view) + changed.mean()
 
 
-class ShiftsAndReads(nn.Module):
+class ShiftsAndReads(Holding, shift=nn.Parameter(torch.ones(6, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)):
     """Changes what it is given in place, and reads it then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift, self.norm, self.head = nn.Parameter(torch.ones(6, 4)), nn.LayerNorm(4), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x += self.shift
@@ -1440,7 +1233,8 @@ net(
         ShiftsAndReads(),
     ),
     lambda: {"input": x(2, 4, 2, 3)},
-    truth=Truth(computed("0", "0.2", "1", "1.norm", "1.head"), {"Sin": [("1",)]}),
+    fates=computed("0", "0.2", "1", "1.norm", "1.head"),
+    owners={"Sin": [("1",)]},
     dynamo=Truth(owners={"Reshape": [("0.2",), ("1",), ("1",)]}),
     torchscript=Truth(owners={"Reshape": [("0.2",)]}),
 )
@@ -1449,17 +1243,16 @@ net(
 @net(
     "tensor_changed_under_a_view_that_is_read",
     skip=("torchscript",),  # its graph reads the view as it was before the change, in torch too
-    truth=Truth(
-        computed("", "fc", "turn", "block", "head"),
-        {"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
-    ),
+    fates=computed("", "fc", "turn", "block", "head"),
+    owners={"Transpose": [("turn",), ("block",)], "Cos": [("",)], "Sin": [("block",)]},
 )
-class ChangesUnderAView(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.turn, self.head = nn.Linear(4, 4), Apply(lambda x: x.t()), nn.Linear(2, 3)
-        self.block = Apply(lambda whole, view: whole.add_(1.0).sum() * view.sin())
-
+class ChangesUnderAView(
+    Holding,
+    fc=nn.Linear(4, 4),
+    turn=Apply(lambda x: x.t()),
+    head=nn.Linear(2, 3),
+    block=Apply(lambda whole, view: whole.add_(1.0).sum() * view.sin()),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         whole = self.fc(x)
         view = self.turn(whole)
@@ -1469,31 +1262,26 @@ class ChangesUnderAView(nn.Module):
 @net(
     "view_changed_read_and_returned",
     inputs=lambda: {"x": x(2, 4, 2, 4)},
-    truth=Truth(
-        computed("fc", "turn", "block", "block.0", "after", "head"),
-        {"Exp": [("block.0",)], "Sigmoid": [("after",)]},
-    ),
+    fates=computed("fc", "turn", "block", "block.0", "after", "head"),
+    owners={"Exp": [("block.0",)], "Sigmoid": [("after",)]},
     dynamo=Truth(owners={"Reshape": [("turn",), ("block.0",), ("block.0",)]}),
 )
-class ChangesReadsAndReturns(nn.Module):
+class ChangesReadsAndReturns(
+    Holding,
+    fc=nn.Linear(4, 4),
+    after=nn.Sigmoid(),
+    head=nn.Linear(4, 2),
+    turn=Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2)),
+    block=nn.Sequential(Apply(lambda x: (x.mul_(2.0).exp(), x))),
+):
     """Another module reads the changed view, too; it is returned beside what was computed from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.after, self.head = nn.Linear(4, 4), nn.Sigmoid(), nn.Linear(4, 2)
-        self.turn = Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
-        self.block = nn.Sequential(Apply(lambda x: (x.mul_(2.0).exp(), x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, changed = self.block(self.turn(self.fc(x)))
         return self.head(one + self.after(changed))
 
 
-class ToOwnType(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class ToOwnType(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.to(dtype=self.fc.weight.dtype)  # the same tensor, which the TorchScript tracer gives another number
         return self.fc(x).sin()
@@ -1503,19 +1291,17 @@ net(
     "argument_made_its_own_type",
     lambda: nn.Sequential(ToOwnType(), nn.Tanh()),
     row,
-    truth=Truth(computed("0", "0.fc"), {"Sin": [("0",)], "Gemm": [("0.fc",)]}),
+    fates=computed("0", "0.fc"),
+    owners={"Sin": [("0",)], "Gemm": [("0.fc",)]},
 )
 
 
 @net(
     "an_output_that_nobody_uses",
-    truth=Truth(computed("qkv", "split", "act"), {"Gemm": [("qkv",)], "Sigmoid": [("act",)]}),
+    fates=computed("qkv", "split", "act"),
+    owners={"Gemm": [("qkv",)], "Sigmoid": [("act",)]},
 )
-class UsesSomeHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.split, self.act = nn.Linear(4, 6), Apply(lambda x: x.chunk(3, dim=-1)), nn.Sigmoid()
-
+class UsesSomeHeads(Holding, qkv=nn.Linear(4, 6), split=Apply(lambda x: x.chunk(3, dim=-1)), act=nn.Sigmoid()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
         return self.act(q) * v
@@ -1526,7 +1312,8 @@ net(
     # As MobileNetV2 of transformers: it pads by what its size needs, and for this size that is nothing.
     lambda: nn.Sequential(nn.ZeroPad2d(0), nn.Conv2d(2, 3, 3), nn.ReLU()),
     lambda: {"input": x(1, 2, 8, 8)},
-    truth=Truth(computed("1", "2"), {"Conv": [("1",)], "Relu": [("2",)]}),
+    fates=computed("1", "2"),
+    owners={"Conv": [("1",)], "Relu": [("2",)]},
     dynamo=Truth({"0": "identity"}),
 )
 
@@ -1534,11 +1321,7 @@ net(
 # --- shapes ---------------------------------------------------
 
 
-class FromShape(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(16, 4)
-
+class FromShape(Holding, table=nn.Embedding(16, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.table(torch.arange(x.shape[1], device=x.device))
 
@@ -1554,16 +1337,10 @@ class SplitMerge(nn.Module):
     "positions_from_shapes",
     inputs=sequence,
     dynamic={"x": {0: "batch", 1: "length"}},
-    truth=Truth(
-        computed("positions", "positions.table", "one", "fc", "two"),
-        {"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
-    ),
+    fates=computed("positions", "positions.table", "one", "fc", "two"),
+    owners={"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
 )
-class ShapesEverywhere(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions, self.one, self.fc, self.two = FromShape(), SplitMerge(), nn.Linear(4, 4), SplitMerge()
-
+class ShapesEverywhere(Holding, positions=FromShape(), one=SplitMerge(), fc=nn.Linear(4, 4), two=SplitMerge()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.fc(self.one(self.positions(x))))
 
@@ -1580,16 +1357,12 @@ class Recurrent(nn.Module):
         return self.head(self.rnn(self.norm(x))[0])
 
 
-net("lstm", lambda: Recurrent(nn.LSTM), sequence, truth=Truth(computed("rnn", "norm", "head"), {"LSTM": [("rnn",)]}))
-net("gru", lambda: Recurrent(nn.GRU), sequence, truth=Truth(computed("rnn", "norm", "head"), {"GRU": [("rnn",)]}))
+net("lstm", lambda: Recurrent(nn.LSTM), sequence, fates=computed("rnn", "norm", "head"), owners={"LSTM": [("rnn",)]})
+net("gru", lambda: Recurrent(nn.GRU), sequence, fates=computed("rnn", "norm", "head"), owners={"GRU": [("rnn",)]})
 
 
-@net("multihead_attention", inputs=sequence, truth=Truth(computed("attention", "fc")))
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.attention = nn.Linear(4, 4), nn.MultiheadAttention(4, 2, batch_first=True)
-
+@net("multihead_attention", inputs=sequence, fates=computed("attention", "fc"))
+class Attends(Holding, fc=nn.Linear(4, 4), attention=nn.MultiheadAttention(4, 2, batch_first=True)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.fc(x)
         return x + self.attention(x, x, x, need_weights=False)[0]
@@ -1603,7 +1376,7 @@ net(
     "transformer_encoder",
     encoder,
     lambda: {"src": x(2, 3, 4)},
-    truth=Truth({**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"}),
+    fates={**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"},
 )
 
 
@@ -1612,19 +1385,10 @@ def normed() -> nn.Module:
     return nn.Sequential(weight_norm(nn.Linear(4, 4)), nn.Tanh(), weight_norm(nn.Linear(4, 3)))
 
 
-net(
-    "weight_norm",
-    normed,
-    row,
-    truth=Truth(computed("0", "1", "2"), {"Tanh": [("1",)]}),
-)
+net("weight_norm", normed, row, fates=computed("0", "1", "2"), owners={"Tanh": [("1",)]})
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
+class Attention(Holding, q=nn.Linear(4, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
@@ -1633,25 +1397,18 @@ class Attention(nn.Module):
 @net(
     "scaled_dot_product_attention",
     inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
-    truth=Truth(computed("blocks.0", "blocks.1.q"), {"Softmax": [("blocks.0",), ("blocks.1",)]}),
+    fates=computed("blocks.0", "blocks.1.q"),
+    owners={"Softmax": [("blocks.0",), ("blocks.1",)]},
 )
-class AttentionBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Attention() for _ in range(2))
-
+class AttentionBlocks(Holding, blocks=nn.ModuleList(Attention() for _ in range(2))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = x + block(x, mask[:, None, None, :])
         return x
 
 
-class OtherNames(nn.Module):
+class OtherNames(Holding, first=nn.Linear(4, 4), second=nn.Linear(4, 4)):
     """Operators by their second names, in place too, which torch replaces when a trace ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.multiply(self.first(x), x)
@@ -1663,37 +1420,26 @@ net(
     "other_names_of_operators",
     lambda: nn.Sequential(OtherNames(), nn.Linear(8, 4)),
     row,
-    truth=Truth(computed("0", "0.first", "0.second", "1"), {"Abs": [("0",)], "Sigmoid": [("0",)]}),
+    fates=computed("0", "0.first", "0.second", "1"),
+    owners={"Abs": [("0",)], "Sigmoid": [("0",)]},
 )
 
 
-class OnlyMeasured(nn.Module):
+class OnlyMeasured(Holding, linear=nn.Linear(4, 4)):
     """What its layer computes is looked at for its size alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(self.linear(x))
 
 
-@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, truth=Truth({"zeros.linear": "dead"}))
-class ZerosInBetween(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.zeros, self.out = OnlyMeasured(), nn.Linear(4, 4)
-
+@net("zeros_of_the_same_size", inputs=lambda: {"x": x(2, 4)}, fates={"zeros.linear": "dead"})
+class ZerosInBetween(Holding, zeros=OnlyMeasured(), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.zeros(x))
 
 
-class SplitsItsResult(nn.Module):
+class SplitsItsResult(Holding, linear=nn.Linear(4, 4)):
     """Of two parts that one operator makes, one is returned as it is: nothing but the tuple around both reads it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first, rest = torch.split(self.linear(x), [1, 2], 1)
@@ -1704,7 +1450,7 @@ net(
     "returned_parts",
     lambda: nn.Sequential(SplitsItsResult()),
     lambda: {"input": x(2, 3, 4)},
-    truth=Truth(computed("0", "0.linear")),
+    fates=computed("0", "0.linear"),
 )
 
 
@@ -1716,19 +1462,16 @@ net(
     "conv_bn_conv_bn",
     lambda: nn.Sequential(conv_bn(3, 3), conv_bn(4, 1)),
     image,
-    truth=Truth(computed("0", "1"), {"Conv": [("0.0", "0.1"), ("1.0", "1.1")]}),
+    fates=computed("0", "1"),
+    owners={"Conv": [("0.0", "0.1"), ("1.0", "1.1")]},
 )
 
 
 # --- operators with several results that torch decomposes: of their results, nothing keeps the names --------
 
 
-@net("cells", inputs=sequence, truth=Truth(computed("cell", "out")))
-class Cells(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.out = nn.LSTMCell(4, 4), nn.Linear(4, 4)
-
+@net("cells", inputs=sequence, fates=computed("cell", "out"))
+class Cells(Holding, cell=nn.LSTMCell(4, 4), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden, state = x[:, 0].tanh(), torch.zeros_like(x[:, 0])
         outs = []
@@ -1738,22 +1481,14 @@ class Cells(nn.Module):
         return torch.stack(outs, 1)
 
 
-class Picks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(4, 4)
-
+class Picks(Holding, score=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = self.score(x).softmax(-1).topk(2, -1)
         return places, values * 2
 
 
-@net("picks_twice", truth=Truth(computed("first", "first.score", "second", "second.score")))
-class PicksTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Picks(), Picks()
-
+@net("picks_twice", fates=computed("first", "first.score", "second", "second.score"))
+class PicksTwice(Holding, first=Picks(), second=Picks()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():  # torch makes a graph of its own for this, and the results of all nodes get new names
             shift, scale = x.sin(), x.cos()
@@ -1767,13 +1502,9 @@ class PicksTwice(nn.Module):
     "largest_twice",
     inputs=lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
     skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
-    truth=Truth(computed("encoder", "encoder.0", "encoder.1")),
+    fates=computed("encoder", "encoder.0", "encoder.1"),
 )
-class LargestTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
-
+class LargestTwice(Holding, encoder=nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.encoder(x) * self.encoder(y).sin()
 
@@ -1781,13 +1512,12 @@ class LargestTwice(nn.Module):
 # --- what modules pass to each other ---------------------------------------------------
 
 
-class PassesNumbers(nn.Module):
+class PassesNumbers(
+    Holding,
+    counts=Apply(lambda x: (x > 0).sum(0).tolist()),
+    multiplies=Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1]),
+):
     """What passes between the two are numbers in Python, and tensors in a file."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts = Apply(lambda x: (x > 0).sum(0).tolist())
-        self.multiplies = Apply(lambda x, numbers: x.sigmoid() * numbers[0] + numbers[1])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiplies(x, self.counts(x)).tanh()
@@ -1798,25 +1528,18 @@ net(
     PassesNumbers,
     lambda: {"x": x(3, 2)},
     skip=("torchscript",),  # numbers are constants in a trace
-    truth=Truth(computed("counts", "multiplies"), {"Greater": [("counts",)], "Sigmoid": [("multiplies",)]}),
+    fates=computed("counts", "multiplies"),
+    owners={"Greater": [("counts",)], "Sigmoid": [("multiplies",)]},
 )
 
 
-class Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(3, 4))
-
+class Router(Holding, weight=nn.Parameter(torch.ones(3, 4))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x.view(-1, 4), self.weight).softmax(-1)
 
 
-class Routed(nn.Module):
+class Routed(Holding, router=Router(), experts=nn.Linear(4, 3)):
     """Flattens its input, as the router inside it does: one node does both, and what it makes goes to the experts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = Router(), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights = self.router(x)
@@ -1827,26 +1550,16 @@ class Routed(nn.Module):
 @net(
     "equal_work_of_a_module_and_one_inside_it",
     inputs=sequence,
-    truth=Truth(
-        computed("routed", "routed.router", "routed.experts"),
-        {"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
-    ),
+    fates=computed("routed", "routed.router", "routed.experts"),
+    owners={"Reshape": [("routed", "routed.router"), ("routed",)], "Softmax": [("routed.router",)]},
 )
-class HoldsRouted(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.routed, self.last = nn.Linear(4, 4), Routed(), nn.Linear(4, 4)
-
+class HoldsRouted(Holding, first=nn.Linear(4, 4), routed=Routed(), last=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.routed(self.first(x)))
 
 
-class Scores(nn.Module):
+class Scores(Holding, query=nn.Linear(4, 4)):
     """Reads the size of a tensor whose transposition is merged with the next one, and is not in the graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         queries = self.query(x).view(2, 3, 2, 2).transpose(1, 2)
@@ -1856,17 +1569,9 @@ class Scores(nn.Module):
         return queries @ keys.transpose(2, 3) + bias, bias
 
 
-@net(
-    "size_of_a_tensor_that_is_gone",
-    inputs=sequence,
-    truth=Truth(computed("first", "first.query", "second", "second.query")),
-)
-class SharesBias(nn.Module):
+@net("size_of_a_tensor_that_is_gone", inputs=sequence, fates=computed("first", "first.query", "second", "second.query"))
+class SharesBias(Holding, first=Scores(), second=Scores()):
     """The second module adds what the first one made of that size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = Scores(), Scores()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         scores, bias = self.first(x, None)

@@ -1,7 +1,5 @@
 """Quantized checkpoints, packed integer by integer as each tool's documentation of its format says."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

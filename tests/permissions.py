@@ -1,7 +1,5 @@
 """The command line in a process that file permissions bind, whoever runs the tests."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A small net for tests of quantization, and what holds of every quantized file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Commands that are refused: with status 2, one line of error, and every file as it was."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

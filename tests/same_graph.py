@@ -1,7 +1,5 @@
 """Whether two exported files are the same but for what `htp_export` adds."""
 
-from __future__ import annotations
-
 import re
 
 import onnx

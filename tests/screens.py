@@ -1,7 +1,5 @@
 """Screens of the page: a small encoder with fixed numbers, its page at several sizes, and how alike two screens are."""
 
-from __future__ import annotations
-
 import struct
 import zlib
 from pathlib import Path

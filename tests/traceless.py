@@ -3,8 +3,6 @@
 They are in no registry of nets: those export.
 """
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

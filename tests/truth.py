@@ -81,6 +81,7 @@ class Call:
     given: list[Array]
     returned: list[Array]
     numbers: list[Array] = field(default_factory=list)
+    caller: tuple[str, int] | None = None  # module and number of the call that made it
 
 
 def run_pytorch(
@@ -88,19 +89,20 @@ def run_pytorch(
 ) -> tuple[dict[str, list[Call]], list[Array]]:
     """Every call of every module, and the results; ``shifted`` (path, call, output) is changed on its way out."""
     calls: dict[str, list[Call]] = defaultdict(list)
-    running: dict[str, list[int]] = defaultdict(list)  # module → its calls that run, as numbers in order of their begin
+    running: list[tuple[str, int]] = []  # calls, outermost first
 
     def entering(path: str) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            running[path].append(len(calls[path]))
             given = [copied(leaf) for leaf in leaves([args, kwargs])]  # before anything changes in place
-            calls[path].append(Call(given, [], [*numbers([args, kwargs])]))
+            caller = running[-1] if running else None
+            running.append((path, len(calls[path])))
+            calls[path].append(Call(given, [], [*numbers([args, kwargs])], caller))
 
         return hook
 
     def leaving(path: str) -> Any:
         def hook(_module: Any, _args: Any, result: Any) -> None:
-            nth, returned = running[path].pop(), leaves(result)
+            (_, nth), returned = running.pop(), leaves(result)
             calls[path][nth].returned.extend(copied(leaf) for leaf in returned)
             calls[path][nth].numbers.extend(numbers(result))
             if shifted is not None and shifted[:2] == (path, nth):

@@ -1,7 +1,5 @@
 """Models written as text in ONNX's own notation, with weights beside it."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx
 import onnx.parser

@@ -186,7 +186,8 @@ def captured_with(program: Any) -> Captured | None:
 
 
 def _nodes(program: Any) -> Iterator[Any]:
-    return (node for module in torch_internals.graph_modules_in(program.graph_module) for node in module.graph.nodes)
+    modules = (each for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule))
+    return (node for module in modules for node in module.graph.nodes)
 
 
 class TorchScript:

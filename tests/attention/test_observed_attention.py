@@ -1,12 +1,9 @@
 """Attention that modules compute from products themselves: in steps, with the same results; the model as it was."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,7 @@ from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from tests.attention.test_attention import whole_and_in_steps
 from tests.exporting import BOTH, quick
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Holding, spread
 
 SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
 # Model type → overrides, and a module with attention.
@@ -91,7 +88,7 @@ RUNS += [f"{name}-sdpa" for name in MODELS if name not in ("gpt_oss", "gemma2")]
 
 
 @pytest.mark.parametrize("run", quick(RUNS, *QUICK))
-def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> None:
+def test_models_of_transformers_run_in_steps_with_the_same_results(run):
     name, _, implementation = run.partition("-")
     model, inputs, path = model_of(name, implementation)
     wanted = [f"{path}.{step}" for step in ("scores", "softmax", "context")]
@@ -118,9 +115,7 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run: str) -> 
         ("swin-eager", "torchscript"),  # it is run twice
     ),
 )
-def test_attention_of_transformers_exports_in_steps_with_the_same_nodes(
-    name: str, exporter: str, tmp_path: Path
-) -> None:
+def test_attention_of_transformers_exports_in_steps_with_the_same_nodes(name, exporter, tmp_path):
     model, inputs, path = model_of(*name.split("-"))
     plain, tagged = whole_and_in_steps(model, inputs, exporter, tmp_path)
     assert name == "bert-sdpa" or len(plain.nodes) == len(tagged.nodes)
@@ -192,9 +187,7 @@ ATTENDS = (with_matmul, with_bmm, with_einsum, twice, with_module)
         *((attend, "torchscript") for attend in ATTENDS),
     ),
 )
-def test_attention_of_any_module_runs_and_exports_in_steps(
-    attend: Callable[..., torch.Tensor], exporter: str, tmp_path: Path
-) -> None:
+def test_attention_of_any_module_runs_and_exports_in_steps(attend, exporter, tmp_path):
     model, x = nn.Sequential(nn.Linear(8, 8), Own(attend)).eval(), torch.randn(2, 5, 8)
     with torch.no_grad():
         expected = model(x)
@@ -232,9 +225,7 @@ def with_noise(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("attend", [through_a_view, of_a_changed_mask, into_a_mask, with_noise])
-def test_what_cannot_run_again_exactly_stays_as_it_is_and_is_said_once(
-    attend: Callable[..., torch.Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_cannot_run_again_exactly_stays_as_it_is_and_is_said_once(attend, caplog):
     model, x = nn.Sequential(nn.Linear(8, 8), Own(attend)).eval(), torch.randn(2, 5, 8)
     torch.manual_seed(0)
     expected = model(x)
@@ -268,9 +259,7 @@ class TalkingHeads(nn.Module):
 @pytest.mark.parametrize(
     ("mixed_by", "steps"), [("parameter", ["scores", "softmax", "context"]), ("module", []), ("own softmax", [])]
 )
-def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alone(
-    mixed_by: str, steps: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alone(mixed_by, steps, caplog):
     model, x = TalkingHeads(mixed_by).eval(), torch.randn(2, 5, 8)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         expected = model(x)
@@ -281,7 +270,7 @@ def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alo
     assert said == ([True] if mixed_by == "module" else [])
 
 
-def test_in_inference_mode_attention_stays_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+def test_in_inference_mode_attention_stays_as_it_is(caplog):
     model, x = Own(with_bmm).eval(), torch.randn(2, 5, 8)
     with torch.inference_mode(), caplog.at_level(logging.WARNING):
         expected = model(x)
@@ -291,13 +280,8 @@ def test_in_inference_mode_attention_stays_as_it_is(caplog: pytest.LogCaptureFix
     assert ["in inference mode" in record.getMessage() for record in caplog.records] == [True]
 
 
-class NoAttention(nn.Module):
+class NoAttention(Holding, choice=nn.Parameter(torch.randn(4, 8)), codes=nn.Parameter(torch.randn(8, 8))):
     """A choice among experts by a linear map, and a codebook: products with parameters, no scores of attention."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.choice = nn.Parameter(torch.randn(4, 8))
-        self.codes = nn.Parameter(torch.randn(8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         chosen = (x @ self.choice.T).softmax(-1)
@@ -307,7 +291,7 @@ class NoAttention(nn.Module):
 
 @pytest.mark.torch
 @BOTH
-def test_the_softmax_of_a_linear_map_is_no_attention(exporter: str, tmp_path: Path) -> None:
+def test_the_softmax_of_a_linear_map_is_no_attention(exporter, tmp_path):
     model, x = NoAttention().eval(), torch.randn(2, 5, 8)
     with decomposed_attention(model):
         model(x)
@@ -329,9 +313,7 @@ def with_dropout(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
     ],
     ids=["own", "multihead"],
 )
-def test_training_has_the_same_dropout_and_gradients(
-    make: Callable[[], nn.Module], inputs: int, steps: list[str] | None, exact: bool
-) -> None:
+def test_training_has_the_same_dropout_and_gradients(make, inputs, steps, exact):
     model, x = spread(make()).train(), torch.randn(2, 5, 8)
 
     def gradients() -> list[torch.Tensor]:
@@ -349,7 +331,7 @@ def test_training_has_the_same_dropout_and_gradients(
     torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_names_that_are_taken_are_left_alone() -> None:
+def test_names_that_are_taken_are_left_alone():
     model, x = Own(with_bmm).eval(), torch.randn(2, 5, 8)
     model.softmax = nn.Identity()
     with decomposed_attention(model):
@@ -359,7 +341,7 @@ def test_names_that_are_taken_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "someone/kernel"])
-def test_kernels_of_other_libraries_are_refused_by_module(implementation: str) -> None:
+def test_kernels_of_other_libraries_are_refused_by_module(implementation):
     model = nn.ModuleDict({"text": Own(with_bmm)})
     model["text"].config = type("Config", (), {"_attn_implementation": implementation})()
     with pytest.raises(InputError, match=rf"module 'text' .*'{implementation}'.*set_attn_implementation"):
@@ -367,7 +349,7 @@ def test_kernels_of_other_libraries_are_refused_by_module(implementation: str) -
 
 
 @pytest.mark.torch
-def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run() -> None:
+def test_the_report_counts_the_operations_of_steps_that_modules_get_when_they_run():
     model = nn.Sequential(nn.Linear(8, 8), Own(with_module)).eval()
     report = htp_export.attention_report(model, (torch.randn(2, 5, 8),))
     assert report.modules == ("1",)

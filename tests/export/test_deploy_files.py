@@ -1,7 +1,5 @@
 """The files beside an exported decoder, for ONNX Runtime GenAI and for transformers.exporters."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -52,7 +50,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_files_for_genai_lie_beside_the_decoder(file: Path, tmp_path: Path) -> None:
+def test_the_files_for_genai_lie_beside_the_decoder(file, tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "weights.index.json", "model.safetensors"):
@@ -68,7 +66,7 @@ def test_the_files_for_genai_lie_beside_the_decoder(file: Path, tmp_path: Path) 
     assert (config["vocab_size"], config["architectures"]) == (99, ["Model"])
 
 
-def test_a_folder_with_the_config_of_another_model_is_refused(file: Path) -> None:
+def test_a_folder_with_the_config_of_another_model_is_refused(file):
     check_genai(file.parent)
     (file.parent / "config.json").write_text("{}")
     with pytest.raises(FileError, match=r"config\.json: would be replaced"):
@@ -80,7 +78,7 @@ def test_a_folder_with_the_config_of_another_model_is_refused(file: Path) -> Non
 # --- export.json ------------------------------------------------------------------------------------------
 
 
-def test_what_transformers_could_not_load_is_refused(file: Path) -> None:
+def test_what_transformers_could_not_load_is_refused(file):
     ids = {"input_ids": torch.ones(1, 2)}
     with pytest.raises(InputError, match="only the dynamo exporter has"):
         write_export_metadata(file, Model(), ids, None)
@@ -102,9 +100,7 @@ def files_in(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_files_for_other_runtimes_are_written_into_new_folders_and_named_as_optimum_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_for_other_runtimes_are_written_into_new_folders_and_named_as_optimum_does(tmp_path, capsys):
     output, folder = tmp_path / "new" / "folder" / "bert.onnx", tmp_path / "js"
     words = [*BERT, "--task", "feature-extraction", "--export-json", "-o", str(output)]
     assert main([*words, "--transformers-js", str(folder), "--js-dtypes=q4", "--json"]) == 0
@@ -120,15 +116,13 @@ def test_files_for_other_runtimes_are_written_into_new_folders_and_named_as_opti
     assert dims == {"input_ids": named, "attention_mask": named, "token_type_ids": named}
 
 
-def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_written_if_genai_cannot_run_the_model(tmp_path, capsys):
     assert main([*BERT, "-o", str(tmp_path / "new" / "folder" / "bert.onnx"), "--genai"]) == 2
     assert "runs decoders with a key-value cache, and the model takes none" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plain_output_needs_its_folder_and_no_folder_lies_in_a_file(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_plain_output_needs_its_folder_and_no_folder_lies_in_a_file(tmp_path, capsys):
     assert main([*BERT, "-o", str(tmp_path / "new" / "bert.onnx")]) == 2
     assert "its folder does not exist" in capsys.readouterr().err
     (tmp_path / "file").touch()
@@ -145,9 +139,7 @@ def test_a_plain_output_needs_its_folder_and_no_folder_lies_in_a_file(
         ([*BERT, "--transformers-js", "{}/js", "--js-dtypes", "fp8"], "has no type 'fp8' here"),
     ],
 )
-def test_what_cannot_be_written_is_refused_before_the_export(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_written_is_refused_before_the_export(words, message, tmp_path, capsys):
     (tmp_path / "config.json").write_text('"of another model"')
     assert main([*(word.format(tmp_path) for word in words), "-o", str(tmp_path / "made.onnx")]) == 2
     assert message in capsys.readouterr().err
@@ -166,18 +158,14 @@ T5_WORDS += ["--task", "text2text-generation-with-past"]
         (["--transformers-js", "{}/js", "--two-files"], "runs decoders of one file; leave --two-files away"),
     ],
 )
-def test_encoder_decoders_are_refused_before_the_export(
-    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_encoder_decoders_are_refused_before_the_export(options, message, tmp_path, capsys):
     assert main([*T5_WORDS, "-o", str(tmp_path / "t5"), *(word.format(tmp_path) for word in options)]) == 2
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(tmp_path, capsys):
     output, folder = tmp_path / "t5", tmp_path / "js"
     assert main([*T5_WORDS, "-o", str(output), "--transformers-js", str(folder), "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)["models"]
@@ -193,7 +181,7 @@ def test_an_encoder_decoder_becomes_a_folder_for_transformers_js(
     assert main(["verify", str(output / "decoder_model_merged.onnx"), *T5_WORDS[1:]]) == 0
 
 
-def test_a_new_folder_is_gone_after_a_failed_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_new_folder_is_gone_after_a_failed_export(tmp_path, capsys):
     (tmp_path / "kept").mkdir()
     for folder in ("new", "kept"):
         assert main([*T5_WORDS, "-o", str(tmp_path / folder), "--functions", "class:NoSuchClass"]) == 2
@@ -202,9 +190,7 @@ def test_a_new_folder_is_gone_after_a_failed_export(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.slow
-def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(tmp_path, capsys):
     from tests.export.test_genai import generated_by_genai
 
     model = decoder("llama")
@@ -225,7 +211,7 @@ def test_a_folder_with_a_decoder_and_its_tokenizer_becomes_one_for_genai(
 
 
 @pytest.mark.slow
-def test_a_decoder_with_export_json_is_loaded_by_transformers_and_computes_what_pytorch_does(tmp_path: Path) -> None:
+def test_a_decoder_with_export_json_is_loaded_by_transformers_and_computes_what_pytorch_does(tmp_path):
     settings = [f"--set={name}={value}" for name, value in DECODERS["llama"].items()]
     words = ["export", "llama", "--random-weights", *settings, "--task", "text-generation-with-past", "--export-json"]
     assert main([*words, "--cache-names", "transformers", "--quiet", "-o", str(tmp_path / "model.onnx")]) == 0

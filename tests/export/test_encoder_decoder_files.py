@@ -1,7 +1,5 @@
 """The files of models with an encoder and a decoder: optimum's names, PyTorch's tokens, and exact modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,7 +25,7 @@ def files(request: pytest.FixtureRequest) -> Programs:
 
 
 @pytest.mark.parametrize("name", quick(ENCODER_DECODERS, "t5", "whisper"))
-def test_names_are_those_of_optimum(name: str) -> None:
+def test_names_are_those_of_optimum(name):
     model = encoder_decoder(name)
     calls = {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]}
     assert list(calls) == [ENCODER, FIRST, NEXT, MERGED]
@@ -46,7 +44,7 @@ def test_names_are_those_of_optimum(name: str) -> None:
     assert outputs[MERGED] == outputs[FIRST]
 
 
-def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_branches(files: Programs) -> None:
+def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_branches(files):
     if files.model.main_input_name != "input_ids":
         pytest.skip("sounds have one length")
 
@@ -66,7 +64,7 @@ def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_
 
 
 @pytest.mark.parametrize("decoders", [(MERGED, MERGED), pytest.param((FIRST, NEXT), marks=pytest.mark.slow)])
-def test_onnxruntime_generates_what_pytorch_generates(decoders: tuple[str, str], files: Programs) -> None:
+def test_onnxruntime_generates_what_pytorch_generates(decoders, files):
     encoder, first, following = map(files.session, (ENCODER, *decoders))
     inputs = files.calls[ENCODER].kwargs
     arrays = {name: value.numpy() for name, value in inputs.items()}
@@ -77,7 +75,7 @@ def test_onnxruntime_generates_what_pytorch_generates(decoders: tuple[str, str],
 @pytest.mark.parametrize(
     "name", [ENCODER, MERGED, *(pytest.param(each, marks=pytest.mark.slow) for each in (FIRST, NEXT))]
 )
-def test_every_module_of_every_file_agrees(name: str, files: Programs) -> None:
+def test_every_module_of_every_file_agrees(name, files):
     files.assert_agree(name)
     assert "forward" not in vars(files.model)
     owners = {node.metadata_props["htp.module"] for node in files[name].model.graph}
@@ -85,7 +83,7 @@ def test_every_module_of_every_file_agrees(name: str, files: Programs) -> None:
 
 
 @pytest.mark.slow
-def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(files: Programs) -> None:
+def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(files):
     tagged = htp_export.load(files[NEXT])
     sides = {"decoder": "self_attention_cache", "encoder": "cross_attention_cache"}
     paths = [path for path in tagged.paths if path.endswith(("SelfAttention", "self_attn"))]
@@ -103,7 +101,7 @@ def test_signatures_of_the_decoder_have_what_each_attention_reads_of_the_cache(f
 
 
 @pytest.mark.slow
-def test_a_merged_decoder_has_each_weight_and_module_once(files: Programs) -> None:
+def test_a_merged_decoder_has_each_weight_and_module_once(files):
     merged, separate = htp_export.load(files[MERGED]), htp_export.load(files[FIRST])
     assert list(merged.paths) == list(separate.paths)
     fates = [{path: made.hierarchy[path].fate for path in made} for made in (merged, separate)]
@@ -112,7 +110,7 @@ def test_a_merged_decoder_has_each_weight_and_module_once(files: Programs) -> No
     assert sizes[0] == sizes[1]
 
 
-def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_all(files: Programs) -> None:
+def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_all(files):
     ends = ("EncDecAttention.k", "encoder_attn.k_proj")
     projections = [path for path, _ in files.model.named_modules() if path.endswith(ends)]
     assert projections
@@ -124,7 +122,7 @@ def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_
     assert flops["prefill"] == [states * each for each in flops["decode"]]
 
 
-def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(monkeypatch):
     from transformers.cache_utils import DynamicLayer
 
     model = encoder_decoder("t5")
@@ -143,7 +141,7 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
 
 
 @pytest.mark.parametrize("two_files", [True, False])
-def test_a_model_whose_encoder_wants_other_inputs_is_refused(two_files: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_encoder_wants_other_inputs_is_refused(two_files, monkeypatch):
     model = encoder_decoder("t5")
 
     def forward(input_ids: Any = None, attention_mask: Any = None, patches: Any = None, **_: Any) -> Any:

@@ -1,7 +1,5 @@
 """ONNX Runtime GenAI generates what PyTorch does from an exported decoder and its genai_config.json."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import logging
@@ -53,7 +51,7 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     return model, folder
 
 
-def test_genai_generates_the_tokens_of_pytorch(exported: tuple[Any, Path]) -> None:
+def test_genai_generates_the_tokens_of_pytorch(exported):
     model, folder = exported
     assert generated_by_genai(folder, prompt()) == generated(model, prompt(), TOKENS)
 
@@ -75,9 +73,7 @@ class Stages:
         return [found[name] for name in names]
 
 
-def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(
-    exported: tuple[Any, Path], tmp_path: Path
-) -> None:
+def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(exported, tmp_path):
     model, folder = exported
     expected = generated(model, prompt(), TOKENS)
     [second] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1", ".blocks.1"))]
@@ -104,7 +100,7 @@ WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
-def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name: str, tmp_path: Path) -> None:
+def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name, tmp_path):
     task = "text-generation-with-past"
     model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
     files = Programs(model, example_calls(model, right_padding=True))
@@ -129,9 +125,7 @@ GPT_NEO |= {"attention_types": [[["global", "local"], 1]]}  # it applies its win
     ("name", "settings", "warned"),
     [("mistral", DECODERS["mistral"], False), ("mpt", DECODERS["mpt"], True), ("gpt_neo", GPT_NEO, True)],
 )
-def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(
-    name: str, settings: dict[str, Any], warned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(name, settings, warned, caplog):
     made = load_model(name, task="text-generation-with-past", random_weights=True, overrides=settings)
     with caplog.at_level(logging.WARNING):
         example_call(made, right_padding=True)
@@ -174,7 +168,7 @@ def model(
     return ir.Model(ir.Graph(given, made, nodes=[]), ir_version=10)
 
 
-def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_config() -> None:
+def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_config():
     found = genai_config(model(), Config(**{**LLAMA, "vocab_size": 7, "num_key_value_heads": 1}))
     decoder = found["model"]["decoder"]
     assert decoder["inputs"] == {
@@ -193,14 +187,14 @@ def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_c
     assert wide["head_size"] == 16
 
 
-def test_the_names_of_transformers_are_taken_too() -> None:
+def test_the_names_of_transformers_are_taken_too():
     past, present = "input.past_key_values.layers.{}.{}s", "output.past_key_values.layers.{}.{}s"
     decoder = genai_config(model(past=past, present=present), Config(**LLAMA))["model"]["decoder"]
     assert decoder["inputs"]["past_key_names"] == "input.past_key_values.layers.%d.keys"
     assert decoder["outputs"]["present_value_names"] == "output.past_key_values.layers.%d.values"
 
 
-def test_a_generation_config_comes_before_the_config() -> None:
+def test_a_generation_config_comes_before_the_config():
     generation = Config(eos_token_id=5, do_sample=True, temperature=0.5, top_k=7)
     found = genai_config(model(), Config(**LLAMA), generation)
     assert (found["model"]["eos_token_id"], found["model"]["pad_token_id"], found["model"]["bos_token_id"]) == (5, 5, 1)
@@ -209,7 +203,7 @@ def test_a_generation_config_comes_before_the_config() -> None:
     assert (plain["eos_token_id"], plain["pad_token_id"]) == ([2, 3], 2)
 
 
-def test_values_that_are_no_numbers_are_left_out() -> None:
+def test_values_that_are_no_numbers_are_left_out():
     bad = Config(**{**LLAMA, "bos_token_id": "../../x", "pad_token_id": -1, "hidden_size": True, "eos_token_id": 2})
     generation = Config(temperature="hot", top_p=float("nan"), num_beams=-3, do_sample="yes")
     found = genai_config(model(), bad, generation)
@@ -219,7 +213,7 @@ def test_values_that_are_no_numbers_are_left_out() -> None:
     assert [found["search"][name] for name in ("temperature", "top_p", "num_beams", "do_sample")] == [1, 1, 1, False]
 
 
-def test_what_the_configs_do_not_say_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_configs_do_not_say_is_said_in_the_log(caplog):
     with caplog.at_level(logging.WARNING):
         found = genai_config(model(), Config(hidden_size=32, num_attention_heads=4))
     assert found["model"]["context_length"] == 2048
@@ -237,12 +231,12 @@ def test_what_the_configs_do_not_say_is_said_in_the_log(caplog: pytest.LogCaptur
         ({"inputs": ("inputs_embeds", "position_ids")}, r"those with position_ids of 3 dimensions \(M-RoPE\)"),
     ],
 )
-def test_a_model_that_genai_cannot_run_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_a_model_that_genai_cannot_run_is_refused(changes, message):
     with pytest.raises(InputError, match=message):
         genai_config(model(**changes), Config(**LLAMA))
 
 
-def test_caches_of_other_layers_are_refused() -> None:
+def test_caches_of_other_layers_are_refused():
     made = model()
     made.graph.outputs.pop()
     with pytest.raises(InputError, match=r"keys of layers \[0, 1\], and values of layers \[0\]"):

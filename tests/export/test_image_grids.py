@@ -1,7 +1,5 @@
 """Models that see images of any size (Qwen's): modules, tokens in ONNX Runtime GenAI and in transformers.js."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re
@@ -62,7 +60,7 @@ def qwen(name: str) -> Any:
 
 @pytest.mark.parametrize("name", VISION)
 @pytest.mark.parametrize("frames", [1, 2])
-def test_what_is_computed_from_grids_as_tensors_is_what_the_encoder_computes_in_loops(name: str, frames: int) -> None:
+def test_what_is_computed_from_grids_as_tensors_is_what_the_encoder_computes_in_loops(name, frames):
     encoder = encoder_of_grids(qwen(name))
     images = example_images(encoder, 3, torch.Generator().manual_seed(0))
     grid = images["image_grid_thw"] * torch.tensor([frames, 1, 1])
@@ -74,14 +72,14 @@ def test_what_is_computed_from_grids_as_tensors_is_what_the_encoder_computes_in_
     assert torch.allclose(found, right, rtol=0, atol=1e-5 * float(right.abs().max()))
 
 
-def test_an_encoder_whose_attention_takes_no_mask_is_refused() -> None:
+def test_an_encoder_whose_attention_takes_no_mask_is_refused():
     model = qwen("qwen2_vl")
     model.set_attn_implementation("eager")
     with pytest.raises(InputError, match="finds other things in images where image_grid_thw is not constant; try"):
         example_calls(model, task=TASK)
 
 
-def test_files_for_genai_and_for_transformers_js_are_two_exports() -> None:
+def test_files_for_genai_and_for_transformers_js_are_two_exports():
     names = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
     DeployOptions(genai=True).check_files(names)
     with pytest.raises(InputError, match=r"--genai and --transformers-js: .*; export twice"):
@@ -90,7 +88,7 @@ def test_files_for_genai_and_for_transformers_js_are_two_exports() -> None:
         DeployOptions(export_json=True).check_files(names)
 
 
-def test_settings_of_an_image_processor_become_operators() -> None:
+def test_settings_of_an_image_processor_become_operators():
     steps = {step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(PIXELS)}
     resized = {"interpolation": "CUBIC", "smart_resize": 1, "min_pixels": 64, "max_pixels": 4096}
     assert steps["Resize"] == {**resized, "patch_size": 4, "merge_size": 2}
@@ -117,9 +115,7 @@ def test_settings_of_an_image_processor_become_operators() -> None:
         ({}, "no preprocessor_config.json with a patch_size"),
     ],
 )
-def test_an_image_processor_that_genai_has_no_operators_for_is_said(
-    settings: dict[str, Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_image_processor_that_genai_has_no_operators_for_is_said(settings, said, tmp_path, caplog):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     assert vision_processor(tmp_path) is None
     assert re.search(said, caplog.text)
@@ -169,7 +165,7 @@ def files(request: pytest.FixtureRequest) -> Programs:
 
 
 @pytest.mark.parametrize("name", ["vision_encoder", "embed_tokens", "decoder_model_merged"])
-def test_every_module_of_every_file_agrees(name: str, files: Programs) -> None:
+def test_every_module_of_every_file_agrees(name, files):
     files.assert_agree(name)
     paths = {path for path, _ in files.model.named_modules()}
     assert {node.metadata_props["htp.module"] for node in files[name].model.graph} <= paths
@@ -190,7 +186,7 @@ def for_genai(files: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_genai_generates_the_tokens_of_pytorch(files: Programs, for_genai: Path) -> None:
+def test_genai_generates_the_tokens_of_pytorch(files, for_genai):
     said = json.loads((for_genai / "genai_config.json").read_text())["model"]
     assert (said["decoder"]["num_attention_heads"], said["vision"]["patch_size"]) == (4, 4)
     genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
@@ -211,7 +207,7 @@ def tokenizer() -> Any:
     return Qwen2Tokenizer({**letters, **around}, [], unk_token=None, extra_special_tokens=list(around))
 
 
-def test_genai_prepares_images_as_transformers_does(files: Programs, for_genai: Path, tmp_path: Path) -> None:
+def test_genai_prepares_images_as_transformers_does(files, for_genai, tmp_path):
     genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     image: Any = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -231,7 +227,7 @@ def test_genai_prepares_images_as_transformers_does(files: Programs, for_genai: 
         assert by_genai(model, found, ids.shape[1]) == generated(files.model, {"input_ids": ids, **right})
 
 
-def test_transformers_js_generates_the_tokens_of_pytorch(files: Programs, tmp_path: Path) -> None:
+def test_transformers_js_generates_the_tokens_of_pytorch(files, tmp_path):
     node()
     (tmp_path / "files").mkdir()
     saved = files.save(tmp_path / "files")

@@ -1,7 +1,5 @@
 """The files of models that put images in the places of tokens: PyTorch's tokens, and exact modules."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -59,7 +57,7 @@ def greedy(files: Programs, ids: Any, images: Any, tokens: int = 20) -> list[int
     return made
 
 
-def test_files_have_the_names_of_transformers_js(files: Programs) -> None:
+def test_files_have_the_names_of_transformers_js(files):
     names = {name: (list(call.input_names), list(call.output_names)) for name, call in files.calls.items()}
     assert list(names) == FILES
     assert names["vision_encoder"] == (["pixel_values"], ["image_features"])
@@ -73,7 +71,7 @@ def test_files_have_the_names_of_transformers_js(files: Programs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("images", [1, 3])
-def test_onnxruntime_generates_what_pytorch_generates(images: int, files: Programs) -> None:
+def test_onnxruntime_generates_what_pytorch_generates(images, files):
     ids, pixels = prompt(images)
     mask = torch.ones_like(ids)
     settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -85,13 +83,13 @@ def test_onnxruntime_generates_what_pytorch_generates(images: int, files: Progra
 
 
 @pytest.mark.parametrize("name", [*FILES[:2], pytest.param(FILES[2], marks=pytest.mark.slow)])
-def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name: str, files: Programs) -> None:
+def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name, files):
     files.assert_agree(name)
     paths = {path for path, _ in files.model.named_modules()}
     assert {node.metadata_props["htp.module"] for node in files[name].model.graph} <= paths
 
 
-def test_a_model_without_places_for_images_is_refused() -> None:
+def test_a_model_without_places_for_images_is_refused():
     small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     overrides: dict[str, Any] = {**small, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     overrides |= {f"vision_config.{name}": value for name, value in IMAGES.items()}
@@ -100,7 +98,7 @@ def test_a_model_without_places_for_images_is_refused() -> None:
         example_calls(model, task=TASK)
 
 
-def test_a_model_that_does_more_with_images_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_more_with_images_is_refused(monkeypatch):
     model = llava()
     forward = model.model.forward
 
@@ -114,7 +112,7 @@ def test_a_model_that_does_more_with_images_is_refused(monkeypatch: pytest.Monke
         example_calls(model, task=TASK)
 
 
-def test_a_model_that_needs_more_of_an_image_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_needs_more_of_an_image_is_refused(monkeypatch):
     model = llava()
 
     def get_image_features(pixel_values: Any, grid: Any = None) -> Any:

@@ -1,7 +1,5 @@
 """``export`` and ``verify`` with tasks: files, what is said of them, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -35,9 +33,7 @@ def inputs_of(file: Path) -> list[str]:
     return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
 
 
-def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(
-    tmp_path: Path, capsys: Any
-) -> None:
+def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(tmp_path, capsys):
     file, folder = tmp_path / "gpt2.onnx", str(tmp_path / "gpt2")
     load_model("gpt2", task=PAST, random_weights=True, overrides={**DECODERS["gpt2"], "n_layer": 1}).save_pretrained(
         folder
@@ -55,7 +51,7 @@ def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_t
 
 
 @pytest.mark.slow
-def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
+def test_two_files_and_names_of_transformers(tmp_path):
     options = ["--task", PAST, "--two-files", "--cache-names", "transformers", "--quiet"]
     assert main(["export", *GPT2, *options, "-o", str(tmp_path)]) == 0
     assert sorted(file.name for file in tmp_path.glob("*.onnx")) == [
@@ -66,7 +62,7 @@ def test_two_files_and_names_of_transformers(tmp_path: Path) -> None:
     assert f"input.{CACHE}.layers.0.keys" in inputs_of(tmp_path / "decoder_with_past_model.onnx")
 
 
-def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:
+def test_a_command_asks_for_windows_that_count_tokens(caplog):
     settings = [f"{key}={value}" for key, value in DECODERS["mpt"].items()]
     options = ModelOptions(source="mpt", random_weights=True, task=PAST, settings=settings)
     assert options.calls_by_task(for_genai=True)["model"].example.right_padding
@@ -75,7 +71,7 @@ def test_a_command_asks_for_windows_that_count_tokens(caplog: Any) -> None:
 
 
 @pytest.mark.slow
-def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path: Path, capsys: Any) -> None:
+def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path, capsys):
     settings = {key: value for key, value in ENCODER_DECODERS["t5"].items() if key != "decoder_start_token_id"}
     t5 = [*model("t5", settings, "num_layers"), "--task", "text2text-generation-with-past"]
     assert main(["export", *t5, "-o", str(tmp_path / "t5.onnx")]) == 2
@@ -99,7 +95,7 @@ def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path: Path
         (["--task", PAST, "--cache-names", "mine"], "choose optimum or transformers"),
     ],
 )
-def test_what_cannot_be_is_refused_with_status_2(options: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
+def test_what_cannot_be_is_refused_with_status_2(options, message, tmp_path, capsys):
     assert main(["export", *GPT2, *options, "-o", str(tmp_path / "x.onnx")]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert list(tmp_path.iterdir()) == []

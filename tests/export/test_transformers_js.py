@@ -1,7 +1,5 @@
 """transformers.js generates what PyTorch does from the folder of an exported decoder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -98,7 +96,7 @@ def of_tensors_in_node(folder: Path, kind: str, given: dict[str, torch.Tensor]) 
 
 
 @pytest.mark.slow
-def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None:
+def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path):
     node()
     model = decoder("llama")
     files = Programs(model, example_calls(model)).save(tmp_path)
@@ -111,7 +109,7 @@ def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["t5", "bart"])
-def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, tmp_path: Path) -> None:
+def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name, tmp_path):
     node()
     model = encoder_decoder(name)
     model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
@@ -126,7 +124,7 @@ def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name: str, t
 
 
 @pytest.mark.slow
-def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path: Path) -> None:
+def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_path):
     from tests.export.test_image_text_files import TASK, llava, prompt
 
     node()
@@ -167,9 +165,7 @@ def names(folder: Path) -> set[str]:
     return {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
 
 
-def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_tags(
-    net: tuple[Net, Path], tmp_path: Path
-) -> None:
+def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_tags(net, tmp_path):
     model, file = net
     folder = write_transformers_js({"model": file}, tmp_path / "js", model, dtypes=DTYPES)
     suffixes = ["", "_fp16", "_quantized", "_int8", "_uint8", "_q4"]
@@ -197,7 +193,7 @@ def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_t
         }
 
 
-def test_an_earlier_folder_is_replaced_and_another_one_refused(net: tuple[Net, Path], tmp_path: Path) -> None:
+def test_an_earlier_folder_is_replaced_and_another_one_refused(net, tmp_path):
     model, file = net
     folder = tmp_path / "js"
     write_transformers_js({"model": file}, folder, model)
@@ -210,7 +206,7 @@ def test_an_earlier_folder_is_replaced_and_another_one_refused(net: tuple[Net, P
     assert names(folder) == {*here, "thesis.doc"}
 
 
-def test_a_failure_leaves_what_was_there(net: tuple[Net, Path], tmp_path: Path) -> None:
+def test_a_failure_leaves_what_was_there(net, tmp_path):
     model, file = net
     companions = tmp_path / "companions"
     companions.mkdir()
@@ -225,7 +221,7 @@ def test_a_failure_leaves_what_was_there(net: tuple[Net, Path], tmp_path: Path) 
     assert not list(tmp_path.glob(".htp-*"))
 
 
-def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tuple[Net, Path], tmp_path: Path) -> None:
+def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net, tmp_path):
     model, file = net
     companions = tmp_path / "companions"
     companions.mkdir()
@@ -236,7 +232,7 @@ def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net: tu
     assert "model.safetensors.index.json" not in names(folder)
 
 
-def test_a_folder_that_cannot_be_made_is_named(net: tuple[Net, Path], tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made_is_named(net, tmp_path):
     model, file = net
     (tmp_path / "taken").write_text("a file")
     with pytest.raises(FileError, match=r"taken.js: cannot be written: "):

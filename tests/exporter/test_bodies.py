@@ -1,8 +1,5 @@
 """Owners in branches and loop bodies, and of ``autograd.Function``s that have an ONNX translation of their own."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -13,15 +10,13 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.fx_calls import FxCalls
-from tests.exporting import SharedFiles, converts_loops, exported, exported_once, metadata, quick
-from tests.nets import NETS, Apply, ready, x
+from tests.exporting import converts_loops, exported, exported_once, metadata, quick
+from tests.nets import NETS, Apply, Holding, ready, x
 from tests.truth import fates_of, nodes_of, owners_by_type, owners_of, tree_of
 
 
-class Holder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.act = nn.Linear(4, 4), nn.Linear(4, 4, bias=False), nn.Tanh()
+class Holder(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 4, bias=False), act=nn.Tanh()):
+    """Its subclasses run these parts in branches and in bodies of loops."""
 
 
 def inputs() -> dict[str, Any]:
@@ -41,12 +36,8 @@ class Branches(Holder):
         return torch.cond(x.sum() > 0, high, low, (x,))  # type: ignore[no-any-return]
 
 
-class Loops(Holder):
+class Loops(Holder, limit=nn.Sequential(nn.Sigmoid())):
     """Its condition runs a module, too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.limit = nn.Sequential(nn.Sigmoid())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def again(step: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -77,9 +68,7 @@ MAKES = pytest.mark.parametrize(
     ids=["as_is", "opset_16", "raw"],
 )
 @WITH_LOOPS
-def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
-    make: type[nn.Module], owners: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(make, owners, options, tmp_path):
     if options:
         file = exported(ready(make()), inputs(), "dynamo", tmp_path, **options)
     else:
@@ -108,9 +97,7 @@ class ReadsWithoutACall(Holder):
         (ReadsWithoutACall, None),
     ],
 )
-def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
-    make: type[nn.Module], path: str | None, tmp_path: Path
-) -> None:
+def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(make, path, tmp_path):
     model, path_of_file = exported_once(make, inputs, "dynamo", tmp_path)
     file = onnx.load(path_of_file)
     right = htp_export.verify(model, file, (x(2, 4),))
@@ -124,9 +111,7 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(
 
 
 @MAKES
-def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
-    make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
-) -> None:
+def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(make, owners, tmp_path):
     program = torch.export.export(ready(make()), (x(2, 4),), strict=True)
     file = exported(program, {}, "dynamo", tmp_path)
     assert owners_by_type(file, *owners) == owners
@@ -134,9 +119,7 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
 
 
 @MAKES
-def test_in_bodies_of_any_other_exported_program_parameters_tell_their_module_and_all_else_is_the_holders(
-    make: type[nn.Module], owners: dict[str, Any], tmp_path: Path
-) -> None:
+def test_in_bodies_of_other_programs_parameters_tell_their_module_and_all_else_is_the_holders(make, owners, tmp_path):
     program = torch.export.export(ready(make()), (x(2, 4),))
     file = exported(program, {}, "dynamo", tmp_path)
     without_parameters = {kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners}
@@ -161,9 +144,7 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
         ),
     ],
 )
-def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules_of_the_model(
-    name: str, tmp_path: Path, shared_files: SharedFiles
-) -> None:
+def test_the_bodies_of_a_program_made_while_tags_are_wanted_have_the_modules_of_the_model(name, tmp_path, shared_files):
     model, kwargs = (ready(Loops()), inputs()) if name == "Loops" else NETS[name].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False)
@@ -178,7 +159,7 @@ def test_the_bodies_of_a_program_exported_while_tags_are_wanted_have_the_modules
         assert htp_export.verify(model, file, (), kwargs).ok
 
 
-def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_program(monkeypatch: Any) -> None:
+def test_a_fault_while_the_modules_of_bodies_are_written_is_no_error_of_the_program(monkeypatch):
     def fails(*_: Any) -> None:
         raise ValueError("not so")
 
@@ -199,7 +180,7 @@ class Scripted(Holder):
         return y
 
 
-def test_the_modules_of_a_scripted_model_own_their_nodes_in_branches_and_loops(tmp_path: Path) -> None:
+def test_the_modules_of_a_scripted_model_own_their_nodes_in_branches_and_loops(tmp_path):
     model = torch.jit.script(ready(Scripted()))
     file = exported(model, {"x": x(2, 4)}, "torchscript", tmp_path)
     assert owners_by_type(file, "Gemm", "MatMul", "Tanh", "Sin", "Exp", "If", "Loop") == {
@@ -234,18 +215,15 @@ class Waves(torch.autograd.Function):
         return graph.op("Sin", x), graph.op("Cos", x)
 
 
-class AppliesFunctions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(4, 4) for _ in range(3))
-        self.function, self.again = Apply(Doubled.apply), Apply(Doubled.apply)
-
+class AppliesFunctions(
+    Holding, **{name: nn.Linear(4, 4) for name in "abc"}, function=Apply(Doubled.apply), again=Apply(Doubled.apply)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
         return self.c(one).tanh() + other
 
 
-def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_applies_it(tmp_path: Path) -> None:
+def test_a_function_with_a_translation_of_its_own_belongs_to_the_module_that_applies_it(tmp_path):
     file = exported(ready(AppliesFunctions()), {"x": x(2, 4)}, "torchscript", tmp_path)
     assert owners_by_type(file, "Gemm", "Sin", "Mul", "Cos", "Tanh") == {
         "Gemm": [("a",), ("b",), ("c",)],

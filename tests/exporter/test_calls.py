@@ -1,16 +1,11 @@
 """Which call ran in which: modules whose calls differ, that call themselves, and that others call."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import torch
@@ -28,8 +23,8 @@ from htp_export.model.tagged import TaggedModel
 from tests import handmade
 from tests.exporting import BOTH, SharedFiles, exported, quick
 from tests.extract.test_cutting import run_file
-from tests.nets import EXPORTERS, NETS, spread, x
-from tests.truth import Opened, equal
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
+from tests.truth import Opened, equal, run_pytorch
 
 # Each net with both exporters; where tools read what is in a file, each net with one of them.
 NAMES = ("uneven_calls", "child_calls_itself", "child_of_two_parents", "called_from_outside", "two_parents_in_a_loop")
@@ -53,29 +48,11 @@ class RecordedRun:
     """One run of a model in PyTorch: the tensors of each call, and the call that made it."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.given: dict[Instance, np.ndarray] = {}
-        self.returned: dict[Instance, np.ndarray] = {}
-        self.caller: dict[Instance, Instance | None] = {}
-        counts: defaultdict[str, int] = defaultdict(int)
-        running: list[Instance] = []
-        handles = []
-        for path, module in model.named_modules():
-
-            def enter(_module: Any, args: Any, path: str = path) -> None:
-                call = Instance(path, counts[path])
-                counts[path] += 1
-                self.caller[call] = running[-1] if running else None
-                self.given[call] = args[0].numpy().copy()
-                running.append(call)
-
-            def leave(_module: Any, _args: Any, result: Any) -> None:
-                self.returned[running.pop()] = result.numpy().copy()
-
-            handles += [module.register_forward_pre_hook(enter), module.register_forward_hook(leave)]
-        with torch.no_grad():
-            model(x(2, 4))
-        for handle in handles:
-            handle.remove()
+        by_path = run_pytorch(model, {"x": x(2, 4)})[0]
+        calls = {Instance(path, nth): call for path, each in by_path.items() for nth, call in enumerate(each)}
+        self.given = {at: call.given[0] for at, call in calls.items()}
+        self.returned = {at: call.returned[0] for at, call in calls.items()}
+        self.caller = {at: call.caller and Instance(*call.caller) for at, call in calls.items()}
 
     @property
     def numbers(self) -> dict[str, int]:
@@ -104,14 +81,14 @@ def cut_apart(file: onnx.ModelProto) -> TaggedModel:
 
 
 @EVERY
-def test_the_file_says_in_which_call_every_call_ran(name: str, exporter: str, files: Any) -> None:
+def test_the_file_says_in_which_call_every_call_ran(name, exporter, files):
     tagged, ran = htp_export.load(files(name, exporter)), RecordedRun(made(name))
     assert {path: info.calls for path, info in tagged.hierarchy.items() if info.calls} == ran.numbers
     assert {call: tagged.calls.caller(call) for call in ran.caller} == ran.caller
 
 
 @EVERY
-def test_the_region_of_a_call_takes_and_gives_what_the_call_did(name: str, exporter: str, files: Any) -> None:
+def test_the_region_of_a_call_takes_and_gives_what_the_call_did(name, exporter, files):
     file, ran = files(name, exporter), RecordedRun(made(name))
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
@@ -124,7 +101,7 @@ def test_the_region_of_a_call_takes_and_gives_what_the_call_did(name: str, expor
 
 
 @EACH
-def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name: str, exporter: str, files: Any) -> None:
+def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name, exporter, files):
     file, ran = files(name, exporter), RecordedRun(made(name))
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
@@ -139,7 +116,7 @@ def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name: str, ex
 
 @EACH
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_call_can_be_cut_out(name: str, exporter: str, signed: bool, files: Any, tmp_path: Path) -> None:
+def test_every_call_can_be_cut_out(name, exporter, signed, files, tmp_path):
     file, ran = files(name, exporter), RecordedRun(made(name))
     tagged = htp_export.load(file) if signed else cut_apart(file)
     for call in ran.caller:
@@ -157,7 +134,7 @@ def test_every_call_can_be_cut_out(name: str, exporter: str, signed: bool, files
 
 @EACH
 @pytest.mark.parametrize("isolated", [False, True])
-def test_verify_compares_every_call(name: str, exporter: str, isolated: bool, files: Any) -> None:
+def test_verify_compares_every_call(name, exporter, isolated, files):
     model, file = made(name), files(name, exporter)
     report = htp_export.verify(model, file, (x(2, 4, seed=3),), isolated=isolated)
     assert report.ok, report
@@ -166,7 +143,7 @@ def test_verify_compares_every_call(name: str, exporter: str, isolated: bool, fi
 
 
 @EACH
-def test_every_call_is_a_call_of_a_function(name: str, exporter: str, files: Any, tmp_path: Path) -> None:
+def test_every_call_is_a_call_of_a_function(name, exporter, files, tmp_path):
     file, ran = files(name, exporter), RecordedRun(made(name))
     nested = htp_export.functions(file, "**", tmp_path / "nested.onnx")
     assert set(nested.modules) == {call.path for call in ran.caller} - {""}
@@ -189,7 +166,7 @@ def test_every_call_is_a_call_of_a_function(name: str, exporter: str, files: Any
 
 
 @EACH
-def test_every_call_can_be_replaced(name: str, exporter: str, files: Any, tmp_path: Path) -> None:
+def test_every_call_can_be_replaced(name, exporter, files, tmp_path):
     """By itself: then everything runs as before, in the same calls."""
     file, ran = files(name, exporter), RecordedRun(made(name))
     for call in ran.caller:
@@ -208,7 +185,7 @@ def test_every_call_can_be_replaced(name: str, exporter: str, files: Any, tmp_pa
 
 
 @BOTH
-def test_a_replacement_of_one_call_has_calls_of_its_own(exporter: str, files: Any, tmp_path: Path) -> None:
+def test_a_replacement_of_one_call_has_calls_of_its_own(exporter, files, tmp_path):
     other = spread(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), seed=5).eval()
     part = exported(other, {"input": x(2, 4)}, exporter, tmp_path)
     whole = htp_export.load(htp_export.splice(files("uneven_calls", exporter), "block", part, call=0).model)
@@ -220,7 +197,7 @@ def test_a_replacement_of_one_call_has_calls_of_its_own(exporter: str, files: An
 
 
 @BOTH
-def test_numbers_of_a_module_that_others_run_are_those_of_who_runs_it(exporter: str, files: Any) -> None:
+def test_numbers_of_a_module_that_others_run_are_those_of_who_runs_it(exporter, files):
     file = files("called_from_outside", exporter)
     cost = htp_export.cost(file)
     rows = {row.path: row for row in tree_rows(htp_export.load(file), cost=cost).rows}
@@ -234,7 +211,7 @@ def test_numbers_of_a_module_that_others_run_are_those_of_who_runs_it(exporter: 
 
 
 @BOTH
-def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter: str, files: Any) -> None:
+def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter, files):
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -252,7 +229,7 @@ def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter: str, 
 
 
 @EACH
-def test_calls_outlive_a_tool_that_takes_all_tags_off(name: str, exporter: str, files: Any) -> None:
+def test_calls_outlive_a_tool_that_takes_all_tags_off(name, exporter, files):
     file, bare = files(name, exporter), files(name, exporter)
     for node in bare.graph.node:
         node.ClearField("metadata_props")
@@ -269,7 +246,7 @@ def test_calls_outlive_a_tool_that_takes_all_tags_off(name: str, exporter: str, 
 
 
 @EACH
-def test_passes_keep_calls_apart(name: str, exporter: str, files: Any) -> None:
+def test_passes_keep_calls_apart(name, exporter, files):
     model, file = made(name), files(name, exporter)
     result = htp_export.optimize(file, passes=["eliminate_common_subexpressions", "fold_constants"])
     small = htp_export.load(result.model)
@@ -288,12 +265,8 @@ class Measuring(nn.Module):
         return y * x.float()
 
 
-class SameInTwoCalls(nn.Module):
+class SameInTwoCalls(Holding, scale=Measuring()):
     """``scale`` does the same cast in two of its three calls: one node does the work of both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = Measuring()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         numbers, others = x.to(torch.int64), x.mul(3).to(torch.int64)
@@ -302,7 +275,7 @@ class SameInTwoCalls(nn.Module):
 
 
 @BOTH
-def test_work_that_two_of_three_calls_share_is_in_both(exporter: str, tmp_path: Path) -> None:
+def test_work_that_two_of_three_calls_share_is_in_both(exporter, tmp_path):
     file = exported(SameInTwoCalls().eval(), {"x": x(2, 4)}, exporter, tmp_path)
     tagged = htp_export.load(htp_export.optimize(file, passes=["eliminate_common_subexpressions"]).model)
     region = tagged["scale"]
@@ -317,7 +290,7 @@ def test_work_that_two_of_three_calls_share_is_in_both(exporter: str, tmp_path: 
 
 
 @BOTH
-def test_nothing_is_written_where_every_module_ran_once_in_its_parent(exporter: str, tmp_path: Path) -> None:
+def test_nothing_is_written_where_every_module_ran_once_in_its_parent(exporter, tmp_path):
     model = spread(nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))).eval()
     file = exported(model, {"input": x(2, 4)}, exporter, tmp_path)
     said = {entry.key: entry.value for entry in file.metadata_props}
@@ -326,7 +299,7 @@ def test_nothing_is_written_where_every_module_ran_once_in_its_parent(exporter: 
 
 
 @BOTH
-def test_callers_are_written_where_they_do_not_follow(exporter: str, files: Any) -> None:
+def test_callers_are_written_where_they_do_not_follow(exporter, files):
     said = {name: {e.key: e.value for e in files(name, exporter).metadata_props}["htp.callers"] for name in NAMES}
     assert {name: json.loads(text) for name, text in said.items()} == {
         "uneven_calls": {"block.fc": [0, 1, 1, 1], "block.extra": [1]},
@@ -347,7 +320,7 @@ def without_callers(file: onnx.ModelProto) -> TaggedModel:
 
 
 @BOTH
-def test_old_files_are_guessed_and_say_so(exporter: str, files: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_old_files_are_guessed_and_say_so(exporter, files, caplog):
     tagged = without_callers(files("uneven_calls", exporter))
     with caplog.at_level(logging.WARNING):
         assert tagged["block.extra"].call(0).nodes == tagged["block.extra"].nodes
@@ -361,7 +334,7 @@ def test_old_files_are_guessed_and_say_so(exporter: str, files: Any, caplog: pyt
     ]
 
 
-def test_what_is_certain_in_old_files_is_not_spoken_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_is_certain_in_old_files_is_not_spoken_of(caplog):
     modules = [ModuleInfo("", "Net", 1), ModuleInfo("block", "Block", 1), ModuleInfo("block.fc", "Fc", 3)]
     calls = CallTree(Hierarchy(modules))
     with caplog.at_level(logging.WARNING):
@@ -380,7 +353,7 @@ def test_what_is_certain_in_old_files_is_not_spoken_of(caplog: pytest.LogCapture
         ('{"block.fc":[0,0,0,true]}', "module 'block.fc' has a caller that is no call: True"),
     ],
 )
-def test_callers_that_cannot_be_read_are_refused(written: str, message: str) -> None:
+def test_callers_that_cannot_be_read_are_refused(written, message):
     model = handmade.called_twice()
     model.metadata_props["htp.callers"] = written
     with pytest.raises(InputError, match=r"htp\.callers") as error:
@@ -389,7 +362,7 @@ def test_callers_that_cannot_be_read_are_refused(written: str, message: str) -> 
 
 
 @pytest.mark.parametrize("written", ['{"block":[["block.fc",0],["block.fc",1]],"block.fc":[0,0,1,1]}', '{"gone":[0]}'])
-def test_callers_that_go_in_circles_or_are_of_other_modules_do_no_harm(written: str) -> None:
+def test_callers_that_go_in_circles_or_are_of_other_modules_do_no_harm(written):
     model = handmade.called_twice()
     model.metadata_props["htp.callers"] = written
     tagged = htp_export.load(model)
@@ -397,13 +370,13 @@ def test_callers_that_go_in_circles_or_are_of_other_modules_do_no_harm(written: 
     assert len(tagged["block"].call(0).nodes) >= 3
 
 
-def test_calls_on_a_node_that_cannot_be_read_are_passed_over() -> None:
+def test_calls_on_a_node_that_cannot_be_read_are_passed_over():
     model = handmade.called_twice()
     model.graph[0].metadata_props["htp.calls"] = '{"block.fc":"all"}'
     assert model.graph[0] in htp_export.load(model)["block"].call(1).nodes
 
 
-def test_a_call_that_was_not_seen_is_taken_to_have_run_in_the_nearest_module_that_ran() -> None:
+def test_a_call_that_was_not_seen_is_taken_to_have_run_in_the_nearest_module_that_ran():
     log = CallLog()
     root, layer = log.enter(""), log.enter("layers.0")
     assert [log.near(path) for path in ("layers.0.fc", "layers.1.fc", "layers.0", "")] == [layer, root, root, NO_CALL]

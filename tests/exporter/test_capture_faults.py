@@ -1,7 +1,5 @@
 """A fault in the capture is named, or leaves an export untagged; errors of the model and of torch stay their own."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re
@@ -30,31 +28,24 @@ from htp_export.exporter.capture.decomposition import Decomposition
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.fx_calls import FxCalls
 from htp_export.exporter.capture.jit_calls import Trace
+from htp_export.exporter.capture.jit_rewriting import Translation
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patching import Patch
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.files.protobuf_bytes import SerializedModel
 from tests.exporting import BOTH
+from tests.nets import Holding
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.norm = nn.LayerNorm(8)
-
+class Block(Holding, fc=nn.Linear(8, 8), norm=nn.LayerNorm(8)):
     def forward(self, x: torch.Tensor, scale: torch.Tensor | None = None) -> torch.Tensor:
         y = torch.relu(self.norm(self.fc(x)) + x)
         y = torch.cat([y, y], 1)[:, :8]
         return y if scale is None else y * scale
 
 
-class Net(nn.Module):
+class Net(Holding, first=Block(), second=Block(), large=nn.Linear(8, 64)):
     """Calls a module twice, has a body that torch dissolves, and a weight that is left out of the bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.large = Block(), Block(), nn.Linear(8, 64)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
         with torch.no_grad():
@@ -93,7 +84,7 @@ TORCHSCRIPT = [
     (Trace, "leave", "a module returns"),
     (TorchScriptCapture, "traced", "reading the traced graph"),
     (TorchScriptCapture, "before_translation", "before its translation"),
-    (TorchScriptCapture, "translated_node", "the translation of an operator"),
+    (Translation, "node", "the translation of an operator"),
     (TorchScriptCapture, "translated", "ONNX graph as it was translated"),
     (TorchScriptCapture, "renumbered", "matching values of a graph with those of its copy"),
     (TorchScriptCapture, "named", "the finished ONNX graph"),
@@ -162,9 +153,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("exporter", "owner", "name", "seam"), [CASES[1], CASES[14], *CASES[16::4]])
-def test_a_fault_says_what_was_being_done_and_writes_nothing(
-    exporter: str, owner: Any, name: str, seam: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_says_what_was_being_done_and_writes_nothing(exporter, owner, name, seam, tmp_path, monkeypatch):
     plant(monkeypatch, owner, name)
     with pytest.raises(CaptureError, match=seam) as caught:
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
@@ -176,15 +165,7 @@ def test_a_fault_says_what_was_being_done_and_writes_nothing(
 
 
 @pytest.mark.parametrize(("exporter", "owner", "name", "seam"), CASES)
-def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
-    exporter: str,
-    owner: Any,
-    name: str,
-    seam: str,
-    plain: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(exporter, owner, name, seam, plain, tmp_path, monkeypatch):
     file = tmp_path / "model.onnx"
     plant(monkeypatch, owner, name)
     with htp_export.tagging(strict=False), untagged(seam):
@@ -195,9 +176,7 @@ def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_export_inside_tagging_that_is_not_strict_is_not_strict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_export_inside_tagging_that_is_not_strict_is_not_strict(tmp_path, monkeypatch):
     monkeypatch.setattr(watched, "make_tags", None)
     with htp_export.tagging(strict=False), untagged("finding the owners"):
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options("torchscript"))
@@ -206,9 +185,7 @@ def test_export_inside_tagging_that_is_not_strict_is_not_strict(
 
 
 @BOTH
-def test_a_fault_in_one_export_is_none_in_the_next(
-    exporter: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_one_export_is_none_in_the_next(exporter, tmp_path, monkeypatch):
     with htp_export.tagging(strict=False):
         with monkeypatch.context() as planted, untagged("finding the owners"):
             planted.setattr(watched, "make_tags", None)
@@ -223,16 +200,12 @@ class FullDisk(io.BytesIO):
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_error_of_the_file_is_no_fault_of_the_capture(strict: bool) -> None:
+def test_an_error_of_the_file_is_no_fault_of_the_capture(strict):
     with htp_export.tagging(strict=strict), pytest.raises(OSError, match="no space left"):
         torch.onnx.export(net(), INPUTS, FullDisk(), **options("torchscript"))
 
 
-class Raises(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
+class Raises(Holding, fc=nn.Linear(8, 8)):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         for _ in zip(self.fc(x), [1], strict=True):
             pass
@@ -242,7 +215,7 @@ class Raises(nn.Module):
 @pytest.mark.filterwarnings("ignore:Iterating over a tensor:torch.jit.TracerWarning")
 @pytest.mark.parametrize("strict", [True, False])
 @BOTH
-def test_an_error_of_the_model_is_no_fault_of_the_capture(exporter: str, strict: bool, tmp_path: Path) -> None:
+def test_an_error_of_the_model_is_no_fault_of_the_capture(exporter, strict, tmp_path):
     raised = []
     for tagged in (False, True):
         watching = htp_export.tagging(strict=strict) if tagged else contextlib.nullcontext()
@@ -256,9 +229,7 @@ def test_an_error_of_the_model_is_no_fault_of_the_capture(exporter: str, strict:
 
 @pytest.mark.parametrize("strict", [True, False])
 @BOTH
-def test_an_error_of_torch_is_no_fault_of_the_capture(
-    exporter: str, strict: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_torch_is_no_fault_of_the_capture(exporter, strict, tmp_path, monkeypatch):
     for group in patches.EVERY:
         for patch in group.patches:
             if patch.name in ("_translate_fx_graph", "_run_symbolic_function"):
@@ -270,9 +241,7 @@ def test_an_error_of_torch_is_no_fault_of_the_capture(
 
 
 @BOTH
-def test_a_torch_that_changed_is_named_or_exports_without_tags_if_that_is_allowed(
-    exporter: str, plain: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_torch_that_changed_is_named_or_exports_untagged_if_that_is_allowed(exporter, plain, tmp_path, monkeypatch):
     group = patches.DYNAMO if exporter == "dynamo" else patches.TORCHSCRIPT
     monkeypatch.setattr(group, "patches", (*group.patches, Patch("torch.onnx", "moved_away", lambda given: given)))
     before = [patch.find()[2] for group in patches.EVERY for patch in group.patches if patch.name != "moved_away"]
@@ -286,7 +255,7 @@ def test_a_torch_that_changed_is_named_or_exports_without_tags_if_that_is_allowe
     assert described(tmp_path / "model.onnx") == described(plain[exporter])
 
 
-def test_an_exporter_that_cannot_be_watched_is_said_when_tagging_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exporter_that_cannot_be_watched_is_said_when_tagging_begins(monkeypatch):
     gone = (Patch("torch.onnx", "moved_away", lambda given: given),)
     monkeypatch.setattr(patches.TORCHSCRIPT_ENTRY, "patches", gone)
     with pytest.raises(TorchChangedError), htp_export.tagging():
@@ -297,7 +266,7 @@ def test_an_exporter_that_cannot_be_watched_is_said_when_tagging_begins(monkeypa
     assert program.model.metadata_props["htp.version"] == "1"
 
 
-def test_the_warning_is_an_error_where_warnings_are() -> None:
+def test_the_warning_is_an_error_where_warnings_are():
     """Those who want neither an untagged file nor a CaptureError can say so."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", UntaggedExportWarning)

@@ -1,7 +1,5 @@
 """Exports in several threads and tasks: each has its own tags, and nobody else's."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import io
@@ -9,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -65,7 +62,7 @@ def in_threads(*work: Callable[[], Any]) -> list[BaseException]:
 
 
 @TWO
-def test_exports_in_two_threads_wait_for_each_other(exporters: str, tmp_path: Path) -> None:
+def test_exports_in_two_threads_wait_for_each_other(exporters, tmp_path):
     runs: list[str] = []
     began = threading.Event()
     models = {name: Slow(name, runs, began).eval() for name in ("one", "other")}
@@ -88,7 +85,7 @@ def test_exports_in_two_threads_wait_for_each_other(exporters: str, tmp_path: Pa
         assert [node.op_type for node in tagged[f"{name}.1"].nodes] == ["Relu", "Relu"]
 
 
-def test_torchscript_exports_of_four_threads_all_succeed() -> None:
+def test_torchscript_exports_of_four_threads_all_succeed():
     """Torch's own do not: one that begins while another is running fails."""
     files = [io.BytesIO() for _ in range(4)]
     args = (torch.ones(1, 3, 4),)
@@ -109,7 +106,7 @@ def test_torchscript_exports_of_four_threads_all_succeed() -> None:
     assert torch.backends.mha.get_fastpath_enabled()
 
 
-def test_a_thread_that_exports_nothing_is_left_alone() -> None:
+def test_a_thread_that_exports_nothing_is_left_alone():
     """It runs modules, while an export with tags runs in another thread."""
     inside, over = threading.Event(), threading.Event()
     found = []
@@ -142,7 +139,7 @@ def export_relu() -> Any:
     return torch.onnx.export(nn.ReLU().eval(), (torch.ones(2),), dynamo=True, verbose=False)
 
 
-def test_tagging_holds_for_the_task_that_enters_it_alone() -> None:
+def test_tagging_holds_for_the_task_that_enters_it_alone():
     async def tagged(entered: asyncio.Event, leave: asyncio.Event) -> set[str]:
         with htp_export.tagging():
             entered.set()
@@ -162,7 +159,7 @@ def test_tagging_holds_for_the_task_that_enters_it_alone() -> None:
     assert "htp.version" in found
 
 
-def test_tagging_ends_for_tasks_that_were_begun_inside_too() -> None:
+def test_tagging_ends_for_tasks_that_were_begun_inside_too():
     async def later(go: asyncio.Event) -> set[str]:
         await go.wait()
         return keys(export_relu())
@@ -183,7 +180,7 @@ def test_tagging_ends_for_tasks_that_were_begun_inside_too() -> None:
     assert after == set()
 
 
-def test_an_export_handed_over_to_a_thread_by_a_task_is_tagged() -> None:
+def test_an_export_handed_over_to_a_thread_by_a_task_is_tagged():
     async def main() -> Any:
         with htp_export.tagging():
             return await asyncio.to_thread(export_relu)
@@ -202,9 +199,7 @@ def stance() -> str:
         (torch_internals.turn_compilation_off, stance, "default", "force_eager"),
     ],
 )
-def test_a_setting_of_torch_is_put_back_by_the_last_of_several_threads(
-    turn_off: Callable[..., Any], now: Callable[[], Any], on: Any, off: Any
-) -> None:
+def test_a_setting_of_torch_is_put_back_by_the_last_of_several_threads(turn_off, now, on, off):
     first, second = restored(turn_off), restored(turn_off)
     assert now() == on
     first.__enter__()
@@ -215,7 +210,7 @@ def test_a_setting_of_torch_is_put_back_by_the_last_of_several_threads(
     assert now() == on
 
 
-def test_the_fast_path_of_attention_stays_off_where_it_was() -> None:
+def test_the_fast_path_of_attention_stays_off_where_it_was():
     torch.backends.mha.set_fastpath_enabled(False)
     try:
         with restored(restoring.turn_attention_fast_path_off):
@@ -249,7 +244,7 @@ class Branching(nn.Module):
         return torch.cond(x.sum() > 0, lambda x: self.high(x).exp(), lambda x: self.low(x), (x,))
 
 
-def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model() -> None:
+def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_the_model():
     """While verify runs a model, nothing is compiled, and torch does not trace branches."""
     x, verifying, exporting = torch.ones(2, 4), threading.Event(), threading.Event()
     waiting = Waiting(threading.Event(), threading.Event()).eval()
@@ -302,7 +297,7 @@ WORK: dict[str, Callable[[htp_export.TaggedModel], object]] = {
 }
 
 
-def test_functions_of_models_give_the_same_in_several_threads_on_one_model() -> None:
+def test_functions_of_models_give_the_same_in_several_threads_on_one_model():
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True).eval()
     program = htp_export.export(layer, (torch.randn(2, 5, 16),), verbose=False)
     alone = {name: work(htp_export.load(program)) for name, work in WORK.items()}

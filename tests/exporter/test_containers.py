@@ -1,11 +1,8 @@
 """Containers of other libraries as inputs and outputs of a model, such as the key-value caches of transformers."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,7 @@ from htp_export.errors import InputError
 from htp_export.exporter.caches import advice_on_caches, prepare_caches
 from htp_export.format.leaves import named_tensors_in
 from tests.exporting import exported
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.truth import owners_of, untagged
 
 pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
@@ -42,19 +39,15 @@ _pytree.register_pytree_node(
 )
 
 
-class Fills(nn.Module):
+class Fills(Holding, fc=nn.Linear(4, 4)):
     """Takes a container and returns another one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor, box: Box) -> tuple[torch.Tensor, Box]:
         y = self.fc(x)
         return y + box.tensor, Box(y.tanh())
 
 
-def test_a_container_that_computes_while_it_is_built_again_can_be_taken_and_returned(tmp_path: Path) -> None:
+def test_a_container_that_computes_while_it_is_built_again_can_be_taken_and_returned(tmp_path):
     model, kwargs = spread(Fills()).eval(), {"x": x(2, 4), "box": Box(x(2, 4, seed=3))}
     file = exported(model, kwargs, "dynamo", tmp_path)
     assert {node.op_type: owners_of(node) for node in file.graph.node} == {
@@ -88,13 +81,10 @@ def with_cache(model: Any) -> dict[str, Any]:
     return {"input_ids": ids, "attention_mask": torch.ones(2, 5, dtype=torch.long), "past_key_values": cache}
 
 
-class Attends(nn.Module):
+class Attends(
+    Holding, config=llama(1).config, tokens=nn.Embedding(32, 16), heads=nn.Linear(16, 24), head=nn.Linear(8, 32)
+):
     """An attention that adds to a cache, as the decoders of transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.config = llama(1).config
-        self.tokens, self.heads, self.head = nn.Embedding(32, 16), nn.Linear(16, 24), nn.Linear(8, 32)
 
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, past_key_values: Any) -> Any:
         query, key, value = self.heads(self.tokens(input_ids))[:, None].chunk(3, -1)
@@ -108,7 +98,7 @@ ENTRY = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
 
 # What torch.export and transformers do there warns their own developers.
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp_path: Path) -> None:
+def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp_path):
     model, both = spread(Attends()).eval(), dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)
     shapes = {"input_ids": both, "attention_mask": both, "past_key_values": ENTRY}
     file = exported(model, with_cache(model), "dynamo", tmp_path, dynamic_shapes=shapes)
@@ -143,26 +133,26 @@ def test_a_decoder_exports_with_a_cache_and_one_entry_for_its_dynamic_shapes(tmp
     ],
     ids=["one", "pairs", "flat", "keys_then_values", "named"],
 )
-def test_dynamic_shapes_of_a_cache_are_taken_in_every_usual_form(spec: Any) -> None:
+def test_dynamic_shapes_of_a_cache_are_taken_in_every_usual_form(spec):
     kwargs = with_cache(llama(3))
     given = prepare_caches((), kwargs, {"input_ids": {0: 1}, "past_key_values": spec})
     assert given == {"input_ids": {0: 1}, "past_key_values": [ENTRY] * 6}
 
 
-def test_keys_and_values_keep_their_own_dynamic_shapes() -> None:
+def test_keys_and_values_keep_their_own_dynamic_shapes():
     kwargs, key, value = with_cache(llama(3)), {2: "keys"}, {2: "values"}
     for spec in ([(key, value)] * 3, [[key] * 3, [value] * 3]):
         assert prepare_caches((), kwargs, {"past_key_values": spec}) == {"past_key_values": [key, value] * 3}
 
 
-def test_a_cache_with_tensors_is_refused_under_torchscript(tmp_path: Path) -> None:
+def test_a_cache_with_tensors_is_refused_under_torchscript(tmp_path):
     model = llama(1)
     with pytest.raises(InputError, match="takes no DynamicCache as an input; use dynamo=True"):
         exported(model, with_cache(model), "torchscript", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensors_of_a_cache_have_the_same_names_however_it_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_of_a_cache_have_the_same_names_however_it_is_registered(monkeypatch):
     from torch.utils._pytree import SUPPORTED_NODES, NodeDef
     from transformers import DynamicCache
     from transformers.integrations.executorch import _flatten_cache_dict, _get_cache_dict, _unflatten_dynamic_cache
@@ -197,12 +187,12 @@ for kwargs in call.runs.values():
 
 
 @pytest.mark.slow
-def test_a_decoder_with_a_window_exports_by_task_if_executorch_registered_the_cache_first() -> None:
+def test_a_decoder_with_a_window_exports_by_task_if_executorch_registered_the_cache_first():
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
-def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do() -> None:
+def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do():
     from transformers import DynamicCache, MistralConfig
 
     windows = DynamicCache(config=MistralConfig(num_hidden_layers=1, sliding_window=3))
@@ -219,7 +209,7 @@ def test_an_error_names_a_cache_whose_window_fixes_its_length_and_what_to_do() -
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_static_cache_which_the_model_fills_in_place_exports_and_agrees(tmp_path: Path) -> None:
+def test_a_static_cache_which_the_model_fills_in_place_exports_and_agrees(tmp_path):
     from transformers import StaticCache
 
     model = llama(1)

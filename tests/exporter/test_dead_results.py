@@ -1,7 +1,5 @@
 """Modules with results that nothing reads: what is left of their work keeps its signature and its call."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 from tests.truth import equal, fates_of, named_wrongly, run_pytorch, signatures_of, values_of
 
 Tensor = torch.Tensor
@@ -35,11 +33,7 @@ def faults(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, fold
     return wrong + wrong_parts(model, kwargs, folder / "model.onnx", folder / "part.onnx")
 
 
-class Chunk(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 9)
-
+class Chunk(Holding, fc=nn.Linear(4, 9)):
     def forward(self, x: Tensor) -> Any:
         p, q, r = self.fc(x).chunk(3, -1)
         return p.reshape(-1, 3), q.reshape(-1, 3), r.reshape(-1, 3)
@@ -63,7 +57,7 @@ class LeavesOne(nn.Module):
 @pytest.mark.parametrize(
     ("unread", "exporter"), quick(itertools.product(range(3), EXPORTERS), *((k, "torchscript") for k in range(3)))
 )
-def test_results_beside_one_that_nothing_reads_have_their_places(unread: int, exporter: str, tmp_path: Path) -> None:
+def test_results_beside_one_that_nothing_reads_have_their_places(unread, exporter, tmp_path):
     model, kwargs = spread(LeavesOne(unread)).eval(), {"x": x(2, 4, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     assert faults(model, kwargs, file, tmp_path) == []
@@ -73,28 +67,20 @@ def test_results_beside_one_that_nothing_reads_have_their_places(unread: int, ex
     assert [signatures["sum"][0].inputs[name] for name in "ab"] == outputs
 
 
-class ReadsTheSecondCall(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class ReadsTheSecondCall(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         self.fc(x)
         return self.fc(x + 1)
 
 
 @BOTH
-def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter: str, tmp_path: Path) -> None:
+def test_a_node_of_a_second_call_is_none_of_a_first_that_nothing_reads(exporter, tmp_path):
     exported(spread(ReadsTheSecondCall()).eval(), {"x": x(2, 4)}, exporter, tmp_path)
     region = htp_export.load(tmp_path / "model.onnx")["fc"]
     assert (len(region.call(0).nodes), len(region.call(1).nodes)) == (0, len(region.nodes))
 
 
-class GivesWhatItChanged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class GivesWhatItChanged(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         y = x.exp()
         y[:, 0] = 1.0
@@ -103,7 +89,7 @@ class GivesWhatItChanged(nn.Module):
 
 
 @BOTH
-def test_a_dead_module_was_given_what_a_tensor_was_then(exporter: str, tmp_path: Path) -> None:
+def test_a_dead_module_was_given_what_a_tensor_was_then(exporter, tmp_path):
     model, kwargs = spread(GivesWhatItChanged()).eval(), {"x": x(2, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     assert fates_of(file)["fc"] == "dead"
@@ -148,8 +134,6 @@ class ReadsNothingOfIt(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("kind", UNREAD)
-def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(
-    kind: str, exporter: str, tmp_path: Path
-) -> None:
+def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(kind, exporter, tmp_path):
     file = exported(spread(ReadsNothingOfIt(kind)).eval(), {"x": x(2, 4, 4)}, exporter, tmp_path)
     assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(("fc", "unread"), "dead")

@@ -1,10 +1,7 @@
 """htp_export.export in place of torch.onnx.export: the same call, the same graph, and nothing else has changed."""
 
-from __future__ import annotations
-
 import functools
 import inspect
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,15 +18,15 @@ import htp_export
 from htp_export.exporter.capture import saving
 from tests.exporter.test_exactness import small
 from tests.exporter.test_interrupts import changed_since, state
-from tests.exporting import BOTH, SharedFiles, exported_net, metadata, quick
-from tests.nets import EXPORTERS, NETS, x
+from tests.exporting import BOTH, exported_net, metadata, quick
+from tests.nets import EXPORTERS, NETS, Holding, x
 from tests.same_graph import assert_same_graph
 from tests.truth import nodes_of, owners_of, tree_of, untagged, work_of
 
 # --- the same signature ---------------------------------------------------
 
 
-def test_the_signature_is_that_of_torch_and_names() -> None:
+def test_the_signature_is_that_of_torch_and_names():
     def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
         return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
@@ -90,9 +87,7 @@ def is_quick(case: Case) -> bool:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=() if is_quick(case) else pytest.mark.slow, id=str(case)) for case in CASES]
 )
-def test_without_tags_the_file_is_the_one_that_torch_writes(
-    case: Case, shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_without_tags_the_file_is_the_one_that_torch_writes(case, shared_files, tmp_path):
     model, kwargs = NETS[case.net].build()
     options = {"verbose": False, **NETS[case.net].export_options(case.exporter), **case.options}
     torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=case.exporter == "dynamo", **options)
@@ -107,7 +102,7 @@ def test_without_tags_the_file_is_the_one_that_torch_writes(
         assert one.doc_string == other.doc_string
 
 
-def test_external_data_is_written_as_torch_writes_it(tmp_path: Path) -> None:
+def test_external_data_is_written_as_torch_writes_it(tmp_path):
     written = []
     for name, export in (("torch", torch.onnx.export), ("htp", htp_export.export)):
         (tmp_path / name).mkdir()
@@ -139,7 +134,7 @@ class Stores(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool"])
-def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype: str, tmp_path: Path) -> None:
+def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype, tmp_path):
     written = []
     for export in (torch.onnx.export, htp_export.export):
         model = Stores(getattr(torch, dtype)).eval()
@@ -152,7 +147,7 @@ def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype
 # --- the same return value ---------------------------------------------------
 
 
-def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path: Path) -> None:
+def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path):
     model, kwargs = NETS["siblings"].build()
     for path in (tmp_path / "dynamo.onnx", None):
         program = htp_export.export(model, (kwargs["x"],), path, verbose=False)
@@ -166,11 +161,7 @@ def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path: Path) -> No
 # --- models and arguments of every kind ---------------------------------------------------
 
 
-class Options(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Options(Holding, fc=nn.Linear(4, 4)):
     def forward(
         self,
         x: torch.Tensor,
@@ -204,14 +195,12 @@ def run(model: Any, args: Any, exporter: str, path: Path, **options: Any) -> onn
     ],
     ids=["tuple", "tensor", "two", "none", "keyword_only", "keywords", "flag", "all"],
 )
-def test_dynamo_takes_arguments_of_every_kind(
-    args: Any, kwargs: dict[str, Any] | None, expected: list[str], tmp_path: Path
-) -> None:
+def test_dynamo_takes_arguments_of_every_kind(args, kwargs, expected, tmp_path):
     file = run(Options().eval(), args, "dynamo", tmp_path, kwargs=kwargs)
     assert work_of(file) == [("Gemm", ("fc",)), *((op_type, ("",)) for op_type in expected)]
 
 
-def test_an_exported_program_lists_containers_and_has_owners_in_order_of_execution(tmp_path: Path) -> None:
+def test_an_exported_program_lists_containers_and_has_owners_in_order_of_execution(tmp_path):
     model, kwargs = NETS["mask_made_in_every_layer"].build()
     file = run(torch.export.export(model, (), kwargs), (), "dynamo", tmp_path)
     layers = tuple(f"layers.{number}" for number in range(3))
@@ -223,18 +212,14 @@ def test_an_exported_program_lists_containers_and_has_owners_in_order_of_executi
     assert modules["layers.0.fc"]["class"] == "torch.nn.modules.linear.Linear"
 
 
-class Untraceable(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Untraceable(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(x) if x.sum() > 100 else -self.fc(x)  # torch.export cannot decide it
 
 
 @pytest.mark.skipif(not saving.is_late(), reason="torch has had no fallback since 2.11")
 @pytest.mark.filterwarnings("ignore")
-def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path: Path) -> None:
+def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path):
     for model, expected in ((Untraceable(), ["fc", ""]), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"])):
         path = tmp_path / "model.onnx"
         with htp_export.tagging():
@@ -251,7 +236,7 @@ def exported_script(kind: str, export: Callable[..., Any], path: Path) -> onnx.M
 
 @pytest.mark.parametrize("kind", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:no signature found:UserWarning")
-def test_a_script_module_exports_the_same_graph_as_under_torch_with_tags(kind: str, tmp_path: Path) -> None:
+def test_a_script_module_exports_the_same_graph_as_under_torch_with_tags(kind, tmp_path):
     exported_script(kind, torch.onnx.export, tmp_path)  # torch names the nodes of its first one in another way
     torchs = exported_script(kind, torch.onnx.export, tmp_path)
     ours = exported_script(kind, htp_export.export, tmp_path)
@@ -280,9 +265,7 @@ ENCODER = NETS["transformer_encoder"].build
         (ENCODER, 1),
     ),
 )
-def test_torchscript_exports_what_torch_alone_refuses(
-    make: Callable[[], tuple[nn.Module, dict[str, Any]]], outputs: int, tmp_path: Path
-) -> None:
+def test_torchscript_exports_what_torch_alone_refuses(make, outputs, tmp_path):
     model, kwargs = make()
     model.eval()
     with torch.no_grad():  # as people export; only so does attention take its fast path
@@ -298,23 +281,19 @@ def test_torchscript_exports_what_torch_alone_refuses(
 # --- nothing has changed afterwards ---------------------------------------------------
 
 
-class Fails(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.off = nn.Linear(4, 4), nn.Sequential(nn.Tanh(), Refuses()), nn.Dropout()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.fc(x))
-
-
 class Refuses(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise ArithmeticError("no export for this one")
 
 
+class Fails(Holding, fc=nn.Linear(4, 4), act=nn.Sequential(nn.Tanh(), Refuses()), off=nn.Dropout()):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.fc(x))
+
+
 @pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode:UserWarning")
 @BOTH
-def test_an_export_leaves_the_model_and_torch_as_they_were(exporter: str, tmp_path: Path) -> None:
+def test_an_export_leaves_the_model_and_torch_as_they_were(exporter, tmp_path):
     model = Fails()
     model.act = nn.Sequential(nn.Tanh(), nn.Sequential(nn.Dropout(), nn.Linear(4, 4)))
     model.train()
@@ -327,9 +306,7 @@ def test_an_export_leaves_the_model_and_torch_as_they_were(exporter: str, tmp_pa
 
 
 @BOTH
-def test_a_failed_export_has_the_error_of_torch_names_the_module_and_leaves_all_that_was_there(
-    exporter: str, tmp_path: Path
-) -> None:
+def test_a_failed_export_has_the_error_of_torch_names_the_module_and_leaves_all_that_was_there(exporter, tmp_path):
     (tmp_path / "m.onnx").write_bytes(b"what was there")
     model, errors = Fails().eval(), []
     model.off.train()
@@ -356,7 +333,7 @@ def tagged_nodes(export: Callable[..., Any], exporter: str, path: Path) -> int:
 
 
 @BOTH
-def test_tagging_reaches_an_export_that_was_imported_before(exporter: str, tmp_path: Path) -> None:
+def test_tagging_reaches_an_export_that_was_imported_before(exporter, tmp_path):
     path = tmp_path / "model.onnx"
     assert tagged_nodes(imported_before, exporter, path) == 0
     with htp_export.tagging():
@@ -366,7 +343,7 @@ def test_tagging_reaches_an_export_that_was_imported_before(exporter: str, tmp_p
 
 
 @BOTH
-def test_tagging_may_be_nested_and_the_inner_end_ends_nothing(exporter: str, tmp_path: Path) -> None:
+def test_tagging_may_be_nested_and_the_inner_end_ends_nothing(exporter, tmp_path):
     path = tmp_path / "model.onnx"
     before = state()
     with htp_export.tagging():
@@ -377,7 +354,7 @@ def test_tagging_may_be_nested_and_the_inner_end_ends_nothing(exporter: str, tmp
     assert changed_since(before) == []
 
 
-def test_tagging_writes_what_export_writes(tmp_path: Path) -> None:
+def test_tagging_writes_what_export_writes(tmp_path):
     files = []
     for name, use in (("a", False), ("b", True)):
         model, kwargs = NETS["mask_made_in_every_layer"].build()
@@ -390,35 +367,7 @@ def test_tagging_writes_what_export_writes(tmp_path: Path) -> None:
     assert files[0] == files[1]
 
 
-def test_an_error_inside_tagging_ends_it(tmp_path: Path) -> None:
-    before = state()
-    with pytest.raises(KeyError), htp_export.tagging():
-        raise KeyError("mine")
-    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
-    assert changed_since(before) == []
-
-
-def test_threads_that_enter_and_leave_in_any_order_leave_torch_as_it_was(tmp_path: Path) -> None:
-    before = state()
-    entered, may_leave = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with htp_export.tagging():
-            entered.set()
-            may_leave.wait(60)
-
-    thread = threading.Thread(target=other)
-    with htp_export.tagging():
-        thread.start()
-        entered.wait(60)
-    # The other thread still holds the patches, and this one no longer wants tags.
-    assert tagged_nodes(torch.onnx.export, "torchscript", tmp_path / "model.onnx") == 0
-    may_leave.set()
-    thread.join(60)
-    assert changed_since(before) == []
-
-
-def test_many_threads_at_once_leave_torch_as_it_was() -> None:
+def test_many_threads_at_once_leave_torch_as_it_was():
     before = state()
 
     def work() -> None:

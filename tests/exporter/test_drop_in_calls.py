@@ -1,13 +1,10 @@
 """Under ``dynamo=False`` the model is called as torch calls it; where torch's call fails, as the user gave the call."""
 
-from __future__ import annotations
-
 import functools
 import io
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -139,7 +136,7 @@ TORCHS_OWN_WARNINGS = pytest.mark.filterwarnings(
 
 @TORCHS_OWN_WARNINGS
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_what_torch_accepts_gives_the_file_that_torch_writes(name: str) -> None:
+def test_what_torch_accepts_gives_the_file_that_torch_writes(name):
     case = ACCEPTED[name]
     assert_as_by_torch(lambda: Calls(case.function), case.args, **case.options)
 
@@ -164,13 +161,13 @@ class Scripted(nn.Module):
 
 
 @pytest.mark.parametrize("names", [None, ["x", "n", "flag"]])
-def test_a_scripted_function_gives_the_file_that_torch_writes(names: list[str] | None) -> None:
+def test_a_scripted_function_gives_the_file_that_torch_writes(names):
     written(torch.onnx.export, scripted_function, (x(2, 4), 2, True))  # torch names its first one in another way
     assert_as_by_torch(lambda: scripted_function, (x(2, 4), 2, True), input_names=names)
 
 
 @pytest.mark.parametrize("names", [None, ["x", "n", "rows", "columns"]])
-def test_a_scripted_module_gives_the_file_that_torch_writes(names: list[str] | None) -> None:
+def test_a_scripted_module_gives_the_file_that_torch_writes(names):
     script, args = torch.jit.script(Scripted()), (x(2, 4), 2, (4, 2))
     written(torch.onnx.export, script, args)  # torch names its first one in another way
     assert_as_by_torch(lambda: script, args, input_names=names)
@@ -221,7 +218,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_torch_refuses_is_called_as_it_was_given(name: str) -> None:
+def test_what_torch_refuses_is_called_as_it_was_given(name):
     function, args, kwargs = REFUSED[name]
     with pytest.raises((TypeError, RuntimeError, torch.onnx.OnnxExporterError)):
         written(torch.onnx.export, Calls(function), args, kwargs=kwargs)
@@ -241,9 +238,7 @@ def test_what_torch_refuses_is_called_as_it_was_given(name: str) -> None:
     [(keeps, (x(1, 3, 4),), {}), (keeps, (x(1, 3, 4), 2), {}), (everything, (x(2, 4),), {"scale": x(4)})],
     ids=["number_left_out", "number_given", "keyword_that_torch_drops"],
 )
-def test_where_torchs_call_gives_another_result_the_file_has_that_of_the_call_as_given(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_torchs_call_gives_another_result_the_file_has_that_of_the_call_as_given(function, args, kwargs, caplog):
     caplog.set_level(logging.INFO, ROOT_CALL)
     file = written(htp_export.export, Calls(function), args, kwargs=kwargs)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -253,7 +248,7 @@ def test_where_torchs_call_gives_another_result_the_file_has_that_of_the_call_as
     assert "change its result" in caplog.text
 
 
-def test_the_log_says_what_torch_refused_and_what_is_constant(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_what_torch_refused_and_what_is_constant(caplog):
     caplog.set_level(logging.INFO, ROOT_CALL)
     function, args, kwargs = REFUSED["multiple_values"]
     written(htp_export.export, Calls(function), args, kwargs=kwargs)
@@ -302,7 +297,7 @@ def state_of(model: nn.Module, *tensors: torch.Tensor) -> list[Any]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("refuses", ["object", "number"])
-def test_an_attempt_that_fails_leaves_nothing_behind(refuses: str) -> None:
+def test_an_attempt_that_fails_leaves_nothing_behind(refuses):
     states = []
     for exports in (False, True):
         model, data = Changes(refuses).train(), torch.ones(3, 4)
@@ -321,7 +316,7 @@ def fails(x: Any, *, why: str = "no export for this one") -> Any:
     raise ArithmeticError(why)
 
 
-def test_where_both_ways_fail_the_error_is_torchs_own() -> None:
+def test_where_both_ways_fail_the_error_is_torchs_own():
     errors = []
     for export in (torch.onnx.export, htp_export.export):
         with pytest.raises(TypeError) as caught:
@@ -332,14 +327,14 @@ def test_where_both_ways_fail_the_error_is_torchs_own() -> None:
     assert any("ArithmeticError: no export for this one" in note for note in notes)
 
 
-def test_a_failed_attempt_leaves_autocasts_cache_on() -> None:
+def test_a_failed_attempt_leaves_autocasts_cache_on():
     torch.set_autocast_cache_enabled(True)  # torch leaves it off where an export fails
     written(htp_export.export, Calls(keyword_only), (x(2, 4),), kwargs={"scale": x(4)})
     assert torch.is_autocast_cache_enabled()
 
 
 @pytest.mark.parametrize("make", [lambda: nn.Linear(4, 3), lambda: nn.LSTM(4, 3)])
-def test_without_a_file_to_write_nothing_is_exported(make: Callable[[], nn.Module]) -> None:
+def test_without_a_file_to_write_nothing_is_exported(make):
     with pytest.raises(InputError, match="returns no model; give f, the file to write"):
         htp_export.export(make().eval(), (x(2, 4),), dynamo=False)
 
@@ -347,7 +342,7 @@ def test_without_a_file_to_write_nothing_is_exported(make: Callable[[], nn.Modul
 # --- order of keywords ---------------------------------------------------
 
 
-def test_keywords_become_inputs_in_the_order_given_unless_there_are_names() -> None:
+def test_keywords_become_inputs_in_the_order_given_unless_there_are_names():
     kwargs = {"y": x(2, 4), "x": x(3, 2, 4)}
 
     def shapes(**options: Any) -> list[int]:
@@ -359,7 +354,7 @@ def test_keywords_become_inputs_in_the_order_given_unless_there_are_names() -> N
 
 
 @pytest.mark.parametrize("args", [(x(2, 4), 3), (x(2, 4),)], ids=["given", "left_out"])
-def test_verify_gives_numbers_that_are_inputs(args: tuple[Any, ...], tmp_path: Path) -> None:
+def test_verify_gives_numbers_that_are_inputs(args, tmp_path):
     model = Calls(default_of_two).eval()
     htp_export.export(model, args, tmp_path / "m.onnx", dynamo=False)
     report = htp_export.verify(model, tmp_path / "m.onnx", args)

@@ -1,8 +1,6 @@
 """Models of which torch's TorchScript exporter does not trace a plain ``nn.Module``, or names what it traces."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +15,7 @@ from torch.ao.nn.quantized import FloatFunctional
 
 import htp_export
 from tests import truth
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.same_graph import assert_same_graph
 from tests.truth import fates_of, inexact, tree_of, untagged, work_of
 
@@ -47,21 +45,13 @@ def engine() -> Iterator[None]:
     torch.backends.quantized.engine = before
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act = nn.Conv2d(3, 4, 3), nn.ReLU()
-
+class Block(Holding, conv=nn.Conv2d(3, 4, 3), act=nn.ReLU()):
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.conv(x))
 
 
-class Stubbed(nn.Module):
+class Stubbed(Holding, quant=quantization.QuantStub(), dequant=quantization.DeQuantStub()):
     """A model between the modules that quantize and dequantize."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.quant, self.dequant = quantization.QuantStub(), quantization.DeQuantStub()
 
 
 class Blocks(Stubbed):
@@ -77,11 +67,7 @@ class Blocks(Stubbed):
         return self.dequant(self.fc(self.flat(self.pool(x))))
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.plus = nn.Conv2d(4, 4, 1), nn.ReLU(), FloatFunctional()
-
+class Residual(Holding, conv=nn.Conv2d(4, 4, 1), act=nn.ReLU(), plus=FloatFunctional()):
     def forward(self, x: Tensor) -> Tensor:
         return self.plus.add(x, self.act(self.conv(x)))
 
@@ -164,13 +150,7 @@ def one_step(one: truth.Array, other: truth.Array) -> bool:
     ],
     ids=["blocks", "fused_before", "called_twice", "two_outputs"],
 )
-def test_each_node_of_a_quantized_model_belongs_to_its_module(
-    make: Callable[[], nn.Module],
-    given: Tensor,
-    kinds: tuple[str, ...],
-    expected: list[tuple[str, tuple[str, ...]]],
-    tmp_path: Path,
-) -> None:
+def test_each_node_of_a_quantized_model_belongs_to_its_module(make, given, kinds, expected, tmp_path):
     model = make()
     export(torch.onnx.export, model, (given,), tmp_path)  # the first export of a structure gives nodes other names
     plain = export(torch.onnx.export, model, (given,), tmp_path)
@@ -181,14 +161,14 @@ def test_each_node_of_a_quantized_model_belongs_to_its_module(
         assert inexact(model, {"x": given}, file) == []
 
 
-def test_verify_reads_the_integers_of_quantized_tensors(tmp_path: Path) -> None:
+def test_verify_reads_the_integers_of_quantized_tensors(tmp_path):
     model = quantized(Concatenates(), x(2, 4))
     export(htp_export.export, model, (x(2, 4),), tmp_path)
     report = htp_export.verify(model, tmp_path / "model.onnx", (x(2, 4),))
     assert all(report.modules[path].max_abs <= 1 for path in ("quant", "a", "b", "c"))
 
 
-def test_a_model_that_torch_cannot_export_fails_as_under_torch(tmp_path: Path) -> None:
+def test_a_model_that_torch_cannot_export_fails_as_under_torch(tmp_path):
     model = quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)).eval(), {nn.Linear})
     messages = []
     for exporter in (torch.onnx.export, htp_export.export):
@@ -202,7 +182,7 @@ def test_a_model_that_torch_cannot_export_fails_as_under_torch(tmp_path: Path) -
 # --- scripted and frozen modules, modules that bring their arguments -----------------------------------
 
 
-def test_a_frozen_module_is_exported_and_ran_once(tmp_path: Path) -> None:
+def test_a_frozen_module_is_exported_and_ran_once(tmp_path):
     net = spread(nn.Sequential(nn.Linear(4, 3), nn.ReLU())).eval()
     frozen = torch.jit.freeze(torch.jit.trace(net, (x(2, 4),)))
     plain = export(torch.onnx.export, frozen, (x(2, 4),), tmp_path)
@@ -211,11 +191,7 @@ def test_a_frozen_module_is_exported_and_ran_once(tmp_path: Path) -> None:
     assert (untagged(file), tree_of(file)[""]["calls"]) == ([], 1)
 
 
-class BringsArguments(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
-
+class BringsArguments(Holding, fc=nn.Linear(4, 3)):
     def forward(self, x: Tensor) -> Tensor:
         return torch.relu(self.fc(x))
 
@@ -225,7 +201,7 @@ class BringsArguments(nn.Module):
 
 @pytest.mark.skipif(not hasattr(torch.onnx, "ExportableModule"), reason="since torch 2.11")
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_module_that_brings_its_arguments_has_tags_whatever_dynamo_says(dynamo: bool, tmp_path: Path) -> None:
+def test_a_module_that_brings_its_arguments_has_tags_whatever_dynamo_says(dynamo, tmp_path):
     """torch gives it to the dynamo exporter in both cases."""
     exportable = type("Exportable", (BringsArguments, torch.onnx.ExportableModule), {})
     htp_export.export(exportable().eval(), f=tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
@@ -240,16 +216,12 @@ class ReadsPairs(nn.Module):
         return sum((key * value for key, value in pairs.items()), start=torch.zeros(2))
 
 
-class HoldsPairs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads, self.act = ReadsPairs(), nn.Tanh()
-
+class HoldsPairs(Holding, reads=ReadsPairs(), act=nn.Tanh()):
     def forward(self, x: Tensor, pairs: dict[Tensor, Tensor]) -> Tensor:
         return self.act(self.reads(pairs) + x)
 
 
-def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path: Path) -> None:
+def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path):
     """The tracer names values by variables of Python; none of ours must be found there."""
     files = []
     for exporter in (torch.onnx.export, htp_export.export):

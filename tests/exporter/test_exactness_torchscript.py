@@ -1,10 +1,7 @@
 """Under TorchScript, operations that torch merges, replaces or makes out of place still belong to their modules."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +11,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, metadata
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import Apply, ready, x
+from tests.nets import Apply, Holding, ready, x
 from tests.truth import fates_of, inexact, owners_by_type, owners_of, tree_of
 
 Tensor = torch.Tensor
@@ -23,20 +20,12 @@ Tensor = torch.Tensor
 # --- transpositions that torch joins ---------------------------------------------------
 
 
-class TurnsAround(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.s = nn.Sequential(nn.Conv1d(8, 8, 1))
-
+class TurnsAround(Holding, s=nn.Sequential(nn.Conv1d(8, 8, 1))):
     def forward(self, x: Tensor) -> Tensor:
         return self.s(x.transpose(1, 2)).transpose(1, 2)
 
 
-class TurnsTheResult(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.c, self.norm = TurnsAround(), nn.LayerNorm(8)
-
+class TurnsTheResult(Holding, c=TurnsAround(), norm=nn.LayerNorm(8)):
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.c(x).transpose(0, 1) + x.transpose(0, 1))
 
@@ -49,11 +38,7 @@ def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Tanh(), *(permute(*order) for order in orders), nn.Sigmoid())
 
 
-class Turned(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Turned(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.fc(x).tanh().t()
 
@@ -92,9 +77,7 @@ THREE = {"1": "fused", "2": "fused", "3": "fused"}
     ],
     ids=["issue", "gemm_first", "gemm_second", "three", "to_nothing", "cancel_first", "cancel_last", "all_equal"],
 )
-def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_tensor(
-    make: Callable[[], nn.Module], inputs: tuple[int, ...], expected: dict[str, str], tmp_path: Path
-) -> None:
+def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_tensor(make, inputs, expected, tmp_path):
     model, kwargs = ready(make()), {"input" if isinstance(make(), nn.Sequential) else "x": x(*inputs)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     assert {path: fates_of(file)[path] for path in expected} == expected
@@ -115,7 +98,7 @@ class TurnedBeside(nn.Module):
         return self.end(self.again(turned)), turned.sigmoid()
 
 
-def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> None:
+def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path):
     """Both tensors at its border are in the file, but no node makes the one of the other."""
     model, kwargs = ready(TurnedBeside((0, 2, 1), nn.Tanh())), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
@@ -124,7 +107,7 @@ def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path: Path) -> Non
     assert json.loads(metadata(file)["htp.contamination"])[0][0] == "c"
 
 
-def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path: Path) -> None:
+def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path):
     """Two transpositions are joined, and the tensor between them is needed too."""
     model, kwargs = ready(TurnedBeside((1, 0, 2), nn.LayerNorm(8))), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
@@ -163,9 +146,7 @@ class ReadInParts(nn.Module):
     ],
     ids=["chunk", "split", "sizes", "slices", "unbind"],
 )
-def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(
-    read: Callable[[Tensor], Any], tmp_path: Path
-) -> None:
+def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(read, tmp_path):
     model, kwargs = ready(ReadInParts(read)), {"x": x(2, 4, 3, 3)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     assert owners_by_type(file, "Relu")["Relu"] == [("r.1",)]
@@ -174,21 +155,20 @@ def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(
     assert wrong_parts(model, kwargs, tmp_path / "model.onnx", tmp_path / "part.onnx") == []
 
 
-class LeakyPairs(nn.Module):
+class LeakyPairs(
+    Holding,
+    a=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)),
+    b=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True)),
+    weight=nn.Parameter(torch.zeros(4, 2)),
+):
     """Operations in place that differ in a constant alone, each read by an operation for which torch puts another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True))
-        self.b = nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True))
-        self.weight = nn.Parameter(torch.zeros(4, 2))
 
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.a(x).chunk(2, 1)
         return torch.tanh(first * second + (self.b(x).mm(self.weight) + self.weight[0]))
 
 
-def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path: Path) -> None:
+def test_operations_in_place_that_differ_in_a_constant_are_told_apart(tmp_path):
     model, kwargs = ready(LeakyPairs()), {"x": x(2, 4)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     assert owners_by_type(file, "LeakyRelu")["LeakyRelu"] == [("a.1",), ("b.1",), ("b.2",)]
@@ -212,7 +192,7 @@ class AddsThrice(nn.Module):
         return first * second + third * fourth
 
 
-def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(tmp_path: Path) -> None:
+def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(tmp_path):
     model, kwargs = ready(AddsThrice()), {"x": x(2, 4)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     added = [owners_of(node) for node in file.graph.node if node.op_type == "Add" and "onnx::Add_0" in node.input]
@@ -221,16 +201,12 @@ def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(
     assert inexact(model, kwargs, file) == []
 
 
-class ShiftsThenLooksUp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shifts, self.table = Apply(lambda x: (x >> 1) << 2), nn.Embedding(64, 4)
-
+class ShiftsThenLooksUp(Holding, shifts=Apply(lambda x: (x >> 1) << 2), table=nn.Embedding(64, 4)):
     def forward(self, x: Tensor) -> Tensor:
         return self.table(self.shifts(x) + (x << 1))
 
 
-def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
+def test_shifts_of_bits_change_nothing_in_place(tmp_path):
     """``aten::__rshift__`` is named like an operation in place."""
     model, kwargs = ready(ShiftsThenLooksUp()), {"x": torch.arange(6).reshape(2, 3)}
     file = exported(model, kwargs, "torchscript", tmp_path)
@@ -243,17 +219,13 @@ def test_shifts_of_bits_change_nothing_in_place(tmp_path: Path) -> None:
 # --- hooks of the user ---------------------------------------------------
 
 
-class Chain(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.extra, self.second = nn.Linear(4, 4), nn.Linear(4, 4), nn.Tanh()
-
+class Chain(Holding, first=nn.Linear(4, 4), extra=nn.Linear(4, 4), second=nn.Tanh()):
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x)).abs()
 
 
 @BOTH
-def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter: str, tmp_path: Path) -> None:
+def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter, tmp_path):
     model = ready(Chain())
     model.first.register_forward_hook(lambda _module, _args, out: model.extra(out.exp()))
     model.second.register_forward_hook(lambda _module, _args, out: out.sin())
@@ -268,7 +240,7 @@ def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter
     assert inexact(model, {"x": x(2, 4)}, file) == []
 
 
-def test_an_export_that_fails_in_a_hook_leaves_the_hooks_as_they_were(tmp_path: Path) -> None:
+def test_an_export_that_fails_in_a_hook_leaves_the_hooks_as_they_were(tmp_path):
     def fails(*_: Any) -> None:
         raise RuntimeError("no")
 

@@ -1,7 +1,5 @@
 """A `KeyboardInterrupt` between any two lines of what changes torch and takes it back leaves nothing changed."""
 
-from __future__ import annotations
-
 import collections
 import gc
 import io
@@ -191,7 +189,7 @@ def watched_model() -> nn.Module:
     ("way", "enabled"),
     quick(itertools.product(("export", "tagging"), (True, False)), ("tagging", False)),
 )
-def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enabled: bool) -> None:
+def test_an_interrupted_torchscript_export_leaves_nothing_changed(way, enabled):
     model, args = watched_model(), (torch.linspace(-1, 1, 8).reshape(2, 4),)
 
     def export() -> None:
@@ -210,7 +208,7 @@ def test_an_interrupted_torchscript_export_leaves_nothing_changed(way: str, enab
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("enabled", quick([True, False], False))
-def test_an_interrupted_dynamo_export_leaves_nothing_changed(enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_dynamo_export_leaves_nothing_changed(enabled, monkeypatch):
     """With a stand-in for what torch does in between: a true export takes seconds, and is interrupted often."""
     model = watched_model()
 
@@ -238,7 +236,7 @@ class NoGrad(nn.Module):
             return x.sin()
 
 
-def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back() -> None:
+def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back():
     program = torch.export.export(NoGrad(), (torch.ones(2),)).module()
 
     def watch() -> None:
@@ -250,7 +248,7 @@ def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back() 
     assert (count > 5, changed) == (True, [])
 
 
-def test_an_interrupt_around_a_comparison_leaves_nothing_changed() -> None:
+def test_an_interrupt_around_a_comparison_leaves_nothing_changed():
     model = watched_model()
 
     def evaluate() -> None:

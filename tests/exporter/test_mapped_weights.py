@@ -63,7 +63,7 @@ def resident_bytes(path: Path) -> int:
 
 
 @LINUX
-def test_what_was_read_of_a_mapped_file_is_released_after_it_was_written(tmp_path: Path) -> None:
+def test_what_was_read_of_a_mapped_file_is_released_after_it_was_written(tmp_path):
     file = saved_state(tmp_path)
     net = mapped_net(file)
     exported(net, tmp_path / "out")
@@ -72,14 +72,14 @@ def test_what_was_read_of_a_mapped_file_is_released_after_it_was_written(tmp_pat
     assert resident_bytes(file) > net.embed.weight.nbytes
 
 
-def test_mapped_weights_give_the_file_that_copies_of_them_give(tmp_path: Path) -> None:
+def test_mapped_weights_give_the_file_that_copies_of_them_give(tmp_path):
     net = mapped_net(saved_state(tmp_path))
     in_memory = Net().eval()
     in_memory.load_state_dict(net.state_dict())
     assert exported(net, tmp_path / "mapped") == exported(in_memory, tmp_path / "memory")
 
 
-def test_a_program_of_fake_weights_gets_mapped_ones_before_it_is_saved(tmp_path: Path) -> None:
+def test_a_program_of_fake_weights_gets_mapped_ones_before_it_is_saved(tmp_path):
     file = saved_state(tmp_path)
     with FakeTensorMode():
         net = Net().eval()
@@ -94,7 +94,7 @@ def test_a_program_of_fake_weights_gets_mapped_ones_before_it_is_saved(tmp_path:
     assert [node.metadata_props["htp.module"] for node in model.graph] == ["embed", "up", "up"]
 
 
-def test_a_mapped_weight_that_was_changed_is_written_as_it_is_now(tmp_path: Path) -> None:
+def test_a_mapped_weight_that_was_changed_is_written_as_it_is_now(tmp_path):
     net = mapped_net(saved_state(tmp_path))
     with torch.no_grad():
         net.embed.weight[7] = 3.0
@@ -114,9 +114,7 @@ def test_a_mapped_weight_that_was_changed_is_written_as_it_is_now(tmp_path: Path
         *((dtype, "transposed") for dtype in (torch.bfloat16, torch.float64, torch.int8)),
     ],
 )
-def test_parts_are_the_bytes_that_torch_writes(
-    dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parts_are_the_bytes_that_torch_writes(dtype, layout, monkeypatch):
     from torch.onnx._internal.exporter._core import TorchTensor
 
     monkeypatch.setattr(saving, "_PART_BYTES", 1 << 19)
@@ -141,7 +139,7 @@ def test_parts_are_the_bytes_that_torch_writes(
     assert parts.getvalue() == plain.getvalue()
 
 
-def test_a_conjugated_weight_is_left_to_torch() -> None:
+def test_a_conjugated_weight_is_left_to_torch():
     weight = torch.ones(400, 400, dtype=torch.complex64).conj()  # torch gives no other view of its bytes
     value = ir.Value(name="w", const_value=ir.tensor_adapters.TorchTensor(weight, name="w"))
     before = value.const_value
@@ -151,7 +149,7 @@ def test_a_conjugated_weight_is_left_to_torch() -> None:
 
 
 @LINUX
-def test_ranges_of_memory_are_known_by_their_file(tmp_path: Path) -> None:
+def test_ranges_of_memory_are_known_by_their_file(tmp_path):
     file = saved_state(tmp_path)
     weight = load_file(file)["embed.weight"]
     mapped, copy = MappedFiles.now(), weight.clone()
@@ -160,7 +158,7 @@ def test_ranges_of_memory_are_known_by_their_file(tmp_path: Path) -> None:
     assert mapped.path_of(weight.data_ptr(), 1 << 40) is None
 
 
-def test_release_keeps_what_was_changed_in_the_pages(tmp_path: Path) -> None:
+def test_release_keeps_what_was_changed_in_the_pages(tmp_path):
     weight = load_file(saved_state(tmp_path))["embed.weight"]
     weight[11] = 5.0
     release_pages(weight.data_ptr(), weight.nbytes)

@@ -1,12 +1,9 @@
 """Programs that `torch.export` makes while tags are wanted: their files say what files of the models say."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
 import weakref
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -16,7 +13,7 @@ from torch import nn
 
 import htp_export
 from htp_export.exporter.watched import captured_with
-from tests.exporting import SharedFiles, exported, metadata
+from tests.exporting import exported, metadata
 from tests.nets import NETS
 from tests.truth import Judge, nodes_of, tree_of
 
@@ -43,15 +40,13 @@ OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip a
 
 
 @pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
-def test_the_file_of_a_program_says_what_the_file_of_its_model_says(
-    name: str, shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_the_file_of_a_program_says_what_the_file_of_its_model_says(name, shared_files, tmp_path):
     model, kwargs = NETS[name].build()
     program = made(model, kwargs, **NETS[name].export_options("dynamo"))
     assert told(exported(program, {}, "dynamo", tmp_path)) == told(shared_files.read(name, "dynamo"))
 
 
-def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path: Path) -> None:
+def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path):
     model, kwargs = NETS["siblings"].build()
     file = exported(torch.export.export(model, (), kwargs, strict=False), {}, "dynamo", tmp_path)
     keys = set(metadata(file))
@@ -61,9 +56,7 @@ def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("collecting_own")
-def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
-    shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(shared_files, tmp_path):
     model, kwargs = NETS["siblings"].build()  # with branches, torch itself holds the model
     program = made(model, kwargs)
     gone = weakref.ref(model)
@@ -74,7 +67,7 @@ def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
     assert told(exported(program, {}, "dynamo", tmp_path)) == told(exported(program, {}, "dynamo", tmp_path)) == whole
 
 
-def test_copies_of_a_program_are_as_exact_as_the_program(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_copies_of_a_program_are_as_exact_as_the_program(shared_files, tmp_path):
     model, kwargs = NETS["siblings"].build()
     program = made(model, kwargs)
     whole = told(shared_files.read("siblings", "dynamo"))
@@ -94,7 +87,7 @@ def test_copies_of_a_program_are_as_exact_as_the_program(shared_files: SharedFil
     assert told(exported(again, {}, "dynamo", tmp_path)) == whole
 
 
-def test_a_decomposed_program_keeps_module_tree_parameters_and_exact_tags(tmp_path: Path) -> None:
+def test_a_decomposed_program_keeps_module_tree_parameters_and_exact_tags(tmp_path):
     model, kwargs = NETS["called_twice"].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False).run_decompositions()
@@ -103,14 +96,14 @@ def test_a_decomposed_program_keeps_module_tree_parameters_and_exact_tags(tmp_pa
     assert "htp.parameters" in set(metadata(file))
 
 
-def test_what_was_captured_is_for_this_process_alone() -> None:
+def test_what_was_captured_is_for_this_process_alone():
     model, kwargs = NETS["siblings"].build()
     captured = captured_with(made(model, kwargs))
     assert captured is not None
     assert pickle.loads(pickle.dumps(captured)) is None
 
 
-def test_programs_of_two_models_are_told_apart(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_programs_of_two_models_are_told_apart(shared_files, tmp_path):
     wanted, programs = [], []
     for name in ("siblings", "called_twice"):
         model, kwargs = NETS[name].build()
@@ -119,7 +112,7 @@ def test_programs_of_two_models_are_told_apart(shared_files: SharedFiles, tmp_pa
     assert [told(exported(program, {}, "dynamo", tmp_path)) for program in programs] == wanted
 
 
-def test_an_exported_module_that_is_exported_again_keeps_the_modules_of_its_stacks(tmp_path: Path) -> None:
+def test_an_exported_module_that_is_exported_again_keeps_the_modules_of_its_stacks(tmp_path):
     model, kwargs = NETS["siblings"].build()
     with htp_export.tagging():
         again = torch.export.export(made(model, kwargs).module(), (), kwargs, strict=False)
@@ -127,7 +120,7 @@ def test_an_exported_module_that_is_exported_again_keeps_the_modules_of_its_stac
     assert {path for path, entry in tree.items() if entry["calls"]} >= {"first", "second"}
 
 
-def test_a_program_made_in_strict_mode_has_parameters(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_a_program_made_in_strict_mode_has_parameters(shared_files, tmp_path):
     model, kwargs = NETS["siblings"].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=True)

@@ -1,11 +1,8 @@
 """Models that somebody rewrites after `torch.onnx.export` has returned, while tags are wanted."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -68,7 +65,7 @@ def check_fused(file: onnx.ModelProto) -> None:
     assert said_of(file)["htp.signatures"]["second"] == [[{"input": "x"}, [None]]]
 
 
-def test_a_node_that_somebody_fuses_has_the_owners_of_what_it_replaces(tmp_path: Path) -> None:
+def test_a_node_that_somebody_fuses_has_the_owners_of_what_it_replaces(tmp_path):
     with htp_export.tagging():
         model = exported()
         fuse(model)
@@ -80,14 +77,14 @@ def test_a_node_that_somebody_fuses_has_the_owners_of_what_it_replaces(tmp_path:
         check_fused(file)
 
 
-def test_names_that_somebody_gives_are_those_of_the_signatures() -> None:
+def test_names_that_somebody_gives_are_those_of_the_signatures():
     with htp_export.tagging():
         model = exported()
         model.graph.outputs[0].name = "product"
     assert json.loads(model.metadata_props["htp.signatures"])[""] == [[{"x": "x"}, ["product"]]]
 
 
-def test_a_model_that_nobody_rewrites_keeps_its_tags() -> None:
+def test_a_model_that_nobody_rewrites_keeps_its_tags():
     with htp_export.tagging():
         model = exported("called_twice")
         tags = [dict(node.metadata_props) for node in model.graph.all_nodes()]
@@ -97,7 +94,7 @@ def test_a_model_that_nobody_rewrites_keeps_its_tags() -> None:
     check_fused(ir.to_proto(other))
 
 
-def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced() -> None:
+def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced():
     with htp_export.tagging():
         model = exported("cond")
         tags = [dict(node.metadata_props) for node in model.graph.all_nodes() if node.graph is not model.graph]
@@ -113,7 +110,7 @@ def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced() -
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_what_follows_a_model_goes_with_it() -> None:
+def test_what_follows_a_model_goes_with_it():
     with htp_export.tagging():
         model = exported()
         assert model.meta
@@ -126,7 +123,7 @@ def test_what_follows_a_model_goes_with_it() -> None:
     assert not any("htp.stamp" in node.meta for node in model.graph)
 
 
-def test_a_fault_while_a_rewriting_is_followed_is_an_error_or_leaves_no_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_a_rewriting_is_followed_is_an_error_or_leaves_no_tags(monkeypatch):
     def fails(*_: Any) -> None:
         raise ValueError("not so")
 
@@ -141,7 +138,7 @@ def test_a_fault_while_a_rewriting_is_followed_is_an_error_or_leaves_no_tags(mon
     assert "htp.version" not in said_of(file)
 
 
-def test_an_error_of_the_user_is_not_hidden() -> None:
+def test_an_error_of_the_user_is_not_hidden():
     error = RuntimeError("theirs")
     with pytest.raises(RuntimeError, match="theirs"):
         fused_while_tagging([], error)

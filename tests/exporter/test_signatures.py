@@ -1,12 +1,9 @@
 """Signatures in files name the tensors that PyTorch gave to modules and got back, those inside of caches too."""
 
-from __future__ import annotations
-
 import functools
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,11 +14,11 @@ import htp_export
 from htp_export.format.leaves import containers_in, named_leaves
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
 from tests.exporting import BOTH, exported, exported_net
-from tests.nets import NETS, ready, spread, x
+from tests.nets import NETS, Holding, ready, spread, x
 from tests.truth import equal, signatures_of, values_of
 
 
-def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path, monkeypatch: Any) -> None:
+def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path, monkeypatch):
     """torch.onnx.export then tries torch.export's strict mode, in which no module is seen to run."""
     from torch.onnx._internal.exporter import _capture_strategies as strategies
 
@@ -39,20 +36,12 @@ def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path: Path,
     assert (result.ok, result.modules["cell"].status, result.modules["out"].status) == (True, "agrees", "agrees")
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Layer(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, *rest: torch.Tensor, scale: torch.Tensor, pair: Any = None) -> Any:
         return {"hidden": self.fc(x) * scale + rest[0], "pair": (pair[0].tanh(), pair[1] * 3)}
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Layer()
-
+class Model(Holding, layer=Layer()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         once = self.layer(x, y, scale=x * 2, pair=(y, x))
@@ -61,7 +50,7 @@ class Model(nn.Module):
 
 
 @BOTH
-def test_arguments_have_their_names_in_forward_and_calls_are_told_apart(exporter: str, tmp_path: Path) -> None:
+def test_arguments_have_their_names_in_forward_and_calls_are_told_apart(exporter, tmp_path):
     file = exported(spread(Model()).eval(), {"x": x(2, 4)}, exporter, tmp_path)
     first, second = signatures_of(file)["layer"]
     ops = {node.output[0]: node.op_type for node in file.graph.node}
@@ -78,20 +67,15 @@ class Sum(nn.Module):
         return one.exp() + other
 
 
-class PlainTensor(nn.Module):
+class PlainTensor(Holding, layer=Sum(), table=torch.arange(8.0).reshape(2, 4)):
     """Gives a module a tensor that the tracer has never seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Sum()
-        self.table = torch.arange(8.0).reshape(2, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(x, self.table) + self.table
 
 
 @BOTH
-def test_a_constant_argument_names_no_tensor_of_another_value(exporter: str, tmp_path: Path) -> None:
+def test_a_constant_argument_names_no_tensor_of_another_value(exporter, tmp_path):
     model, kwargs = spread(PlainTensor()).eval(), {"x": x(2, 4)}
     file = exported(model, kwargs, exporter, tmp_path)
     (signature,) = signatures_of(file)["layer"]
@@ -101,13 +85,13 @@ def test_a_constant_argument_names_no_tensor_of_another_value(exporter: str, tmp
     assert constant is None or equal(values[constant], model.table.numpy())
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_what_is_written_is_read_back():
     signatures = {"": [Signature({"x": "in", "mask": None}, (None, "out"))], "a b": []}
     assert signatures_from_json(signatures_to_json(signatures)) == {path: tuple(c) for path, c in signatures.items()}
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"fc": 1}', '{"fc": [[[], []]]}', '{"fc": [[{"x": 1}, []]]}'])
-def test_what_is_no_signature_is_refused_with_the_key_at_fault(text: str) -> None:
+def test_what_is_no_signature_is_refused_with_the_key_at_fault(text):
     with pytest.raises(ValueError, match=r"htp\.signatures"):
         signatures_from_json(text)
 
@@ -170,7 +154,7 @@ def exported_with_cache(kind: type[Stateful]) -> tuple[nn.Module, dict[str, Any]
     return model, kwargs, program, {path: calls[0] for path, calls in found.items()}
 
 
-def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
+def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all():
     _, _, program, found = exported_with_cache(Stateful)
     inputs = [str(value.name) for value in program.model.graph.inputs]
     parts = [f"states.tensors.{place}" for place in range(3)]
@@ -183,7 +167,7 @@ def test_a_layer_has_the_part_that_it_reads_and_the_root_has_all() -> None:
 
 @pytest.mark.parametrize("kind", [Stateful, ReturnsItsState])
 @pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
-def test_modules_with_a_cache_agree(kind: type[Stateful], isolated: bool) -> None:
+def test_modules_with_a_cache_agree(kind, isolated):
     model, kwargs, program, _ = exported_with_cache(kind)
     for _ in range(2):  # each run has the cache as it was given
         result = htp_export.verify(model, program, kwargs=kwargs, isolated=isolated)
@@ -193,7 +177,7 @@ def test_modules_with_a_cache_agree(kind: type[Stateful], isolated: bool) -> Non
     assert all(torch.equal(one, two) for one, two in zip(kwargs["states"].tensors, states().tensors, strict=True))
 
 
-def test_a_layer_that_returns_the_cache_has_all_of_it() -> None:
+def test_a_layer_that_returns_the_cache_has_all_of_it():
     _, _, program, found = exported_with_cache(ReturnsItsState)
     new = [str(value.name) for value in program.model.graph.outputs][1:]
     old = [str(value.name) for value in program.model.graph.inputs][1:]
@@ -201,12 +185,8 @@ def test_a_layer_that_returns_the_cache_has_all_of_it() -> None:
     assert found["layers.1"].outputs[1:] == (new[0], new[1], old[2])
 
 
-class Twice(nn.Module):
+class Twice(Holding, layer=Stateful(0)):
     """Makes its cache itself, and calls one layer twice with it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Stateful(0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         states = States([x.sin()])
@@ -214,7 +194,7 @@ class Twice(nn.Module):
 
 
 @BOTH
-def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter: str, tmp_path: Path) -> None:
+def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter, tmp_path):
     model, kwargs = ready(Twice()), {"x": x(2, 4)}
     exported(model, kwargs, exporter, tmp_path)
     tagged = htp_export.load(tmp_path / "model.onnx")
@@ -228,7 +208,7 @@ def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter
 # What torch.export and transformers do there warns their own developers.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path: Path) -> None:
+def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path):
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
     from tests.exporter.test_containers import llama, with_cache
 
@@ -252,7 +232,7 @@ for _ in range(2):
 
 
 class TestLeaves:
-    def test_tensors_are_named_by_the_attributes_that_lead_to_them_where_torch_only_counts(self) -> None:
+    def test_tensors_are_named_by_the_attributes_that_lead_to_them_where_torch_only_counts(self):
         exporters = pytest.importorskip("transformers.exporters.exporter_dynamo")
         from transformers import DynamicCache, EncoderDecoderCache
 
@@ -268,7 +248,7 @@ class TestLeaves:
             exporters.register_pytree_node(EncoderDecoderCache)
         assert list(containers_in({"past": cache, "ids": x(1, 1), "both": [cache]})) == ["past", "both.0"]
 
-    def test_what_torch_cannot_take_apart_is_one_leaf(self) -> None:
+    def test_what_torch_cannot_take_apart_is_one_leaf(self):
         class Broken:
             tensor = x(1, 1)
 

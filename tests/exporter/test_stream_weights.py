@@ -63,7 +63,7 @@ def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
     ("name", "dtype"),
     quick(itertools.product(ARCHITECTURES, (None, "float16", "bfloat16")), ("mixtral", None), ("llama", "bfloat16")),
 )
-def test_large_weights_stay_in_files_and_have_their_values(tmp_path: Path, name: str, dtype: str | None) -> None:
+def test_large_weights_stay_in_files_and_have_their_values(tmp_path, name, dtype):
     source = checkpoint(tmp_path, name, vocab_size=10_000)
     streamed, loaded = (load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False))
     large = [weight for weight in streamed.parameters() if weight.nbytes >= MEGABYTE]
@@ -86,12 +86,12 @@ class TestFilesAreEqual:
             ],
         ),
     )
-    def test_to_those_of_a_model_in_memory(self, tmp_path: Path, name: str, options: dict[str, str]) -> None:
+    def test_to_those_of_a_model_in_memory(self, tmp_path, name, options):
         source = checkpoint(tmp_path, name, vocab_size=10_000)
         streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
         assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
 
-    def test_under_torchscript(self, tmp_path: Path) -> None:
+    def test_under_torchscript(self, tmp_path):
         source = checkpoint(tmp_path, "bert")
         files = []
         for flag in (True, False):
@@ -134,25 +134,25 @@ class TestRefused:
         file.write_bytes(save(tensors, {"format": "pt"}))
         return file
 
-    def test_a_missing_weight(self, source: Path) -> None:
+    def test_a_missing_weight(self, source):
         missing = "model.layers.0.mlp.up_proj.weight"
         self.change_tensors(source, missing, lambda tensors: tensors.pop(missing))
         self.change_index(source, lambda files: files.pop(missing))
         assert self.refused(source) == f"{source}/model.safetensors.index.json: has no weights for '{missing}'"
 
-    def test_a_weight_of_another_shape(self, source: Path) -> None:
+    def test_a_weight_of_another_shape(self, source):
         norm = "model.norm.weight"
         file = self.change_tensors(source, norm, lambda tensors: tensors.update({norm: torch.ones(63)}))
         assert self.refused(source) == f"{file}: tensor '{norm}' has shape [63], and the model needs [64]"
 
-    def test_an_index_that_names_a_tensor_that_is_not_there(self, source: Path) -> None:
+    def test_an_index_that_names_a_tensor_that_is_not_there(self, source):
         first = sorted(source.glob("*.safetensors"))[0]
         self.change_index(source, lambda files: files.update(more=first.name))
         said = self.refused(source)
         assert said == f"{first}: has no tensor 'more', which is there according to model.safetensors.index.json"
 
     @pytest.mark.parametrize("name", ["../other.safetensors", "{folder}/other.safetensors", "link.safetensors"])
-    def test_a_file_outside_of_the_folder(self, source: Path, name: str) -> None:
+    def test_a_file_outside_of_the_folder(self, source, name):
         shard, other = sorted(source.glob("*.safetensors"))[0], source.parent / "other.safetensors"
         shutil.copy(shard, other)
         (source / "link.safetensors").symlink_to(other)
@@ -162,12 +162,12 @@ class TestRefused:
         )
         assert f"its file {name!r} lies outside its folder; it will not be read" in self.refused(source)
 
-    def test_weights_that_a_config_names_elsewhere(self, source: Path) -> None:
+    def test_weights_that_a_config_names_elsewhere(self, source):
         config = json.loads((source / "config.json").read_text())
         (source / "config.json").write_text(json.dumps({**config, "transformers_weights": "../other.safetensors"}))
         assert "outside of its folder: '../other.safetensors'" in self.refused(source)
 
-    def test_pickles(self, source: Path) -> None:
+    def test_pickles(self, source):
         for file in source.glob("*.safetensors*"):
             file.unlink()
         assert "has no model.safetensors" in self.refused(source)
@@ -176,23 +176,23 @@ class TestRefused:
         assert said.startswith(f"{source}/pytorch_model.bin: is a pickle, which can run code when it is read")
 
     @pytest.mark.parametrize("change", ["cut", "no header", "empty"])
-    def test_a_broken_file(self, source: Path, change: str) -> None:
+    def test_a_broken_file(self, source, change):
         file = sorted(source.glob("*.safetensors"))[0]
         content = file.read_bytes()
         file.write_bytes({"cut": content[:-1], "no header": b"\xff" * 100, "empty": b""}[change])
         assert self.refused(source).startswith(f"{file}: is no safetensors file, or is incomplete: ")
 
     @pytest.mark.parametrize("content", ["[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": "a"}'])
-    def test_an_index_that_is_none(self, source: Path, content: str) -> None:
+    def test_an_index_that_is_none(self, source, content):
         (source / "model.safetensors.index.json").write_text(content)
         assert "is no index of safetensors files" in self.refused(source)
 
-    def test_random_weights(self) -> None:
+    def test_random_weights(self):
         with pytest.raises(ModelSourceError, match="random weights are in no files"):
             load_model("bert", random_weights=True, stream_weights=True)
 
 
-def test_loading_leaves_the_environment_and_torch_as_they_were(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_leaves_the_environment_and_torch_as_they_were(tmp_path, monkeypatch):
     from torch.nn.modules import module
 
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "0")
@@ -234,7 +234,7 @@ class TestMapWeights:
             return Tied()
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-    def test_gives_a_model_on_meta_the_weights_of_a_file(self, file: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+    def test_gives_a_model_on_meta_the_weights_of_a_file(self, file, dtype, tmp_path):
         net = self.on_meta().to(dtype).eval()
         checkpoint = map_weights(net, file)
         assert net.head.weight is net.embed.weight
@@ -248,7 +248,7 @@ class TestMapWeights:
         assert exported(net, tmp_path / "a", ids=ids) == exported(loaded, tmp_path / "b", ids=ids)
         checkpoint.check()
 
-    def test_a_file_that_was_changed_is_known(self, file: Path) -> None:
+    def test_a_file_that_was_changed_is_known(self, file):
         checkpoint = map_weights(self.on_meta(), file)
         os.utime(file, ns=(1, 1))
         with pytest.raises(FileError, match=r"model\.safetensors: was changed after its weights were loaded"):
@@ -262,7 +262,7 @@ class TestMapWeights:
             ("scale", torch.ones(2), "tensor 'scale' has shape [2], and the model needs []"),
         ],
     )
-    def test_refuses_what_does_not_fit(self, file: Path, key: str, value: torch.Tensor | None, problem: str) -> None:
+    def test_refuses_what_does_not_fit(self, file, key, value, problem):
         state = {name: weight.clone() for name, weight in load_file(file).items()}
         state.pop(key, None)
         save_file(state if value is None else {**state, key: value}, file)
@@ -272,13 +272,13 @@ class TestMapWeights:
         assert str(raised.value) == f"{file}: {problem}"
         assert net.embed.weight.is_meta
 
-    def test_refuses_a_buffer_without_values_that_is_in_no_checkpoint(self, file: Path) -> None:
+    def test_refuses_a_buffer_without_values_that_is_in_no_checkpoint(self, file):
         net = self.on_meta()
         net.steps = torch.empty(64, device="meta")
         with pytest.raises(FileError, match="has no weights for 'steps': these buffers have no values"):
             map_weights(net, file)
 
-    def test_refuses_pickles_and_what_is_missing(self, tmp_path: Path) -> None:
+    def test_refuses_pickles_and_what_is_missing(self, tmp_path):
         torch.save({}, tmp_path / "net.pt")
         with pytest.raises(FileError, match=r"net\.pt: is a pickle"):
             map_weights(self.on_meta(), tmp_path / "net.pt")
@@ -288,7 +288,7 @@ class TestMapWeights:
 
 class TestCommand:
     @pytest.mark.parametrize("name", quick(["bert", "llama"], "bert"))
-    def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path: Path, name: str) -> None:
+    def test_writes_the_file_that_it_writes_without_the_option(self, tmp_path, name):
         source = checkpoint(tmp_path, name)
         written = []
         for option in ([], ["--stream-weights"]):
@@ -303,9 +303,7 @@ class TestCommand:
             written.append((model.SerializeToString(deterministic=True), (folder / "m.onnx.data").read_bytes()))
         assert written[0] == written[1]
 
-    def test_leaves_the_file_if_the_checkpoint_is_changed_meanwhile(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_leaves_the_file_if_the_checkpoint_is_changed_meanwhile(self, tmp_path, monkeypatch, capsys):
         from htp_export.exporter import exporting
 
         source = checkpoint(tmp_path, "bert")
@@ -325,7 +323,7 @@ class TestCommand:
         assert {file.name for file in tmp_path.iterdir()} == {"bert", "m.onnx"}
 
     @pytest.mark.slow  # it starts a process
-    def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path: Path) -> None:
+    def test_reads_a_model_in_the_cache_of_the_hub_whose_files_are_links(self, tmp_path):
         source = checkpoint(tmp_path, "llama")
         home = tmp_path / "hub" / "models--somebody--tiny"
         (home / "blobs").mkdir(parents=True)
@@ -350,16 +348,14 @@ class TestCommand:
             (["--random-weights"], "--stream-weights is for a SOURCE with weights in safetensors files"),
         ],
     )
-    def test_refuses_what_cannot_be_streamed(
-        self, tmp_path: Path, options: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_refuses_what_cannot_be_streamed(self, tmp_path, options, problem, capsys):
         assert main(["export", "bert", "-o", str(tmp_path / "m.onnx"), "--stream-weights", *options]) == 2
         assert problem in " ".join(capsys.readouterr().err.split())
         assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_6_gb_is_exported_in_less_than_2_gb_of_memory(tmp_path: Path) -> None:
+def test_a_checkpoint_of_6_gb_is_exported_in_less_than_2_gb_of_memory(tmp_path):
     needed = 13_000_000_000
     if shutil.disk_usage(tmp_path).free < needed:
         pytest.skip(f"needs {needed / 1e9:.0f} GB of disk in {tmp_path}")

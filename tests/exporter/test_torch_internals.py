@@ -1,7 +1,5 @@
 """The private parts of torch that htp_export uses are where it looks for them."""
 
-from __future__ import annotations
-
 import contextvars
 import inspect
 import types
@@ -37,7 +35,7 @@ def is_ours(what: Any) -> bool:
 
 
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
-def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(patch: Patch) -> None:
+def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(patch):
     owner, name, original = patch.find()
     assert name in vars(owner)  # what is set back on a class must have been its own, or it would stay there
     assert getattr(owner, name) == original  # a class method is bound anew each time
@@ -49,7 +47,7 @@ def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(
     assert not is_ours(patch.find()[2])
 
 
-def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None:
+def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for():
     types = torch_internals.exported_by_dynamo_alone()
     assert torch.export.ExportedProgram in types
     source = inspect.getsource(torch.onnx.export)
@@ -65,7 +63,7 @@ def test_what_torch_gives_to_the_dynamo_exporter_whatever_is_asked_for() -> None
         ("torch.onnx", "NoSuchClass.method"),
     ],
 )
-def test_a_place_that_is_gone_is_named(module: str, name: str) -> None:
+def test_a_place_that_is_gone_is_named(module, name):
     with pytest.raises(TorchChangedError, match=f"{module}.{name}") as caught:
         Patch(module, name, lambda original: original).find()
     assert caught.value.what == f"{module}.{name}"
@@ -84,7 +82,7 @@ def refuses(original: Any) -> Any:
         (Patch("builtins", "dict.get", lambda original: lambda self: None), r"builtins\.dict\.get is not what it was"),
     ],
 )
-def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patched(fault: Patch, message: str) -> None:
+def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patched(fault, message):
     original = torch.onnx.ONNXProgram.optimize
     good = Patch("torch.onnx", "ONNXProgram.optimize", lambda original: lambda self: original(self))
     group = Patches(good, fault)
@@ -97,7 +95,7 @@ def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patche
     assert torch.onnx.ONNXProgram.optimize is original
 
 
-def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
+def test_patches_go_in_with_the_first_user_and_out_with_the_last():
     original = nn.ReLU.extra_repr
     patches = Patches(Patch("torch.nn", "ReLU.extra_repr", lambda original: lambda self: "patched"))
     with restored(patches.hold):
@@ -109,7 +107,7 @@ def test_patches_go_in_with_the_first_user_and_out_with_the_last() -> None:
     assert nn.ReLU.extra_repr is original
 
 
-def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
+def test_translations_of_operators_are_read_once_by_who_asks_for_it():
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     read = []
@@ -134,7 +132,7 @@ def test_translations_of_operators_are_read_once_by_who_asks_for_it() -> None:
     assert other.functions["aten::relu"]  # an export's own translations stay its own
 
 
-def test_operators_are_listed_once_and_again_if_there_are_others() -> None:
+def test_operators_are_listed_once_and_again_if_there_are_others():
     from torch.export import exported_program
 
     original = exported_program._collect_all_valid_cia_ops
@@ -150,7 +148,7 @@ def test_operators_are_listed_once_and_again_if_there_are_others() -> None:
     assert exported_program._collect_all_valid_cia_ops is original
 
 
-def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
+def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids():
     model, graphs = nn.Sequential(nn.Sequential(nn.Tanh())), []
 
     def backend(module: torch.fx.GraphModule, _inputs: Any) -> Any:
@@ -168,7 +166,7 @@ def test_dynamo_says_in_which_modules_a_node_runs_by_their_ids() -> None:
     assert torch_internals.scopes_of(sin) == []
 
 
-def test_layers_of_torch_are_known_by_their_code() -> None:
+def test_layers_of_torch_are_known_by_their_code():
     assert torch_internals.is_forward_of_layer(torch.nn.Linear.forward.__code__)
     assert not torch_internals.is_forward_of_layer(traceless.Block.forward.__code__)
     assert not torch_internals.is_forward_of_layer(torch.nn.Linear.__init__.__code__)

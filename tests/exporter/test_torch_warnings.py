@@ -1,7 +1,5 @@
 """A user sees the warnings that torch shows, and one more if torch writes another opset than was asked for."""
 
-from __future__ import annotations
-
 import itertools
 import warnings
 from collections.abc import Callable
@@ -34,14 +32,14 @@ NAMES = ("siblings", "conv_bn_relu", "other_names_of_operators", "lstm")
     ("name", "exporter"),
     quick(itertools.product(NAMES, EXPORTERS), *((name, "torchscript") for name in NAMES), ("conv_bn_relu", "dynamo")),
 )
-def test_an_export_shows_the_warnings_of_torch_alone(name: str, exporter: str, tmp_path: Path) -> None:
+def test_an_export_shows_the_warnings_of_torch_alone(name, exporter, tmp_path):
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)
     assert seen(htp_export.export, exporter, name, tmp_path) == torchs
     # From 2.14 on, torch.jit.trace warns. torch's exporter does not call it for models like these.
     assert FutureWarning not in {category for category, _ in torchs if exporter == "torchscript"}
 
 
-def test_a_trace_warns_where_the_user_makes_it_and_not_again_in_the_export(tmp_path: Path) -> None:
+def test_a_trace_warns_where_the_user_makes_it_and_not_again_in_the_export(tmp_path):
     model, _ = NETS["nested_sequentials"].build()
     with warnings.catch_warnings(record=True):
         warnings.simplefilter("always")
@@ -63,7 +61,7 @@ class NeverExported(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("opset", [0, 5, 999])
-def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter, opset, tmp_path: Path) -> None:
+def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter, opset, tmp_path):
     file = tmp_path / "model.onnx"
     message = rf"opset {opset}: torch's (?i:{exporter}) exporter writes opsets \d+ to \d+"
     with pytest.raises(htp_export.InputError, match=message):
@@ -84,6 +82,6 @@ def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)])
-def test_nothing_is_said_of_an_opset_that_is_written(exporter, opset, tmp_path: Path) -> None:
+def test_nothing_is_said_of_an_opset_that_is_written(exporter, opset, tmp_path):
     file = exported_net("siblings", exporter, tmp_path, opset_version=opset)  # warnings are errors in tests
     assert opset in (None, file.opset_import[0].version)

@@ -1,9 +1,6 @@
 """Quantization-aware training: files have the scales of the modules of fake quantization, and their tags."""
 
-from __future__ import annotations
-
 import itertools
-from pathlib import Path
 
 import numpy as np
 import onnx
@@ -15,7 +12,7 @@ from torch.ao import quantization
 import htp_export
 from htp_export.errors import InputError, SelectorError
 from tests.exporting import BOTH, quick
-from tests.nets import EXPORTERS, x
+from tests.nets import EXPORTERS, Holding, x
 from tests.truth import inexact, nodes_of, owners_of, untagged, values_of
 
 pytestmark = [
@@ -24,11 +21,7 @@ pytestmark = [
 ]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.act, self.fc = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Linear(4, 5)
-
+class Net(Holding, conv=nn.Conv2d(3, 4, 3), act=nn.ReLU(), fc=nn.Linear(4, 5)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.conv(x)).mean((2, 3)))
 
@@ -62,7 +55,7 @@ def scales(file: onnx.ModelProto, kwargs: dict[str, torch.Tensor]) -> dict[str, 
     ("backend", "exporter"),
     quick(itertools.product(("qnnpack", "fbgemm"), EXPORTERS), ("qnnpack", "torchscript"), ("fbgemm", "dynamo")),
 )
-def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporter: str, tmp_path: Path) -> None:
+def test_fake_quantized_models_export_with_tags_and_scales(backend, exporter, tmp_path):
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"
     wanted = model(**kwargs)
     options = {"opset_version": 17} if exporter == "torchscript" else {}
@@ -83,14 +76,14 @@ def test_fake_quantized_models_export_with_tags_and_scales(backend: str, exporte
     onnx.checker.check_model(str(file), full_check=True)
 
 
-def test_disabled_fake_quantization_does_nothing(tmp_path: Path) -> None:
+def test_disabled_fake_quantization_does_nothing(tmp_path):
     model = trained("qnnpack").apply(quantization.disable_fake_quant)
     with htp_export.frozen_fake_quantize(model):
         exported = htp_export.export(model, (x(2, 3, 6, 6),), verbose=False)
     assert "QuantizeLinear" not in {node.op_type for node in htp_export.load(exported).nodes}
 
 
-def test_the_model_is_as_before_after_an_error() -> None:
+def test_the_model_is_as_before_after_an_error():
     model = trained("qnnpack")
     model.conv.weight_fake_quant.forward = own = model.conv.weight_fake_quant.forward
 
@@ -105,7 +98,7 @@ def test_the_model_is_as_before_after_an_error() -> None:
     assert "forward" not in vars(model.fc.weight_fake_quant)
 
 
-def test_a_model_without_fake_quantization_is_refused() -> None:
+def test_a_model_without_fake_quantization_is_refused():
     with (
         pytest.raises(InputError, match="Net has no module of fake quantization"),
         htp_export.frozen_fake_quantize(Net()),
@@ -120,15 +113,15 @@ class TestFilter:
         wanted = htp_export.module_filter(self.NET, *arguments)  # type: ignore[arg-type]
         return [name for name, module in self.NET.named_modules() if wanted(module, name)]
 
-    def test_names_linear_layers_at_or_below_modules(self) -> None:
+    def test_names_linear_layers_at_or_below_modules(self):
         assert self.named("0, 2") == ["0.0", "2"]
         assert self.named(["class:Linear", "!1"]) == ["0.0", "2"]
 
-    def test_of_a_plan_the_last_rule_holds(self) -> None:
+    def test_of_a_plan_the_last_rule_holds(self):
         plan = {"**": "int8", "1": "int4", "0": "fp16"}
         assert [self.named(plan, value) for value in ("int8", "int4", "fp16")] == [["2"], ["1"], ["0.0"]]
 
-    def test_what_names_nothing_is_refused(self) -> None:
+    def test_what_names_nothing_is_refused(self):
         with pytest.raises(SelectorError, match="matches no module"):
             self.named("nowhere")
         with pytest.raises(InputError, match="the plan gives 'int3' to no linear layer"):
@@ -138,7 +131,7 @@ class TestFilter:
 
 
 @BOTH
-def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter: str, tmp_path: Path) -> None:
+def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter, tmp_path):
     pytest.importorskip("torchao")
     from torchao.quantization import quantize_
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig

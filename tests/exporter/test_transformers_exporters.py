@@ -1,7 +1,5 @@
 """The exporters of transformers, under `tagging`: they call torch.export and hand its result to torch.onnx.export."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -58,9 +56,7 @@ def saved(exported: Any, folder: Path) -> dict[str, onnx.ModelProto]:
     return {path.stem: onnx.load(str(path)) for path in folder.glob("*.onnx")}
 
 
-def test_the_file_of_an_encoder_has_tags_signatures_parameters_and_fates_of_its_own(
-    exporter: Any, tmp_path: Path
-) -> None:
+def test_the_file_of_an_encoder_has_tags_signatures_parameters_and_fates_of_its_own(exporter, tmp_path):
     model = bert()
     with htp_export.tagging():
         exported = exporter.export(model, ids(), exporters.OnnxConfig(dynamic=True))
@@ -81,7 +77,7 @@ def test_the_file_of_an_encoder_has_tags_signatures_parameters_and_fates_of_its_
 
 
 @pytest.mark.slow
-def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter: Any, tmp_path: Path) -> None:
+def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter, tmp_path):
     with htp_export.tagging():
         exported = exporter.export_for_generation(
             llama(), ids(), exporters.OnnxConfig(dynamic=True), multi_token_decode=True
@@ -98,7 +94,7 @@ def test_every_node_of_both_parts_of_a_generating_model_is_tagged(exporter: Any,
 
 
 @pytest.mark.slow
-def test_without_tagging_the_exporter_writes_none(exporter: Any, tmp_path: Path) -> None:
+def test_without_tagging_the_exporter_writes_none(exporter, tmp_path):
     exported = exporter.export(bert(), ids(), exporters.OnnxConfig())
     [file] = saved(exported, tmp_path).values()
     assert len(untagged(file)) == len(nodes_of(file)) > 0
@@ -114,9 +110,7 @@ def contaminated(file: onnx.ModelProto) -> set[str]:
     ("make", "fusions"),
     [*((llama, name) for name in ("cpu", "cuda", "webgpu", "dml")), (bert, "cpu"), (bert, "cuda")],
 )
-def test_every_node_that_is_fused_for_onnx_runtime_has_its_owners(
-    make: Any, fusions: str, exporter: Any, tmp_path: Path
-) -> None:
+def test_every_node_that_is_fused_for_onnx_runtime_has_its_owners(make, fusions, exporter, tmp_path):
     config = exporters.OnnxConfig(dynamic=True, ort_fusions=fusions)
     bare = exporter.export(make(), ids(), config)
     with htp_export.tagging():

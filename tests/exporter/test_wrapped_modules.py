@@ -1,10 +1,7 @@
 """Modules that were wrapped or rewritten: LoRA, parametrizations, compiled and scripted ones, and half precision."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -16,15 +13,11 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import htp_export
 from htp_export.errors import OnnxRuntimeError
 from tests.exporting import BOTH, exported, quick
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 from tests.truth import inexact, tree_of, work_of
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.out = nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)
-
+class Block(Holding, fc=nn.Linear(4, 4), act=nn.GELU(), out=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.out(self.act(self.fc(x))) + x
 
@@ -47,15 +40,14 @@ class Symmetric(nn.Module):
         return weight.triu() + weight.triu(1).transpose(-1, -2)
 
 
-class LowRank(nn.Module):
+class LowRank(
+    Holding,
+    base_layer=nn.Linear(4, 4),
+    lora_dropout=nn.ModuleDict({"default": nn.Dropout(0.1)}),
+    lora_A=nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)}),
+    lora_B=nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)}),
+):
     """A linear layer with a low-rank addition, in the shape that PEFT gives it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer = nn.Linear(4, 4)
-        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(0.1)})
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 4, bias=False)})
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         low = self.lora_A["default"](self.lora_dropout["default"](x))
@@ -76,12 +68,8 @@ def sharing_a_parametrization() -> nn.Module:
     return Two(symmetric(linear(), mirror), symmetric(linear(), mirror))
 
 
-class WithCachedWeights(nn.Module):
+class WithCachedWeights(Holding, inner=symmetric(linear())):
     """Calls a module twice with its parametrized weights computed once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = symmetric(linear())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with parametrize.cached():
@@ -131,12 +119,12 @@ def built(name: str) -> nn.Module:
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
 @pytest.mark.filterwarnings("ignore:The tensor attribute self:UserWarning")  # hooks that put a weight in place
-def test_a_wrapped_module_is_exact(name: str, exporter: str, tmp_path: Path) -> None:
+def test_a_wrapped_module_is_exact(name, exporter, tmp_path):
     model, kwargs = built(name), {"x": x(3, 4)}
     assert inexact(model, kwargs, exported(model, kwargs, exporter, tmp_path)) == []
 
 
-def test_the_module_inside_a_compiled_one_runs_and_owns_its_nodes(tmp_path: Path) -> None:
+def test_the_module_inside_a_compiled_one_runs_and_owns_its_nodes(tmp_path):
     file = exported(built("compiled"), {"x": x(3, 4)}, "dynamo", tmp_path)
     assert work_of(file) == [
         ("Gemm", ("one",)),
@@ -151,7 +139,7 @@ def test_the_module_inside_a_compiled_one_runs_and_owns_its_nodes(tmp_path: Path
     )
 
 
-def test_the_nodes_of_a_traced_submodule_belong_to_it(tmp_path: Path) -> None:
+def test_the_nodes_of_a_traced_submodule_belong_to_it(tmp_path):
     file = exported(built("traced"), {"x": x(3, 4)}, "dynamo", tmp_path)
     assert [found for _, found in work_of(file)] == [("one",), ("",), ("two",), ("two",), ("two",), ("two",)]
 
@@ -171,16 +159,14 @@ SCRIPTED = "module 'two' is a ScriptModule, which torch exports only within one:
         ("scripted", "dynamo", SCRIPTED),
     ],
 )
-def test_an_error_says_which_module_torch_refuses_and_what_to_do(
-    name: str, exporter: str, advice: str, tmp_path: Path
-) -> None:
+def test_an_error_says_which_module_torch_refuses_and_what_to_do(name, exporter, advice, tmp_path):
     with pytest.raises(Exception, match=r"export|trace|script|compile") as caught:
         exported(built(name), {"x": x(3, 4)}, exporter, tmp_path)
     assert advice in "\n".join(caught.value.__notes__)
 
 
 @pytest.mark.filterwarnings("ignore:no signature found:UserWarning")
-def test_a_scripted_submodule_is_tagged_where_the_whole_model_is_traced(tmp_path: Path) -> None:
+def test_a_scripted_submodule_is_tagged_where_the_whole_model_is_traced(tmp_path):
     inputs = x(3, 4)
     model: Any = torch.jit.trace(Two(linear(), torch.jit.script(Block())).eval(), inputs)  # type: ignore[no-untyped-call]
     htp_export.export(model, (inputs,), tmp_path / "model.onnx", dynamo=False, verbose=False)
@@ -209,9 +195,7 @@ def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
     ("name", "dtype"),
     quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16)),
 )
-def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(
-    name: str, dtype: torch.dtype, exporter: str, tmp_path: Path
-) -> None:
+def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(name, dtype, exporter, tmp_path):
     model, kwargs = halved(name, dtype)
     file = exported(model, kwargs, exporter, tmp_path)
     kind = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}[dtype]
@@ -224,7 +208,7 @@ def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(
     assert (work_of(file), tree_of(file)) == (work_of(full), tree_of(full))
 
 
-def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path: Path) -> None:
+def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path):
     model, kwargs = halved("low_rank", torch.bfloat16)
     exported(model, kwargs, "torchscript", tmp_path)
     with pytest.raises(OnnxRuntimeError, match=r"Could not find an implementation for \w+\(\d+\) node"):
@@ -236,7 +220,7 @@ def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("exporter", quick(EXPORTERS, "torchscript"))
 @pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_every_module_of_a_lora_model_of_peft_is_exact(exporter: str, tmp_path: Path) -> None:
+def test_every_module_of_a_lora_model_of_peft_is_exact(exporter, tmp_path):
     peft = pytest.importorskip("peft", reason="needs the package peft")
     from htp_export.huggingface import example_inputs, load_model
 

@@ -1,7 +1,5 @@
 """Data files: a file that is written has its weights for itself, and every file that links lead to is read."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
@@ -60,7 +58,7 @@ def bert(tmp_path: Path) -> Path:
 
 
 class TestOwned:
-    def test_a_file_does_not_change_when_the_one_it_was_made_of_is_written_again(self, bert: Path) -> None:
+    def test_a_file_does_not_change_when_the_one_it_was_made_of_is_written_again(self, bert):
         before, small = values(bert), bert.with_name("small.onnx")
         write_model(read_model(bert), small)
         assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
@@ -70,7 +68,7 @@ class TestOwned:
         assert tags.WEIGHTS not in read_model(small).metadata_props
 
     @pytest.mark.parametrize("data", ["bert.onnx.data", "weights.bin"])
-    def test_writing_in_place_leaves_the_data_file_where_it_is(self, tmp_path: Path, data: str) -> None:
+    def test_writing_in_place_leaves_the_data_file_where_it_is(self, tmp_path, data):
         file = save(tmp_path / "bert.onnx", data=data)
         before = (tmp_path / data).stat()
         model = read_model(file)
@@ -80,7 +78,7 @@ class TestOwned:
         assert listing(tmp_path) == ["bert.onnx", data]
         assert (tmp_path / data).stat().st_ino == before.st_ino
 
-    def test_a_model_that_is_written_over_another_does_not_take_its_data(self, bert: Path) -> None:
+    def test_a_model_that_is_written_over_another_does_not_take_its_data(self, bert):
         other = save(bert.with_name("other.onnx"), seed=1, data="weights.bin")
         write_model(read_model(bert), other)
         np.testing.assert_array_equal(values(other), values(bert))
@@ -96,7 +94,7 @@ class TestShared:
         write_model(read_model(bert), small, share_weights=True)
         return small
 
-    def test_the_file_of_another_model_is_named_with_its_size_and_contents(self, bert: Path) -> None:
+    def test_the_file_of_another_model_is_named_with_its_size_and_contents(self, bert):
         small = self.share(bert)
         assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx"]
         np.testing.assert_array_equal(values(small), values(bert))
@@ -105,7 +103,7 @@ class TestShared:
         assert said["bert.onnx.data"]["size"] == 2048
 
     @pytest.mark.parametrize("change", ["values", "size"])
-    def test_a_shared_file_that_changed_is_refused(self, bert: Path, change: str) -> None:
+    def test_a_shared_file_that_changed_is_refused(self, bert, change):
         small, data = self.share(bert), bert.with_name("bert.onnx.data")
         save(bert, seed=1)
         if change == "size":
@@ -115,21 +113,21 @@ class TestShared:
             read_model(small)
         assert values(bert).shape == (16, 16)
 
-    def test_copies_of_both_files_are_read(self, bert: Path, tmp_path: Path) -> None:
+    def test_copies_of_both_files_are_read(self, bert, tmp_path):
         small = self.share(bert)
         (tmp_path / "copy").mkdir()
         for name in ("small.onnx", "bert.onnx.data"):
             shutil.copyfile(bert.with_name(name), tmp_path / "copy" / name)  # written just now, with the same contents
         np.testing.assert_array_equal(values(tmp_path / "copy" / small.name), values(bert))
 
-    def test_weights_that_are_missing_cannot_be_shared(self, bert: Path) -> None:
+    def test_weights_that_are_missing_cannot_be_shared(self, bert):
         model = read_model(bert)
         bert.with_name("bert.onnx.data").unlink()
         with pytest.raises(FileError, match=r"bert\.onnx\.data: is missing"):
             write_model(model, bert.with_name("small.onnx"), share_weights=True)
         assert listing(bert.parent) == ["bert.onnx"]
 
-    def test_a_shared_file_becomes_one_of_its_own_when_it_is_written_without(self, bert: Path) -> None:
+    def test_a_shared_file_becomes_one_of_its_own_when_it_is_written_without(self, bert):
         small = self.share(bert)
         write_model(read_model(small), small)
         assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
@@ -167,16 +165,16 @@ class TestLinks:
         found: Path = request.getfixturevalue(request.param)
         return found
 
-    def test_weights_are_read(self, file: Path, tmp_path: Path) -> None:
+    def test_weights_are_read(self, file, tmp_path):
         np.testing.assert_array_equal(values(file), values(save(tmp_path / "plain" / "bert.onnx")))
 
-    def test_a_copy_is_whole(self, file: Path, tmp_path: Path) -> None:
+    def test_a_copy_is_whole(self, file, tmp_path):
         (tmp_path / "out").mkdir()
         write_model(read_model(file), tmp_path / "out" / "copy.onnx")
         assert onnx.load(tmp_path / "out" / "copy.onnx").graph.initializer[0].raw_data
         np.testing.assert_array_equal(values(tmp_path / "out" / "copy.onnx"), values(file))
 
-    def test_writing_in_place_follows_the_links(self, file: Path, tmp_path: Path) -> None:
+    def test_writing_in_place_follows_the_links(self, file, tmp_path):
         before, links = values(file), {path for path in _files(tmp_path) if path.is_symlink()}
         model = read_model(file)
         model.graph.name = "another"
@@ -187,15 +185,15 @@ class TestLinks:
             np.testing.assert_array_equal(values(name), before)
 
     @pytest.mark.parametrize("command", ["profile {0} --runs 1", "compare {0} {0}", "optimize {0} --verify -o {1}"])
-    def test_commands_run_it(self, file: Path, tmp_path: Path, command: str) -> None:
+    def test_commands_run_it(self, file, tmp_path, command):
         assert main(command.format(file, tmp_path / "out.onnx").split()) == 0
 
     @pytest.mark.parametrize("tool", ["onnxruntime", "onnxscript", "quantize_dynamic"])
-    def test_tools_run_on_it(self, file: Path, tmp_path: Path, tool: str) -> None:
+    def test_tools_run_on_it(self, file, tmp_path, tool):
         assert getattr(htp_export.tools, tool)(file, tmp_path / "out.onnx").nodes > 0
 
     @pytest.mark.parametrize("location", ["../blobs/222", "../secret", "/etc/passwd", "away"])
-    def test_nothing_else_is_opened(self, file: Path, tmp_path: Path, location: str) -> None:
+    def test_nothing_else_is_opened(self, file, tmp_path, location):
         (tmp_path / "secret").write_bytes(bytes(1 << 16))
         (file.parent / "away").symlink_to("/etc/passwd")
         proto = onnx.load(file, load_external_data=False)
@@ -210,7 +208,7 @@ class TestLinks:
 class TestBroken:
     @pytest.mark.parametrize("use", ["numpy", "tobytes", "write"])
     @pytest.mark.parametrize("fault", ["missing", "short", "folder"])
-    def test_a_data_file_that_cannot_be_read_is_named(self, bert: Path, use: str, fault: str) -> None:
+    def test_a_data_file_that_cannot_be_read_is_named(self, bert, use, fault):
         data = bert.with_name("bert.onnx.data")
         content = data.read_bytes()
         data.unlink()
@@ -230,14 +228,14 @@ class TestBroken:
             read()
         assert not copy.exists()
 
-    def test_tensors_are_pickled_with_their_place(self, bert: Path) -> None:
+    def test_tensors_are_pickled_with_their_place(self, bert):
         tensor = weight_of(read_model(bert))
         array = tensor.numpy()
         again = pickle.loads(pickle.dumps(tensor))
         assert (again.location, again.name, again.shape) == ("bert.onnx.data", WEIGHT, tensor.shape)
         np.testing.assert_array_equal(again.numpy(), array)
 
-    def test_a_data_file_is_opened_again_after_it_was_released(self, bert: Path) -> None:
+    def test_a_data_file_is_opened_again_after_it_was_released(self, bert):
         tensor = weight_of(read_model(bert))
         assert isinstance(tensor, data_files.DataTensor)
         before = tensor.numpy().copy()

@@ -1,9 +1,6 @@
 """Small files whose functions stand for a graph that nothing can hold: counted, and refused before any work."""
 
-from __future__ import annotations
-
 import tracemalloc
-from pathlib import Path
 
 import onnx
 import onnx_ir as ir
@@ -48,12 +45,12 @@ def doubling(count: int, domain: str = "net") -> onnx.ModelProto:
 
 @pytest.mark.parametrize("domain", ["net", "htp"])
 @pytest.mark.parametrize("count", [1, 2, 6])
-def test_the_count_is_that_of_the_flat_graph(count: int, domain: str) -> None:
+def test_the_count_is_that_of_the_flat_graph(count, domain):
     model = doubling(count, domain)
     assert flat_size(ir.from_proto(model)) == 2 ** (count - 1) == htp_export.inline(model).nodes_after
 
 
-def test_calls_in_branches_count() -> None:
+def test_calls_in_branches_count():
     model = onnx.parser.parse_model("""
         <ir_version: 10, opset_import: ["" : 20, "f" : 1]>
         g (float x, bool c) => (float y) {
@@ -65,13 +62,13 @@ def test_calls_in_branches_count() -> None:
     assert flat_size(ir.from_proto(model)) == 4 == htp_export.inline(model).nodes_after
 
 
-def test_a_chain_of_many_functions_is_counted() -> None:
+def test_a_chain_of_many_functions_is_counted():
     functions = {f"f{k}": [f"f{k - 1}", "Relu"] if k else ["Relu"] for k in range(5000)}
     assert flat_size(ir.from_proto(calling(functions, "f4999"))) == 5000
 
 
 @pytest.mark.parametrize("domain", ["net", "htp"])
-def test_a_file_is_refused_when_it_is_read(domain: str, tmp_path: Path) -> None:
+def test_a_file_is_refused_when_it_is_read(domain, tmp_path):
     file = tmp_path / "bomb.onnx"
     onnx.save(doubling(40, domain), file)
     assert file.stat().st_size < 4000
@@ -89,9 +86,7 @@ def test_a_file_is_refused_when_it_is_read(domain: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command", [name for name, words in COMMANDS.items() if not {*words.split()} & {"PART", "STEPS", "ADAPTER"}]
 )
-def test_every_command_refuses_it(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_command_refuses_it(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     onnx.save(doubling(40), "bomb.onnx")
     assert main(arguments(command, {"FILE": "bomb.onnx"})) == 2
@@ -100,19 +95,19 @@ def test_every_command_refuses_it(
 
 
 @pytest.mark.parametrize("domain", ["net", "htp"])
-def test_a_model_in_memory_is_refused_too(domain: str) -> None:
+def test_a_model_in_memory_is_refused_too(domain):
     model = ir.from_proto(doubling(40, domain))
     for work in (htp_export.load, htp_export.inline, read_flat, lambda model: htp_export.functions(model, "**")):
         with pytest.raises(InputError, match=f"{NODES:,} nodes"):
             work(model)
 
 
-def test_numbers_of_any_length_are_not_computed() -> None:
+def test_numbers_of_any_length_are_not_computed():
     with pytest.raises(InputError, match="more than 1,000,000,000,000,000 nodes"):
         htp_export.load(doubling(3000))
 
 
-def test_functions_that_call_one_another_in_a_circle_are_refused() -> None:
+def test_functions_that_call_one_another_in_a_circle_are_refused():
     functions = {f"f{k}": [f"f{(k - 1) % 40}"] * 2 for k in range(40)}
     with pytest.raises(InputError, match="calls itself"):
         htp_export.load(calling(functions, "f39"))
@@ -120,7 +115,7 @@ def test_functions_that_call_one_another_in_a_circle_are_refused() -> None:
         htp_export.load(calling({"f0": ["f0", "Relu"]}, "f0"))
 
 
-def test_what_a_file_holds_anyway_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_file_holds_anyway_is_not_refused(monkeypatch):
     monkeypatch.setattr(parsing, "MOST_FLAT_NODES", 4)
     assert htp_export.inline(doubling(3)).nodes_after == 4
     with pytest.raises(InputError, match="16 nodes"):

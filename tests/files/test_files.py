@@ -1,7 +1,5 @@
 """Reading and writing ONNX files: external data stays external, and nothing is lost when a write fails."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -36,7 +34,7 @@ def expected() -> np.ndarray:
     return weight_of(encoder(16)).numpy()
 
 
-def test_only_weights_that_the_model_still_has_are_brought_along(external: Path, tmp_path: Path) -> None:
+def test_only_weights_that_the_model_still_has_are_brought_along(external, tmp_path):
     (tmp_path / "other").mkdir()
     model = read_model(external)
     reader = next(node for node in model.graph if any(value.name == WEIGHT for value in node.inputs))
@@ -46,7 +44,7 @@ def test_only_weights_that_the_model_still_has_are_brought_along(external: Path,
     assert (tmp_path / "other" / "half.onnx.data").stat().st_size == 1024
 
 
-def test_a_model_that_reads_what_nothing_makes_is_not_written(external: Path) -> None:
+def test_a_model_that_reads_what_nothing_makes_is_not_written(external):
     model = read_model(external)
     del model.graph.initializers[WEIGHT]
     with pytest.raises(FileError, match=f"reads what nothing in the model makes: .*{WEIGHT}"):
@@ -54,7 +52,7 @@ def test_a_model_that_reads_what_nothing_makes_is_not_written(external: Path) ->
     assert listing(external.parent) == ["model.onnx", "weights.bin"]
 
 
-def test_nodes_that_stand_in_no_order_are_written_in_one(tmp_path: Path) -> None:
+def test_nodes_that_stand_in_no_order_are_written_in_one(tmp_path):
     model = encoder()
     first, *_, last = model.graph
     model.graph.remove(first)
@@ -84,9 +82,7 @@ class RenameFails:
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("failing", ["target.onnx", "target.onnx.data"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(
-    external: Path, monkeypatch: pytest.MonkeyPatch, links: bool, failing: str, there: bool
-) -> None:
+def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(external, monkeypatch, links, failing, there):
     folder = external.parent
     old = {"target.onnx": b"old model", "target.onnx.data": b"old weights"} if there else {}
     for name, content in old.items():
@@ -112,9 +108,7 @@ def _no_links(*_: object) -> None:
     raise OSError(95, "Operation not supported")
 
 
-def test_a_model_whose_own_weights_could_not_be_replaced_still_has_them(
-    external: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_whose_own_weights_could_not_be_replaced_still_has_them(external, monkeypatch):
     model = read_model(external)
     with monkeypatch.context() as patched:
         patched.setattr(os, "replace", RenameFails("model.onnx"))
@@ -124,9 +118,7 @@ def test_a_model_whose_own_weights_could_not_be_replaced_still_has_them(
         np.testing.assert_array_equal(weight_of(each).numpy(), expected())
 
 
-def test_what_cannot_be_put_back_is_said_with_the_place_where_it_is(
-    external: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_put_back_is_said_with_the_place_where_it_is(external, monkeypatch):
     replace, refused = os.replace, []
 
     def refuses(source: Any, target: Any) -> None:
@@ -143,7 +135,7 @@ def test_what_cannot_be_put_back_is_said_with_the_place_where_it_is(
     assert Path(str(caught.value).rpartition(" ")[2]).read_bytes() == b"old weights"
 
 
-def test_a_model_is_not_changed_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_is_not_changed_while_it_is_written(tmp_path, monkeypatch):
     """Other threads may read it, even in the middle of the longest step."""
     model = encoder(256)
     assert weight_of(model).nbytes > LARGE_BYTES
@@ -171,7 +163,7 @@ def in_threads(write: Callable[[int, int], object]) -> None:
             done.result(120)
 
 
-def test_threads_may_write_one_model(tmp_path: Path) -> None:
+def test_threads_may_write_one_model(tmp_path):
     model = encoder(256)  # weights that are written apart from the rest
 
     def write(thread: int, turn: int) -> None:
@@ -183,7 +175,7 @@ def test_threads_may_write_one_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight_of(model).numpy(), values)
 
 
-def test_threads_may_write_over_the_weights_of_their_model(external: Path) -> None:
+def test_threads_may_write_over_the_weights_of_their_model(external):
     model = read_model(external)
     in_threads(lambda *_: write_model(model, external, "weights.bin"))
     for each in (model, read_model(external)):
@@ -191,16 +183,14 @@ def test_threads_may_write_over_the_weights_of_their_model(external: Path) -> No
     assert listing(external.parent) == ["model.onnx", "weights.bin"]
 
 
-def test_a_relative_file_name_and_another_working_directory_change_nothing(
-    external: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_relative_file_name_and_another_working_directory_change_nothing(external, tmp_path, monkeypatch):
     monkeypatch.chdir(external.parent)
     model = read_model("model.onnx")
     monkeypatch.chdir(tmp_path)
     np.testing.assert_array_equal(weight_of(model).numpy(), expected())
 
 
-def test_weights_in_memory_go_into_the_file_or_where_they_are_told_to(tmp_path: Path) -> None:
+def test_weights_in_memory_go_into_the_file_or_where_they_are_told_to(tmp_path):
     write_model(encoder(16), tmp_path / "whole.onnx")
     assert listing(tmp_path) == ["whole.onnx"]
     model = encoder(16)
@@ -211,14 +201,14 @@ def test_weights_in_memory_go_into_the_file_or_where_they_are_told_to(tmp_path: 
     np.testing.assert_array_equal(weight_of(read_model(tmp_path / "split.onnx")).numpy(), expected())
 
 
-def test_models_too_large_for_one_file_get_external_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_too_large_for_one_file_get_external_data(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LARGE_BYTES", 2000)
     write_model(encoder(16), tmp_path / "large.onnx")
     assert listing(tmp_path) == ["large.onnx", "large.onnx.data"]
     np.testing.assert_array_equal(weight_of(read_model(tmp_path / "large.onnx")).numpy(), expected())
 
 
-def test_weights_that_are_one_tensor_are_written_once(tmp_path: Path) -> None:
+def test_weights_that_are_one_tensor_are_written_once(tmp_path):
     model = encoder(16)
     model.graph.initializers["layer.0.fc.weight"].const_value = weight_of(model)
     write_model(model, tmp_path / "tied.onnx", "tied.bin")
@@ -227,7 +217,7 @@ def test_weights_that_are_one_tensor_are_written_once(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight_of(both, "layer.0.fc.weight").numpy(), weight_of(both).numpy())
 
 
-def test_a_model_may_overwrite_its_own_weights_and_still_has_them(external: Path) -> None:
+def test_a_model_may_overwrite_its_own_weights_and_still_has_them(external):
     model = read_model(external)
     model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((1, 16), np.float32))
     for node in model.graph:
@@ -241,7 +231,7 @@ def test_a_model_may_overwrite_its_own_weights_and_still_has_them(external: Path
     assert weight_of(again, "layer.0.fc.weight").numpy().max() == 0
 
 
-def test_external_tensors_in_node_attributes_move_too(external: Path, tmp_path: Path) -> None:
+def test_external_tensors_in_node_attributes_move_too(external, tmp_path):
     model = read_model(external)
     constant = ir.node("Constant", [], {"value": weight_of(model)})
     model.graph.insert_before(model.graph[0], constant)
@@ -251,7 +241,7 @@ def test_external_tensors_in_node_attributes_move_too(external: Path, tmp_path: 
     np.testing.assert_array_equal(copy.graph[0].attributes["value"].as_tensor().numpy(), expected())
 
 
-def test_targets_that_cannot_be_are_refused_before_anything_is_written(external: Path, tmp_path: Path) -> None:
+def test_targets_that_cannot_be_are_refused_before_anything_is_written(external, tmp_path):
     model = read_model(external)
     with pytest.raises(FileError, match="is a folder"):
         write_model(model, tmp_path)
@@ -287,7 +277,7 @@ sys.exit(any(os.waitpid(other, 0)[1] for other in others))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
-def test_processes_that_write_one_target_leave_one_model_and_its_data(tmp_path: Path) -> None:
+def test_processes_that_write_one_target_leave_one_model_and_its_data(tmp_path):
     target = tmp_path / "net.onnx"
     path = os.pathsep.join((str(ROOT), os.environ.get("PYTHONPATH", "")))
     command = [sys.executable, "-c", WRITES, str(target)]

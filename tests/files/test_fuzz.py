@@ -1,11 +1,8 @@
 """A short run of tools/fuzz.py; the whole of it is `python -m tools.fuzz`."""
 
-from __future__ import annotations
-
 import os
 import random
 import time
-from pathlib import Path
 
 import onnx
 import pytest
@@ -19,7 +16,7 @@ QUICK = ("tree --csv", "cost", "functions --undo", "diff", "view --netron", "opt
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_commands_do_their_work_on_files_with_faults_or_end_in_an_error_of_ours(tmp_path: Path) -> None:
+def test_commands_do_their_work_on_files_with_faults_or_end_in_an_error_of_ours(tmp_path):
     models = [tmp_path / "branches.onnx", tmp_path / "encoder.onnx"]
     onnx.save(fuzz.branching(), models[0])
     write_model(encoder(), models[1])
@@ -29,13 +26,13 @@ def test_commands_do_their_work_on_files_with_faults_or_end_in_an_error_of_ours(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_every_command_does_on_files_of_both_exporters(tmp_path: Path) -> None:
+def test_every_command_does_on_files_of_both_exporters(tmp_path):
     files, at_fault, faults = fuzz.run(tmp_path, 60, seed=6, seconds=120)
     assert (files, at_fault) == (60, 0), [fault.seen[0] for fault in faults]
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_found(tmp_path, monkeypatch):
     def fails(words: list[str]) -> int:
         print("\x1b[31m" if "diff" in words else "")
         if "cost" in words:
@@ -57,7 +54,7 @@ def test_faults_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
 
 
-def test_the_same_seed_gives_the_same_faults() -> None:
+def test_the_same_seed_gives_the_same_faults():
     model = fuzz.branching()
     first, again, other = (mutated(model, random.Random(seed)) for seed in (3, 3, 4))
     assert first == again != other

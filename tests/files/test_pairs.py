@@ -1,7 +1,5 @@
 """A model and its data file are a pair: replaced together, known when torn apart, and read as what was loaded."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -35,7 +33,7 @@ USES: dict[str, Any] = {
 class TestIdentity:
     @pytest.mark.parametrize("read_before", [False, True])
     @pytest.mark.parametrize("use", USES)
-    def test_weights_of_another_model_are_never_read(self, tmp_path: Path, use: str, read_before: bool) -> None:
+    def test_weights_of_another_model_are_never_read(self, tmp_path, use, read_before):
         tagged = htp_export.load(save(tmp_path / "a.onnx", seed=0))
         if read_before:
             weight_of(tagged.model).numpy()
@@ -48,13 +46,13 @@ class TestIdentity:
             USES[use](tagged, tmp_path / "b.onnx")
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
 
-    def test_a_file_that_was_removed_meanwhile_is_named(self, tmp_path: Path) -> None:
+    def test_a_file_that_was_removed_meanwhile_is_named(self, tmp_path):
         model = read_model(save(tmp_path / "a.onnx"))
         (tmp_path / "a.onnx.data").unlink()
         with pytest.raises(FileError, match=r"a\.onnx\.data: is missing: .*it was there when the model was read"):
             weight_of(model).numpy()
 
-    def test_a_file_that_changes_while_it_is_copied_is_refused(self, tmp_path: Path) -> None:
+    def test_a_file_that_changes_while_it_is_copied_is_refused(self, tmp_path):
         model = read_model(save(tmp_path / "a.onnx"))
 
         class Changing:
@@ -68,7 +66,7 @@ class TestIdentity:
 
 
 class TestNames:
-    def test_a_data_file_gets_a_name_of_its_own_and_the_old_one_goes(self, tmp_path: Path) -> None:
+    def test_a_data_file_gets_a_name_of_its_own_and_the_old_one_goes(self, tmp_path):
         other = save(tmp_path / "other" / "a.onnx", seed=1)
         for seed in (0, 1):
             write_model(read_model(save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)), tmp_path / "b.onnx")
@@ -79,13 +77,13 @@ class TestNames:
         write_model(read_model(other), tmp_path / "b.onnx")
         assert [name for name in listing(tmp_path) if "b.onnx" in name] == ["b.onnx", "b.onnx.data"]
 
-    def test_a_data_file_of_that_name_which_is_not_the_models_own_stays(self, tmp_path: Path) -> None:
+    def test_a_data_file_of_that_name_which_is_not_the_models_own_stays(self, tmp_path):
         (tmp_path / "b.onnx.data").write_bytes(b"something else")
         write_model(read_model(save(tmp_path / "a.onnx")), tmp_path / "b.onnx")
         assert (tmp_path / "b.onnx.data").read_bytes() == b"something else"
         np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
 
-    def test_a_name_that_another_process_has_just_taken(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_name_that_another_process_has_just_taken(self, tmp_path, monkeypatch):
         model = read_model(save(tmp_path / "a.onnx"))
         commit = replacing.WorkFolder.commit
 
@@ -99,12 +97,12 @@ class TestNames:
         assert (tmp_path / "b.onnx.data").read_bytes() == b"theirs"
         np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
 
-    def test_an_export_has_the_names_that_torch_gives(self, tmp_path: Path) -> None:
+    def test_an_export_has_the_names_that_torch_gives(self, tmp_path):
         for _ in range(2):
             export(tmp_path / "a.onnx", 0)
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
 
-    def test_an_export_takes_the_place_of_a_model_with_a_serial(self, tmp_path: Path) -> None:
+    def test_an_export_takes_the_place_of_a_model_with_a_serial(self, tmp_path):
         for seed in (0, 1):
             write_model(read_model(save(tmp_path / "x" / "a.onnx", seed=seed)), tmp_path / "a.onnx")
         assert "a.onnx.data" not in listing(tmp_path)
@@ -125,7 +123,7 @@ def export(file: Path, seed: int, head: float = 0.0) -> None:
 
 class TestTornPairs:
     @pytest.mark.parametrize("kind", ["write_model", "export", "one_value"])
-    def test_a_model_with_the_data_that_was_there_before_is_refused(self, tmp_path: Path, kind: str) -> None:
+    def test_a_model_with_the_data_that_was_there_before_is_refused(self, tmp_path, kind):
         """As a kill between the two renames leaves them."""
         file, old = tmp_path / "a.onnx", tmp_path / "old.data"
         for seed in (0, 1):
@@ -142,9 +140,7 @@ class TestTornPairs:
         ):
             htp_export.load(file)
 
-    def test_a_model_of_another_tool_whose_data_was_replaced_is_not_left_alone(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_model_of_another_tool_whose_data_was_replaced_is_not_left_alone(self, tmp_path, monkeypatch):
         """A model that says nothing of its data is replaced before its data is."""
         torch.manual_seed(0)
         torch.onnx.export(nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), tmp_path / "a.onnx", verbose=False)
@@ -158,9 +154,7 @@ class TestTornPairs:
         with pytest.raises(FileError, match="does not fit its data file"):
             htp_export.load(tmp_path / "a.onnx")
 
-    def test_what_was_interrupted_is_finished_by_the_next_write(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_was_interrupted_is_finished_by_the_next_write(self, tmp_path, monkeypatch):
         save(tmp_path / "a.onnx", 0)
         stopped_after_first(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
@@ -172,9 +166,7 @@ class TestTornPairs:
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
         np.testing.assert_array_equal(values(tmp_path / "a.onnx"), values(save(tmp_path / "c.onnx", 1)))
 
-    def test_what_was_interrupted_is_not_finished_over_newer_files(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_what_was_interrupted_is_not_finished_over_newer_files(self, tmp_path, monkeypatch):
         save(tmp_path / "a.onnx", 0)
         stopped_after_first(monkeypatch)
         with pytest.raises(KeyboardInterrupt):
@@ -185,14 +177,14 @@ class TestTornPairs:
         assert (tmp_path / "a.onnx.data").read_bytes() == b"mine"
         assert not [name for name in listing(tmp_path) if name.startswith(".")]
 
-    def test_copies_of_both_files_are_read(self, tmp_path: Path) -> None:
+    def test_copies_of_both_files_are_read(self, tmp_path):
         file = save(tmp_path / "a.onnx")
         (tmp_path / "copy").mkdir()
         for name in ("a.onnx", "a.onnx.data"):
             shutil.copyfile(tmp_path / name, tmp_path / "copy" / name)
         np.testing.assert_array_equal(values(tmp_path / "copy" / "a.onnx"), values(file))
 
-    def test_files_that_another_tool_wrote_anew_are_read(self, tmp_path: Path) -> None:
+    def test_files_that_another_tool_wrote_anew_are_read(self, tmp_path):
         model = onnx.load(save(tmp_path / "a.onnx"))
         (tmp_path / "a.onnx.data").unlink()
         del model.graph.initializer[0].metadata_props[:]
@@ -202,7 +194,7 @@ class TestTornPairs:
         assert tags.DATA in {entry.key for entry in model.metadata_props}
         values(tmp_path / "a.onnx")
 
-    def test_an_exported_model_says_it_once_and_is_torchs_own_without(self, tmp_path: Path) -> None:
+    def test_an_exported_model_says_it_once_and_is_torchs_own_without(self, tmp_path):
         export(tmp_path / "a.onnx", 0)
         htp_export.embed_map(tmp_path / "a.onnx", tmp_path / "a.onnx")
         proto = onnx.load(tmp_path / "a.onnx", load_external_data=False)
@@ -213,7 +205,7 @@ class TestTornPairs:
 
     @pytest.mark.parametrize("key", [tags.DATA, tags.WEIGHTS])
     @pytest.mark.parametrize("note", ["{", "7", '{"a.onnx.data": 3}', '{"a.onnx.data": {"size": -1, "serial": 3}}'])
-    def test_what_is_said_may_be_nonsense(self, tmp_path: Path, key: str, note: str) -> None:
+    def test_what_is_said_may_be_nonsense(self, tmp_path, key, note):
         proto = onnx.load(save(tmp_path / "a.onnx"), load_external_data=False)
         del proto.metadata_props[:]
         proto.metadata_props.add(key=key, value=note)
@@ -221,7 +213,7 @@ class TestTornPairs:
         with pytest.raises(FileError, match=rf"{key} is not what the file format says"):
             read_model(tmp_path / "a.onnx")
 
-    def test_the_first_block_that_differs_is_sampled(self, tmp_path: Path) -> None:
+    def test_the_first_block_that_differs_is_sampled(self, tmp_path):
         size, at = 3 << 20, (1 << 20) + 12345
         for name, value in (("old", 0), ("new", 1)):
             content = bytearray(size)
@@ -258,9 +250,7 @@ def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 class TestFailures:
     @pytest.mark.parametrize("where", ["sync", "write", "journal"])
     @pytest.mark.parametrize("data", [None, "target.onnx.data"])
-    def test_the_disk_is_full(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, data: str | None
-    ) -> None:
+    def test_the_disk_is_full(self, tmp_path, monkeypatch, where, data):
         target = save(tmp_path / "target.onnx", 0)
         model = read_model(save(tmp_path / "other" / "a.onnx", 1))
         old = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
@@ -280,9 +270,7 @@ class TestFailures:
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == old
         assert sorted(path.name for path in tmp_path.iterdir()) == ["other", *sorted(old)]
 
-    def test_new_files_are_on_the_disk_before_old_ones_are_replaced(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_new_files_are_on_the_disk_before_old_ones_are_replaced(self, tmp_path, monkeypatch):
         done: list[str] = []
         sync, folder, do = filesystem.sync_file, filesystem.sync_folder, replacing._Step.do
         monkeypatch.setattr(filesystem, "sync_file", lambda path: (done.append(f"sync {path.name}"), sync(path)))

@@ -1,7 +1,5 @@
 """SerializedModel: reading and changing a serialized model without touching its weights."""
 
-from __future__ import annotations
-
 import onnx
 import pytest
 
@@ -19,14 +17,14 @@ def written(model: SerializedModel) -> bytes:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_an_unchanged_model_gives_the_same_bytes_each_time(large: bool) -> None:
+def test_an_unchanged_model_gives_the_same_bytes_each_time(large):
     data = small_model(large).SerializeToString()
     model = SerializedModel(data)
     assert written(model) == written(model) == data
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_everything_that_is_changed_is_read_back_and_nothing_else_has_changed(large: bool) -> None:
+def test_everything_that_is_changed_is_read_back_and_nothing_else_has_changed(large):
     expected = small_model(large)
     model = SerializedModel(expected.SerializeToString())
     for proto in (expected, model.proto):
@@ -39,14 +37,14 @@ def test_everything_that_is_changed_is_read_back_and_nothing_else_has_changed(la
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 16383, 16384, 70000])
-def test_lengths_of_any_size_are_written_right(size: int) -> None:
+def test_lengths_of_any_size_are_written_right(size):
     model = SerializedModel(small_model(large=True).SerializeToString())
     model.proto.graph.node[0].metadata_props.add(key="k", value="v" * size)
     found = onnx.load_from_string(written(model))
     assert found.graph.node[0].metadata_props[0].value == "v" * size
 
 
-def test_weights_are_not_copied() -> None:
+def test_weights_are_not_copied():
     data = small_model(large=True).SerializeToString()
     model = SerializedModel(data)
     model.proto.graph.node[0].metadata_props.add(key="htp.module", value="layer")
@@ -57,7 +55,7 @@ def test_weights_are_not_copied() -> None:
 
 
 @pytest.mark.parametrize("large", [False, True])
-def test_weights_come_into_the_places_that_were_kept_for_them(large: bool) -> None:
+def test_weights_come_into_the_places_that_were_kept_for_them(large):
     expected, places = small_model(large), small_model(large)
     weight = expected.graph.initializer[0].raw_data
     places.graph.initializer[0].raw_data = b"here"
@@ -66,7 +64,7 @@ def test_weights_come_into_the_places_that_were_kept_for_them(large: bool) -> No
     assert any(chunk is weight for chunk in model.chunks())
 
 
-def test_a_weight_without_a_byte_has_its_place_as_well() -> None:
+def test_a_weight_without_a_byte_has_its_place_as_well():
     model = small_model()
     model.graph.initializer[0].raw_data = b"here"
     found = onnx.load_from_string(
@@ -77,7 +75,7 @@ def test_a_weight_without_a_byte_has_its_place_as_well() -> None:
 
 
 @pytest.mark.parametrize("size", [8, SIDE])
-def test_a_weight_may_bring_its_shape(size: int) -> None:
+def test_a_weight_may_bring_its_shape(size):
     data = bytes(size * size * 4)
     model = small_model()
     model.graph.initializer[0].raw_data = b"here"
@@ -88,6 +86,6 @@ def test_a_weight_may_bring_its_shape(size: int) -> None:
     assert (list(found.dims), found.raw_data, read) == ([size, size], data, [1])
 
 
-def test_a_number_that_does_not_end_is_refused_at_its_eleventh_byte() -> None:
+def test_a_number_that_does_not_end_is_refused_at_its_eleventh_byte():
     with pytest.raises(ValueError, match="a number of more than 10 bytes before byte 11"):
         SerializedModel(b"\x08" + b"\xff" * 100)

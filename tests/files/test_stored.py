@@ -1,7 +1,5 @@
 """Weights that stay in the ONNX file: the same files as protobuf writes, without the memory, and nothing lost."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import os
@@ -114,7 +112,7 @@ def large(model: ir.Model) -> list[ir.TensorProtocol]:
     return [slot.tensor for slot in slots(model) if slot.tensor.nbytes >= protobuf_bytes.LARGE_BYTES]
 
 
-def test_large_weights_of_every_place_stay_in_the_file(file: Path) -> None:
+def test_large_weights_of_every_place_stay_in_the_file(file):
     model = read_model(file)
     found = {id(tensor): tensor for tensor in large(model)}.values()
     assert len(found) == 5
@@ -122,7 +120,7 @@ def test_large_weights_of_every_place_stay_in_the_file(file: Path) -> None:
     assert not isinstance(weight_of(model, "small"), FileTensor)
 
 
-def test_their_values_are_those_that_protobuf_reads(file: Path) -> None:
+def test_their_values_are_those_that_protobuf_reads(file):
     for found, expected in zip(large(read_model(file)), large(plainly(file)), strict=True):
         assert (found.name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
         assert (found.doc_string, found.metadata_props) == (expected.doc_string, expected.metadata_props)
@@ -132,12 +130,12 @@ def test_their_values_are_those_that_protobuf_reads(file: Path) -> None:
         assert found.raw == expected.raw
 
 
-def test_what_is_written_is_what_protobuf_writes_byte_for_byte(file: Path) -> None:
+def test_what_is_written_is_what_protobuf_writes_byte_for_byte(file):
     write_model(read_model(file), file.with_name("copy.onnx"))
     assert file.with_name("copy.onnx").read_bytes() == proto_of(plainly(file)).SerializeToString()
 
 
-def test_weights_in_memory_are_written_as_protobuf_writes_them(file: Path) -> None:
+def test_weights_in_memory_are_written_as_protobuf_writes_them(file):
     for model in (plainly(file), read_model(file)):
         lazy = ir.LazyTensor(lambda: ir.tensor(matrix(9)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight")
         model.graph.initializers["weight"].const_value = lazy
@@ -147,7 +145,7 @@ def test_weights_in_memory_are_written_as_protobuf_writes_them(file: Path) -> No
         assert file.with_name("copy.onnx").read_bytes() == expected
 
 
-def test_writing_leaves_the_model_as_it_was(file: Path) -> None:
+def test_writing_leaves_the_model_as_it_was(file):
     model = read_model(file)
     attributes = [attribute for node in model.graph.all_nodes() for attribute in node.attributes.values()]
     tensors = [slot.tensor for slot in slots(model)]
@@ -163,7 +161,7 @@ def test_writing_leaves_the_model_as_it_was(file: Path) -> None:
      ml_dtypes.float8_e4m3fn, ml_dtypes.int4, ml_dtypes.uint4],
     ids=lambda dtype: dtype.__name__,
 )  # fmt: skip
-def test_every_type_of_element_is_read_and_written(dtype: type, tmp_path: Path) -> None:
+def test_every_type_of_element_is_read_and_written(dtype, tmp_path):
     array = (matrix(side=400) * 3).astype(dtype)
     model = everywhere()
     model.graph.initializer[0].CopyFrom(ir.to_proto(ir.tensor(array, name="weight")))
@@ -176,7 +174,7 @@ def test_every_type_of_element_is_read_and_written(dtype: type, tmp_path: Path) 
     assert (tmp_path / "copy.onnx").read_bytes() == expected
 
 
-def test_values_in_fields_of_their_type_are_read_as_before(tmp_path: Path) -> None:
+def test_values_in_fields_of_their_type_are_read_as_before(tmp_path):
     model = everywhere()
     values = matrix()
     model.graph.initializer[0].CopyFrom(
@@ -191,7 +189,7 @@ def test_values_in_fields_of_their_type_are_read_as_before(tmp_path: Path) -> No
     assert (tmp_path / "copy.onnx").read_bytes() == expected
 
 
-def test_a_model_may_be_written_over_its_own_file_and_still_has_its_weights(file: Path) -> None:
+def test_a_model_may_be_written_over_its_own_file_and_still_has_its_weights(file):
     model, other = read_model(file), read_model(file)
     model.graph.initializers["small"].const_value = ir.tensor(np.float32([3, 4]), name="small")
     write_model(model, file)
@@ -203,7 +201,7 @@ def test_a_model_may_be_written_over_its_own_file_and_still_has_its_weights(file
     np.testing.assert_array_equal(weight_of(plainly(file)).numpy(), matrix())
 
 
-def test_a_file_that_is_written_over_by_others_is_told(file: Path) -> None:
+def test_a_file_that_is_written_over_by_others_is_told(file):
     model = read_model(file)
     again = everywhere()
     again.graph.initializer[0].raw_data = matrix(7).tobytes()
@@ -215,7 +213,7 @@ def test_a_file_that_is_written_over_by_others_is_told(file: Path) -> None:
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
 
-def test_a_file_that_was_cut_off_meanwhile_is_told(file: Path) -> None:
+def test_a_file_that_was_cut_off_meanwhile_is_told(file):
     model = read_model(file)
     state = file.stat()
     os.truncate(file, 1000)
@@ -225,7 +223,7 @@ def test_a_file_that_was_cut_off_meanwhile_is_told(file: Path) -> None:
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_a_file_is_closed_with_the_last_of_its_tensors(file: Path) -> None:
+def test_a_file_is_closed_with_the_last_of_its_tensors(file):
     def opened() -> int:
         gc.collect()
         return sum(os.path.realpath(number) == str(file) for number in Path("/proc/self/fd").iterdir())
@@ -238,7 +236,7 @@ def test_a_file_is_closed_with_the_last_of_its_tensors(file: Path) -> None:
     assert opened() == 0
 
 
-def test_those_who_use_a_weight_at_one_time_share_its_memory(file: Path) -> None:
+def test_those_who_use_a_weight_at_one_time_share_its_memory(file):
     tensor = weight_of(read_model(file))
     one, other = tensor.numpy(), tensor.numpy()
     assert np.shares_memory(one, other)
@@ -246,7 +244,7 @@ def test_those_who_use_a_weight_at_one_time_share_its_memory(file: Path) -> None
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))])
-def test_a_copy_holds_its_values(again, file: Path) -> None:
+def test_a_copy_holds_its_values(again, file):
     tensor = again(weight_of(read_model(file)))
     file.unlink()
     assert type(tensor) is ir.TensorProtoTensor
@@ -254,7 +252,7 @@ def test_a_copy_holds_its_values(again, file: Path) -> None:
 
 
 @pytest.mark.parametrize("side", [SIDE - 1, SIDE + 1])
-def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path: Path, side: int) -> None:
+def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path, side):
     model = everywhere()
     model.graph.initializer[0].dims[0] = side
     onnx.save(model, tmp_path / "model.onnx")
@@ -263,7 +261,7 @@ def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path: Path, side: i
         read_model(tmp_path / "model.onnx")
 
 
-def test_where_weights_cannot_be_kept_apart_all_are_read(tmp_path: Path) -> None:
+def test_where_weights_cannot_be_kept_apart_all_are_read(tmp_path):
     data = everywhere().SerializeToString()
     twice = onnx.ModelProto(graph=onnx.GraphProto(initializer=[numpy_helper.from_array(matrix(6), "weight")]))
     (tmp_path / "model.onnx").write_bytes(data + twice.SerializeToString())  # protobuf merges what follows
@@ -272,7 +270,7 @@ def test_where_weights_cannot_be_kept_apart_all_are_read(tmp_path: Path) -> None
     np.testing.assert_array_equal(weight_of(model).numpy(), weight_of(plainly(tmp_path / "model.onnx")).numpy())
 
 
-def test_a_field_that_is_given_twice_has_its_last_value(tmp_path: Path) -> None:
+def test_a_field_that_is_given_twice_has_its_last_value(tmp_path):
     tensor = numpy_helper.from_array(matrix(), "weight").SerializeToString()
     more = onnx.TensorProto(raw_data=matrix(1).tobytes()).SerializeToString()
     model = everywhere()
@@ -283,7 +281,7 @@ def test_a_field_that_is_given_twice_has_its_last_value(tmp_path: Path) -> None:
     np.testing.assert_array_equal(weight_of(read_model(tmp_path / "model.onnx")).numpy(), matrix(1))
 
 
-def test_files_that_end_too_soon_are_refused_and_named(file: Path) -> None:
+def test_files_that_end_too_soon_are_refused_and_named(file):
     data = file.read_bytes()
     drawn = random.Random(0)
     for end in [len(data) - 1, *(drawn.randrange(1, len(data)) for _ in range(60))]:
@@ -292,7 +290,7 @@ def test_files_that_end_too_soon_are_refused_and_named(file: Path) -> None:
             read_model(file)
 
 
-def test_damaged_files_are_refused_or_read_as_protobuf_reads_them(file: Path) -> None:
+def test_damaged_files_are_refused_or_read_as_protobuf_reads_them(file):
     data, drawn = file.read_bytes(), random.Random(1)
     heads = [start + offset for start in range(0, len(data), SIDE * SIDE * 4) for offset in range(200)]
     refused = 0
@@ -310,7 +308,7 @@ def test_damaged_files_are_refused_or_read_as_protobuf_reads_them(file: Path) ->
     assert 0 < refused < 150
 
 
-def test_a_length_beyond_the_end_or_without_one_is_refused(file: Path) -> None:
+def test_a_length_beyond_the_end_or_without_one_is_refused(file):
     head = protobuf_bytes._encode_varint(7 << 3 | 2)
     for length in (
         protobuf_bytes._encode_varint(1 << 40),
@@ -322,7 +320,7 @@ def test_a_length_beyond_the_end_or_without_one_is_refused(file: Path) -> None:
             read_model(file)
 
 
-def test_messages_within_each_other_without_an_end_are_refused(file: Path) -> None:
+def test_messages_within_each_other_without_an_end_are_refused(file):
     data = bytes(protobuf_bytes.LARGE_BYTES)
     for _ in range(400):
         data = field(1, field(5, field(6, data)))  # a node, its attribute, a graph
@@ -331,7 +329,7 @@ def test_messages_within_each_other_without_an_end_are_refused(file: Path) -> No
         read_model(file)
 
 
-def test_a_mark_that_a_file_brings_along_means_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mark_that_a_file_brings_along_means_nothing(tmp_path, monkeypatch):
     model = everywhere()
     guess = bytes(24) + (1).to_bytes(8, "little")
     model.graph.initializer[1].CopyFrom(
@@ -342,7 +340,7 @@ def test_a_mark_that_a_file_brings_along_means_nothing(tmp_path: Path, monkeypat
     assert found.tobytes() == guess
 
 
-def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file: Path) -> None:
+def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file):
     model = read_model(file)
     wrong = ir.LazyTensor(lambda: ir.tensor(matrix(side=300)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight")
     model.graph.initializers["weight"].const_value = wrong
@@ -353,28 +351,28 @@ def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file: Path)
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
 
-def test_more_than_a_message_holds_is_not_written(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_than_a_message_holds_is_not_written(file, monkeypatch):
     monkeypatch.setattr(stored, "_MESSAGE_BYTES", 100_000)
     with pytest.raises(FileError, match="more than protobuf reads; give it external data"):
         write_model(read_model(file), file.with_name("copy.onnx"))
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
 
-def test_weights_move_from_the_file_into_external_data(file: Path) -> None:
+def test_weights_move_from_the_file_into_external_data(file):
     write_model(read_model(file), file.with_name("copy.onnx"), "copy.bin")
     copied = weight_of(read_model(file.with_name("copy.onnx")))
     assert isinstance(copied, ir.ExternalTensor)
     np.testing.assert_array_equal(copied.numpy(), matrix())
 
 
-def test_other_formats_are_read_and_written_whole(file: Path) -> None:
+def test_other_formats_are_read_and_written_whole(file):
     write_model(read_model(file), file.with_suffix(".json"))
     onnx.save(proto_of(plainly(file)), file.with_name("expected.json"))
     assert file.with_suffix(".json").read_bytes() == file.with_name("expected.json").read_bytes()
     np.testing.assert_array_equal(weight_of(read_model(file.with_suffix(".json"))).numpy(), matrix())
 
 
-def test_where_files_cannot_be_read_in_parts_they_are_read_whole(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_files_cannot_be_read_in_parts_they_are_read_whole(file, monkeypatch):
     monkeypatch.delattr(os, "preadv")
     model = read_model(file)
     assert not any(isinstance(tensor, FileTensor) for tensor in large(model))

@@ -1,7 +1,5 @@
 """Models that break a rule of ONNX: refused when they are read, with what is at fault; and those that break none."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,7 +161,7 @@ BROKEN: dict[str, tuple[Edit, str]] = {
 
 
 @pytest.mark.parametrize("fault", BROKEN)
-def test_a_model_that_breaks_a_rule_is_refused_with_what_is_at_fault(fault: str, tmp_path: Path) -> None:
+def test_a_model_that_breaks_a_rule_is_refused_with_what_is_at_fault(fault, tmp_path):
     edit, message = BROKEN[fault]
     model = net()
     edit(model)
@@ -175,11 +173,11 @@ def test_a_model_that_breaks_a_rule_is_refused_with_what_is_at_fault(fault: str,
         htp_export.load(model)
 
 
-def test_a_model_that_breaks_none_is_taken() -> None:
+def test_a_model_that_breaks_none_is_taken():
     assert [each.op_type for each in htp_export.load(net()).nodes][:3] == ["Add", "Transpose", "Act"]
 
 
-def test_what_a_value_does_not_say_is_unknown() -> None:
+def test_what_a_value_does_not_say_is_unknown():
     model = net()
     sized, typeless = model.graph.value_info.add(name="a"), model.graph.value_info.add(name="t")
     sized.CopyFrom(helper.make_tensor_value_info("a", TensorProto.FLOAT, [-1, 4]))
@@ -191,7 +189,7 @@ def test_what_a_value_does_not_say_is_unknown() -> None:
 
 
 @pytest.mark.parametrize("indices", [[[0, 1], [2, 0]], [1, 4]])
-def test_sparse_initializers_are_read_as_what_they_stand_for(indices: list[object], tmp_path: Path) -> None:
+def test_sparse_initializers_are_read_as_what_they_stand_for(indices, tmp_path):
     values = onnx.numpy_helper.from_array(np.array([5.0, 6.0], np.float32), "w")
     places = onnx.numpy_helper.from_array(np.array(indices), "places")
     graph = helper.make_graph(
@@ -228,7 +226,7 @@ def test_sparse_initializers_are_read_as_what_they_stand_for(indices: list[objec
         (TensorProto.STRING, "string_data", 3),
     ],
 )
-def test_the_values_of_a_tensor_are_counted_where_its_type_has_them(dtype: int, field: str, values: int) -> None:
+def test_the_values_of_a_tensor_are_counted_where_its_type_has_them(dtype, field, values):
     tensor = TensorProto(name="w", data_type=dtype, dims=[3])
     if field == "raw_data":
         tensor.raw_data = bytes(values)
@@ -242,7 +240,7 @@ def test_the_values_of_a_tensor_are_counted_where_its_type_has_them(dtype: int, 
         htp_export.load(model)
 
 
-def test_rules_are_those_of_the_opset_and_operators_of_others_have_none() -> None:
+def test_rules_are_those_of_the_opset_and_operators_of_others_have_none():
     squeeze = helper.make_node("Squeeze", ["x"], ["y"], axes=[0])  # from opset 13 on, axes are an input
     mine = helper.make_node("Cast", ["x", "x", "x"], ["z"], domain="mine", to="text")
     graph = helper.make_graph([squeeze, mine], "net", [helper.make_tensor_value_info("x", 1, [1])], [])
@@ -251,7 +249,7 @@ def test_rules_are_those_of_the_opset_and_operators_of_others_have_none() -> Non
         htp_export.load(model)
 
 
-def test_names_that_are_not_utf8_are_refused_and_metadata_that_is_not_is_read(tmp_path: Path) -> None:
+def test_names_that_are_not_utf8_are_refused_and_metadata_that_is_not_is_read(tmp_path):
     data = net().SerializeToString()
     (tmp_path / "name.onnx").write_bytes(data.replace(b"the_a", b"the\xff\xfe"))
     with pytest.raises(htp_export.InputError, match="has a name that is not UTF-8"):
@@ -298,7 +296,7 @@ PLACES = sorted({place for place, *_ in texts(with_every_text())})
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place: str, tmp_path: Path) -> None:
+def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place, tmp_path):
     model = with_every_text()
     _, message, name, number = next(each for each in texts(model) if each[0] == place)
     if number is None:
@@ -319,9 +317,7 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place: str, t
     assert main(["optimize", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "small.onnx")]) == 0
 
 
-def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(tmp_path, monkeypatch):
     from htp_export.capabilities.cost import costing
 
     def fails(*_: object, **__: object) -> None:
@@ -341,9 +337,7 @@ def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fa
     [(True, LookupError("a fault of our own")), (False, OSError("no space left")), (False, MemoryError())],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(
-    monkeypatch: pytest.MonkeyPatch, valid: bool, error: Exception
-) -> None:
+def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(monkeypatch, valid, error):
     """ONNX Runtime cannot load an operator that it does not have, and the model is valid all the same."""
     from htp_export.capabilities.cost import costing
 
@@ -364,14 +358,14 @@ def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(
 
 
 @pytest.mark.parametrize("key", ["htp.owners", "htp.calls", "htp.call", "namespace"])
-def test_tags_nested_beyond_what_python_reads_are_passed_over(key: str) -> None:
+def test_tags_nested_beyond_what_python_reads_are_passed_over(key):
     model = net()
     model.graph.node[0].metadata_props.add(key=key, value="[" * 100_000)
     assert htp_export.load(model).owners_of(htp_export.load(model).model.graph[0]) == ("block",)
 
 
 @pytest.mark.parametrize("location", ["a\0b", "pipe"])
-def test_data_files_that_cannot_be_files_are_refused(tmp_path: Path, location: str) -> None:
+def test_data_files_that_cannot_be_files_are_refused(tmp_path, location):
     import os
 
     os.mkfifo(tmp_path / "pipe")
@@ -409,7 +403,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("level", ["exact", "fused"])
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_few_bytes_that_ask_for_very_many_values_are_left_to_their_nodes(name: str, level: str) -> None:
+def test_a_few_bytes_that_ask_for_very_many_values_are_left_to_their_nodes(name, level):
     largest = {"Range", "ConstantOfShape", "Expand", "Tile"}
     result = htp_export.optimize(BOMBS[name], level=level)
     assert largest & {each.op_type for each in result.model.graph}
@@ -428,14 +422,14 @@ def loop(trips: int) -> onnx.ModelProto:
         }}""")
 
 
-def test_a_loop_that_does_not_end_is_not_computed_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_does_not_end_is_not_computed_beforehand(monkeypatch):
     from htp_export.capabilities.optimize.passes import fold_constants
 
     monkeypatch.setattr(fold_constants, "_LONGEST", 0.2)
     assert "Loop" in {each.op_type for each in htp_export.optimize(loop(10**12)).model.graph}
 
 
-def test_a_loop_that_ends_is_computed_beforehand() -> None:
+def test_a_loop_that_ends_is_computed_beforehand():
     optimized = htp_export.optimize(loop(5)).model
     assert [each.op_type for each in optimized.graph] == ["Add"]
     assert {int(value.const_value.numpy()) for value in optimized.graph.initializers.values()} == {5}  # type: ignore[union-attr]
@@ -460,9 +454,7 @@ def hostile(tmp_path: Path) -> Path:
     "words", ["tree", "tree --csv", "tree --sort nodes", "cost", "cost --csv --nodes", "forensics --list",
               "fingerprint", "diff F"],
 )  # fmt: skip
-def test_a_terminal_acts_on_no_name_of_a_file(
-    hostile: Path, words: str, terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_terminal_acts_on_no_name_of_a_file(hostile, words, terminal, capsys, monkeypatch):
     if terminal:
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "300")
@@ -475,6 +467,6 @@ def test_a_terminal_acts_on_no_name_of_a_file(
         assert SHOWN in printed
 
 
-def test_errors_show_names_as_text(hostile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_show_names_as_text(hostile, capsys):
     assert main(["extract", str(hostile), "gone\x1b]0;title\x07", "-o", str(hostile.with_name("out.onnx"))]) == 2
     assert "\x1b" not in capsys.readouterr().err

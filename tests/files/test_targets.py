@@ -1,7 +1,5 @@
 """Targets that are no plain files, links, modes, folders that take no file; and what other systems do differently."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -55,14 +53,14 @@ class Reader:
 
 class TestSpecial:
     @EXPORTERS
-    def test_an_export_writes_into_a_pipe(self, tmp_path: Path, dynamo: bool) -> None:
+    def test_an_export_writes_into_a_pipe(self, tmp_path, dynamo):
         reader = Reader(tmp_path / "pipe")
         exported(tmp_path / "pipe", dynamo)
         assert {len(tensor.raw_data) for tensor in reader.model.graph.initializer} == {64, 1024}
         assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
         assert listing(tmp_path) == ["pipe"]
 
-    def test_a_model_is_written_with_its_weights(self, tmp_path: Path) -> None:
+    def test_a_model_is_written_with_its_weights(self, tmp_path):
         reader = Reader(tmp_path / "pipe")
         write_model(read_model(save(tmp_path / "a.onnx")), tmp_path / "pipe")
         made = {each.name: onnx.numpy_helper.to_array(each) for each in reader.model.graph.initializer}
@@ -71,26 +69,26 @@ class TestSpecial:
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "pipe"]
 
     @pytest.mark.parametrize("command", ["optimize {0} -o {1}", "extract {0} layer -o {1}", "carry {0} {0} -o {1}"])
-    def test_commands_write_to_the_null_device(self, tmp_path: Path, command: str) -> None:
+    def test_commands_write_to_the_null_device(self, tmp_path, command):
         file = save(tmp_path / "a.onnx")
         assert main(command.format(file, os.devnull).split()) == 0
         assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
         assert not Path(f"{os.devnull}.data").exists()
 
     @EXPORTERS
-    def test_exports_write_to_the_null_device(self, dynamo: bool) -> None:
+    def test_exports_write_to_the_null_device(self, dynamo):
         exported(Path(os.devnull), dynamo)
         assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
         assert not Path(f"{os.devnull}.data").exists()
 
-    def test_weights_cannot_lie_beside_it(self, tmp_path: Path) -> None:
+    def test_weights_cannot_lie_beside_it(self, tmp_path):
         model = read_model(save(tmp_path / "a.onnx"))
         with pytest.raises(FileError, match="is no plain file; no weights can lie beside it"):
             write_model(model, os.devnull, "weights")
 
 
 class TestLinks:
-    def test_a_model_is_written_where_a_link_leads_to(self, tmp_path: Path) -> None:
+    def test_a_model_is_written_where_a_link_leads_to(self, tmp_path):
         real, link = save(tmp_path / "real" / "a.onnx", 0), tmp_path / "link.onnx"
         link.symlink_to(real)
         write_model(read_model(save(tmp_path / "b.onnx", 1)), link)
@@ -98,7 +96,7 @@ class TestLinks:
         for file in (real, link):
             np.testing.assert_array_equal(values(file), values(tmp_path / "b.onnx"))
 
-    def test_a_command_names_the_files_that_it_wrote(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_command_names_the_files_that_it_wrote(self, tmp_path, capsys):
         (tmp_path / "real").mkdir()
         (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "a.onnx")
         assert main(["optimize", str(save(tmp_path / "b.onnx")), "-o", str(tmp_path / "link.onnx")]) == 0
@@ -107,7 +105,7 @@ class TestLinks:
         assert str(tmp_path / "real" / "a.onnx.data") in said
 
     @EXPORTERS
-    def test_an_export_follows_links_as_torch_does(self, tmp_path: Path, dynamo: bool) -> None:
+    def test_an_export_follows_links_as_torch_does(self, tmp_path, dynamo):
         (tmp_path / "real").mkdir()
         (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "a.onnx")
         exported(tmp_path / "link.onnx", dynamo)
@@ -115,7 +113,7 @@ class TestLinks:
         assert listing(tmp_path / "real") == ["a.onnx"]
         assert onnx.load(tmp_path / "link.onnx").graph.initializer[0].raw_data
 
-    def test_a_link_to_another_file_system(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_link_to_another_file_system(self, tmp_path, monkeypatch):
         """What is in the work folder cannot be renamed there."""
         (tmp_path / "there").mkdir()
         (tmp_path / "a.html").symlink_to(tmp_path / "there" / "a.html")
@@ -135,7 +133,7 @@ class TestLinks:
 
 class TestModes:
     @pytest.mark.parametrize("data", [None, "a.onnx.data"])
-    def test_files_keep_their_mode(self, tmp_path: Path, data: str | None) -> None:
+    def test_files_keep_their_mode(self, tmp_path, data):
         file, model = save(tmp_path / "a.onnx"), read_model(save(tmp_path / "b.onnx", 1))
         for path in (file, tmp_path / "a.onnx.data"):
             path.chmod(0o640)
@@ -145,27 +143,25 @@ class TestModes:
         assert set(modes.values()) == {0o640}
 
     @EXPORTERS
-    def test_exports_keep_modes(self, tmp_path: Path, dynamo: bool) -> None:
+    def test_exports_keep_modes(self, tmp_path, dynamo):
         exported(tmp_path / "a.onnx", dynamo)
         for path in tmp_path.iterdir():
             path.chmod(0o600)
         exported(tmp_path / "a.onnx", dynamo, seed=1)
         assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
 
-    def test_a_new_file_has_the_mode_that_others_have(self, tmp_path: Path) -> None:
+    def test_a_new_file_has_the_mode_that_others_have(self, tmp_path):
         (tmp_path / "plain").touch()
         save(tmp_path / "a.onnx")
         assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
     @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
-    def test_files_keep_their_owner(self, tmp_path: Path) -> None:
+    def test_files_keep_their_owner(self, tmp_path):
         os.chown(save(tmp_path / "a.onnx"), 1234, 4321)
         write_model(read_model(save(tmp_path / "b.onnx")), tmp_path / "a.onnx")
         assert {(path.stat().st_uid, path.stat().st_gid) for path in tmp_path.glob("a.onnx")} == {(1234, 4321)}
 
-    def test_a_group_that_cannot_be_kept_may_do_what_everybody_may(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_group_that_cannot_be_kept_may_do_what_everybody_may(self, tmp_path, monkeypatch):
         file = tmp_path / "new"
         file.touch()
         old = os.stat_result([0o100664, 1, 1, 1, 999, 999, 0, 0, 0, 0])
@@ -197,9 +193,7 @@ class TestFolders:
         monkeypatch.setattr(Path, "mkdir", not_made)
         return folder
 
-    def test_a_command_says_it_in_one_line(
-        self, read_only: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_a_command_says_it_in_one_line(self, read_only, tmp_path, capsys):
         file = save(tmp_path / "a.onnx")
         for command in ("optimize {0} -o {1}", "extract {0} layer -o {1}", "view {0} -o {1}.html"):
             assert main(command.format(file, read_only / "b.onnx").split()) == 2
@@ -225,7 +219,7 @@ class TestFolders:
                 use()
 
     @EXPORTERS
-    def test_an_export_says_it_before_the_model_runs(self, read_only: Path, dynamo: bool) -> None:
+    def test_an_export_says_it_before_the_model_runs(self, read_only, dynamo):
         class Fails(nn.Module):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 pytest.fail("the model ran first")
@@ -237,7 +231,7 @@ class TestFolders:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="file permissions bind the program by prctl")
-def test_a_read_only_file_is_refused_before_the_work(tmp_path: Path) -> None:
+def test_a_read_only_file_is_refused_before_the_work(tmp_path):
     save(tmp_path / "a.onnx")
     (tmp_path / "b.onnx").touch(0o444)
     run = bound_by_permissions(tmp_path, "optimize", "a.onnx", "-o", "b.onnx", "--force")
@@ -266,26 +260,24 @@ class TestOtherSystems:
         monkeypatch.setattr(os, "replace", lambda one, other: (refuse(one), refuse(other), replace(one, other)))
         return open_files
 
-    def test_models_are_written(self, windows: set[Path], tmp_path: Path) -> None:
+    def test_models_are_written(self, windows, tmp_path):
         for seed in (0, 1):
             save(tmp_path / "a.onnx", seed)
             write_model(read_model(tmp_path / "a.onnx"), tmp_path / "b.onnx")
         np.testing.assert_array_equal(values(tmp_path / "a.onnx"), values(tmp_path / "b.onnx"))
         assert len(listing(tmp_path)) == 4
 
-    def test_files_do_not_keep_the_access_of_a_work_folder(self, windows: set[Path], tmp_path: Path) -> None:
+    def test_files_do_not_keep_the_access_of_a_work_folder(self, windows, tmp_path):
         """A folder of mode 0o700 has an access list on Windows, and files keep the list of where they were made."""
         with replacing.work_folder(tmp_path / "a") as work:
             assert work.path.stat().st_mode & 0o777 != 0o700
 
-    def test_a_lock_is_held_whatever_the_identity_of_a_path_is(
-        self, windows: set[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_lock_is_held_whatever_the_identity_of_a_path_is(self, windows, tmp_path, monkeypatch):
         """An open file cannot have been replaced there."""
         monkeypatch.setattr(Identity, "at", lambda path: None)
         assert Lock.new(tmp_path / "lock") is not None
 
-    def test_data_that_is_mapped_is_not_in_the_way(self, windows: set[Path], tmp_path: Path) -> None:
+    def test_data_that_is_mapped_is_not_in_the_way(self, windows, tmp_path):
         """The old data file cannot be removed while somebody has it mapped; a later run removes it."""
         write_model(read_model(save(tmp_path / "a.onnx", 0)), tmp_path / "b.onnx")
         windows.add(tmp_path / "b.onnx.data")
@@ -298,14 +290,14 @@ class TestOtherSystems:
         assert not [name for name in listing(tmp_path) if name.startswith(".")]
         np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
 
-    def test_a_model_that_is_mapped_is_left_with_its_data(self, windows: set[Path], tmp_path: Path) -> None:
+    def test_a_model_that_is_mapped_is_left_with_its_data(self, windows, tmp_path):
         before = values(save(tmp_path / "a.onnx", 0))
         windows.add(tmp_path / "a.onnx.data")
         with pytest.raises(FileError, match=r"cannot be written: .*cannot access"):
             save(tmp_path / "a.onnx", 1)
         np.testing.assert_array_equal(values(tmp_path / "a.onnx"), before)
 
-    def test_the_work_folder_of_a_running_process_is_left(self, windows: set[Path], tmp_path: Path) -> None:
+    def test_the_work_folder_of_a_running_process_is_left(self, windows, tmp_path):
         with replacing.work_folder(tmp_path / "a") as work:
             windows.add(work.path / "lock")
             replacing.clear_killed(tmp_path)
@@ -313,7 +305,7 @@ class TestOtherSystems:
             windows.clear()
         assert listing(tmp_path) == []
 
-    def test_folders_that_cannot_be_waited_for(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_folders_that_cannot_be_waited_for(self, tmp_path, monkeypatch):
         def refused(*_: object) -> int:
             raise PermissionError(errno.EACCES, "Permission denied")
 
@@ -326,18 +318,18 @@ def refuse_all() -> None:
 
 
 class TestLocks:
-    def test_a_lock_is_free_when_its_process_has_let_it_go(self, tmp_path: Path) -> None:
+    def test_a_lock_is_free_when_its_process_has_let_it_go(self, tmp_path):
         held = Lock.new(tmp_path / "lock")
         assert held is not None
         assert Lock.left(tmp_path / "lock") is None
         held.release()
         assert Lock.left(tmp_path / "lock") is not None
 
-    def test_a_lock_that_was_removed_meanwhile_is_none(self, tmp_path: Path) -> None:
+    def test_a_lock_that_was_removed_meanwhile_is_none(self, tmp_path):
         assert Lock.new(tmp_path / "gone" / "lock") is None
         assert Lock.left(tmp_path / "lock") is None
 
-    def test_file_systems_without_locks(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_file_systems_without_locks(self, tmp_path, monkeypatch):
         """There, only a lock of yesterday is taken for one that was left."""
 
         def refused(*_: object) -> None:
@@ -349,9 +341,7 @@ class TestLocks:
         os.utime(tmp_path / "lock", (1, 1))
         assert Lock.left(tmp_path / "lock") is not None
 
-    def test_work_folders_of_running_processes_and_of_others_are_left(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_work_folders_of_running_processes_and_of_others_are_left(self, tmp_path, monkeypatch):
         (tmp_path / ".htp-something").mkdir()
         (tmp_path / ".htp-0123456789ab").symlink_to(tmp_path / ".htp-something")
         with replacing.work_folder(tmp_path / "a") as work:
@@ -369,7 +359,7 @@ class TestLocks:
         assert not killed.exists()
 
     @pytest.mark.parametrize("journal", ["", "{", "[]", '{"steps": [7], "obsolete": []}', '{"steps": [{"new": 3}]}'])
-    def test_a_journal_that_makes_no_sense(self, tmp_path: Path, journal: str) -> None:
+    def test_a_journal_that_makes_no_sense(self, tmp_path, journal):
         killed = tmp_path / ".htp-0123456789ab"
         killed.mkdir()
         (killed / "lock").touch()
@@ -378,7 +368,7 @@ class TestLocks:
         assert listing(tmp_path) == []
 
 
-def test_a_journal_from_elsewhere_moves_nothing(tmp_path: Path) -> None:
+def test_a_journal_from_elsewhere_moves_nothing(tmp_path):
     """Somebody unpacked an archive that holds a work folder: its journal cannot know the identity of its files."""
     work, target = tmp_path / ".htp-0123456789ab", tmp_path / "startup"
     (work / "new").mkdir(parents=True)
@@ -391,7 +381,7 @@ def test_a_journal_from_elsewhere_moves_nothing(tmp_path: Path) -> None:
     assert listing(tmp_path) == []
 
 
-def test_identities_of_folders_do_not_change_with_what_is_in_them(tmp_path: Path) -> None:
+def test_identities_of_folders_do_not_change_with_what_is_in_them(tmp_path):
     before = Identity.at(tmp_path)
     (tmp_path / "file").touch()
     assert Identity.at(tmp_path) == before

@@ -1,7 +1,5 @@
 """The module tree and its JSON."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -24,7 +22,7 @@ def tree() -> Hierarchy:
     )
 
 
-def test_every_module_is_listed_once_in_order_under_its_first_name() -> None:
+def test_every_module_is_listed_once_in_order_under_its_first_name():
     embed = nn.Linear(2, 2)
     tree = Hierarchy.from_module(nn.Sequential(embed, nn.ModuleList([nn.Linear(2, 2)]), embed))
     classes = {path: name.removeprefix("torch.nn.modules.") for path, name in tree.classes.items()}
@@ -34,7 +32,7 @@ def test_every_module_is_listed_once_in_order_under_its_first_name() -> None:
     assert {(module.calls, module.fate) for module in tree.values()} == {(0, "uncalled")}
 
 
-def test_parents_and_children_are_the_nearest_modules(tree: Hierarchy) -> None:
+def test_parents_and_children_are_the_nearest_modules(tree):
     assert tree.children("") == ("conv", "bn", "head", "unused")
     assert tree.children("head") == ("head.fc",)
     assert tree.parent("head.fc") == "head"
@@ -44,7 +42,7 @@ def test_parents_and_children_are_the_nearest_modules(tree: Hierarchy) -> None:
         tree.children("nowhere")
 
 
-def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> None:
+def test_json_is_the_file_format_and_comes_back_the_same(tree):
     text = tree.to_json()
     assert json.loads(text)["bn"] == {
         "class": "torch.nn.modules.batchnorm.BatchNorm2d",
@@ -74,12 +72,12 @@ def test_json_is_the_file_format_and_comes_back_the_same(tree: Hierarchy) -> Non
         ('{"": {"class": "a", "calls": 1, "fate": "computed", "name": 3}}', "'name' is not a string: 3"),
     ],
 )
-def test_malformed_json_is_refused_with_what_is_wrong(text: str, message: str) -> None:
+def test_malformed_json_is_refused_with_what_is_wrong(text, message):
     with pytest.raises(ValueError, match=message):
         Hierarchy.from_json(text)
 
 
-def test_results_make_a_new_tree_and_leave_the_old_one(tree: Hierarchy) -> None:
+def test_results_make_a_new_tree_and_leave_the_old_one(tree):
     new = tree.with_results(
         calls={"unused": 3}, fates={"unused": "fused", "bn": "computed"}, fused_with={"unused": ["conv", "head"]}
     )
@@ -89,14 +87,14 @@ def test_results_make_a_new_tree_and_leave_the_old_one(tree: Hierarchy) -> None:
     assert list(new) == list(tree)
 
 
-def test_a_tree_has_one_root_and_every_path_once() -> None:
+def test_a_tree_has_one_root_and_every_path_once():
     with pytest.raises(ValueError, match="no root"):
         Hierarchy([ModuleInfo("a", "net.A")])
     with pytest.raises(ValueError, match="twice"):
         Hierarchy([ModuleInfo("", "net.A"), ModuleInfo("", "net.B")])
 
 
-def test_modules_that_only_nodes_name_are_added_below_what_is_known(tree: Hierarchy) -> None:
+def test_modules_that_only_nodes_name_are_added_below_what_is_known(tree):
     new = tree.including({"conv": 7, "tail.0.fc": 2}, {"tail.0.fc": "net.Fc"})
     assert new["conv"].calls == 1
     assert new["tail.0.fc"] == ModuleInfo("tail.0.fc", "net.Fc", 2, "computed")

@@ -1,8 +1,5 @@
 """Modules that have one name in ``named_modules()``: each has a path of its own, and the file says its name."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -13,7 +10,7 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo, module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import BOTH, exported
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -30,11 +27,7 @@ class EmptyName(nn.Module):
         return self.fc(first(x).sin())
 
 
-class Inner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.b = nn.Linear(4, 4)
-
+class Inner(Holding, b=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.b(x).sin()
 
@@ -68,7 +61,7 @@ def agrees_everywhere(model: nn.Module, file: onnx.ModelProto) -> None:
 
 
 @BOTH
-def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str, tmp_path: Path) -> None:
+def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter, tmp_path):
     model = built(EmptyName)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
@@ -80,9 +73,7 @@ def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter: str,
 
 
 @BOTH
-def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(
-    exporter: str, tmp_path: Path
-) -> None:
+def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(exporter, tmp_path):
     model = built(NameWithADot)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     assert owners_by_type(file) == [("Gemm", ("a.b",)), ("Sin", ("a",)), ("Tanh", ("a.b#2",)), ("Cos", ("",))]
@@ -95,14 +86,14 @@ def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_o
     agrees_everywhere(model, file)
 
 
-def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them() -> None:
+def test_parameters_are_listed_under_the_path_of_the_module_that_holds_them():
     assert {path: dict(held.shapes) for path, held in parameters_of(EmptyName()).items()} == {
         "#2.0": {"weight": (4, 4), "bias": (4,)},
         "fc": {"weight": (4, 4), "bias": (4,)},
     }
 
 
-def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them() -> None:
+def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them():
     model, shared = nn.Module(), nn.Sequential(nn.ReLU())
     model.one, model.two = shared, shared
     model._modules["one.0"] = nn.ReLU()

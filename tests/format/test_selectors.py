@@ -1,7 +1,5 @@
 """The selector language."""
 
-from __future__ import annotations
-
 import pytest
 
 from htp_export.errors import SelectorError
@@ -53,9 +51,7 @@ CLASSES = {
         ("!re:.+,?.*", [""]),
     ],
 )
-def test_a_selector_names_these_modules_in_the_order_of_the_model(
-    pattern: str | list[str], selected: list[str]
-) -> None:
+def test_a_selector_names_these_modules_in_the_order_of_the_model(pattern, selected):
     assert selectors.select(pattern, CLASSES) == selected
 
 
@@ -78,16 +74,16 @@ def test_a_selector_names_these_modules_in_the_order_of_the_model(
         ([3], "a selector is a string"),
     ],
 )
-def test_a_selector_that_selects_nothing_is_refused_and_named(pattern: list[str] | str, message: str) -> None:
+def test_a_selector_that_selects_nothing_is_refused_and_named(pattern, message):
     with pytest.raises(SelectorError, match=message):
         selectors.select(pattern, CLASSES)
 
 
-def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class() -> None:
+def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class():
     assert selectors.select("layer[!x]*", {"layer.0": "a", "layers": "a"}) == ["layers"]
 
 
-def test_a_selector_with_all_below_takes_an_excluded_module_with_those_below_it() -> None:
+def test_a_selector_with_all_below_takes_an_excluded_module_with_those_below_it():
     classes = {"": "net.Net", "a": "net.Block", "a.fc": "nn.Linear", "b": "net.Block", "b.fc": "nn.Linear"}
     assert selectors.select_below("class:Block", classes) == ["a", "a.fc", "b", "b.fc"]
     assert selectors.select_below(["**", "!a"], classes) == ["", "b", "b.fc"]

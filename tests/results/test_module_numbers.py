@@ -1,7 +1,5 @@
 """Every table says the same of a module: `tree`, `cost`, `diff`, `view` and `profile`, on files of every kind."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,27 +21,19 @@ from htp_export.format import tags
 from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.exporting import exported_once
 from tests.handmade import with_function
-from tests.nets import x
+from tests.nets import Holding, x
 
 
-class Folded(nn.Module):
+class Folded(Holding, conv=nn.Conv2d(3, 8, 3), norm=nn.BatchNorm2d(8), act=nn.ReLU()):
     """A convolution into which a batch normalisation is folded: 216 + 8 and 8 + 8 parameters, 224 weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.act = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.act(self.norm(self.conv(x)))
         return out
 
 
-class Mlp(nn.Module):
+class Mlp(Holding, up=nn.Linear(8, 16), down=nn.Linear(16, 8)):
     """8 · 16 + 16 and 16 · 8 + 8 parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(torch.relu(self.up(x)))
@@ -70,12 +60,8 @@ class Tied(nn.Module):
         return out
 
 
-class Branches(nn.Module):
+class Branches(Holding, high=nn.Linear(4, 4), low=nn.Linear(4, 4)):
     """One layer in each branch: 2 · (16 + 4) parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.high, self.low = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x), lambda x: self.low(x), (x,))
@@ -236,7 +222,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS]
 )
-def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind: str) -> None:
+def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind):
     make, parameters, weight_bytes = KINDS[kind]
     made = make()
     found = dict(tables(made))
@@ -254,7 +240,7 @@ def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind: s
     )
 
 
-def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were() -> None:
+def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were():
     for name, model in (("folded", Folded()), ("tied", Tied())):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(file_of(name))).rows}
         assert rows == {
@@ -262,7 +248,7 @@ def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were() ->
         }
 
 
-def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say() -> None:
+def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say():
     for file in (file_of("tied"), file_of("tied", "torchscript")):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows}
         assert rows == {
@@ -277,14 +263,14 @@ def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say() 
         }
 
 
-def test_nodes_of_no_module_are_the_roots_own_in_every_table() -> None:
+def test_nodes_of_no_module_are_the_roots_own_in_every_table():
     made = with_nodes_of_no_module(file_of("folded"))
     rows = {row.path: row for row in tree_rows(htp_export.load(made)).rows}
     assert (rows[""].nodes, rows[""].own_nodes) == (2, 1)
     assert (rows["conv"].nodes, rows["act"].nodes) == (0, 1)
 
 
-def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not() -> None:
+def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not():
     weight = ir.Value(name="w", const_value=ir.tensor([1, 2, 3], dtype=ir.DataType.INT16, name="w"))
     places = ir.Value(name="p", const_value=ir.tensor([0, 1], dtype=ir.DataType.INT16, name="p"))
     scale = ir.Value(name="s", const_value=ir.tensor(0.5, name="s"))

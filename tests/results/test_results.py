@@ -1,7 +1,5 @@
 """Every result, at a prompt and in a notebook, and what it says of a module that it does not have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -61,7 +59,7 @@ RESULTS = [name for name in results.__all__ if issubclass(getattr(results, name)
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_result_is_short_at_a_prompt_and_a_table_in_a_notebook(name: str, made: dict[str, list[Any]]) -> None:
+def test_a_result_is_short_at_a_prompt_and_a_table_in_a_notebook(name, made):
     for result in made[name]:
         assert repr(result).startswith(f"{name}: ")
         assert len(repr(result)) <= MOST
@@ -73,9 +71,7 @@ def test_a_result_is_short_at_a_prompt_and_a_table_in_a_notebook(name: str, made
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_a_module_that_a_result_does_not_have_is_an_error_with_the_nearest(
-    name: str, made: dict[str, list[Any]]
-) -> None:
+def test_a_module_that_a_result_does_not_have_is_an_error_with_the_nearest(name, made):
     for result in made[name]:
         modules = getattr(result, "modules", None)
         if isinstance(modules, dict) and modules:
@@ -86,12 +82,12 @@ def test_a_module_that_a_result_does_not_have_is_an_error_with_the_nearest(
                 modules[f"{path}9"]
 
 
-def test_every_result_by_module_is_among_them(made: dict[str, list[Any]]) -> None:
+def test_every_result_by_module_is_among_them(made):
     by_module = {name for name, found in made.items() if isinstance(getattr(found[0], "modules", None), Modules)}
     assert {"Cost", "Profile", "Comparison", "Verification", "Quantized", "Pruned", "Placed", "ModelMap"} <= by_module
 
 
-def test_numbers_of_modules_are_found_by_name_in_every_table(made: dict[str, list[Any]]) -> None:
+def test_numbers_of_modules_are_found_by_name_in_every_table(made):
     [cost, *_] = made["Cost"]
     assert cost.by_path() == cost.by_path("flops")
     assert cost.by_path()["first"] == 2 * 2 * 32 * 32
@@ -113,7 +109,7 @@ class Counted(ModuleTable):
         return "many " * 1000
 
 
-def test_a_long_table_in_a_notebook_and_a_long_summary_at_a_prompt_are_cut() -> None:
+def test_a_long_table_in_a_notebook_and_a_long_summary_at_a_prompt_are_cut():
     counted = Counted({f"fc.{k}": SimpleNamespace(path=f"fc.{k}", count=k) for k in range(2000)})
     assert len(repr(counted)) < MOST
     assert repr(counted.modules) == "<2000 modules: 'fc.0', 'fc.1', 'fc.2', …>"

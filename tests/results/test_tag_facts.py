@@ -1,7 +1,5 @@
 """What a file knows about its tags stands under every table that is by module, and in its JSON."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What the values of weights are like."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import onnx_ir as ir

@@ -55,11 +55,6 @@ def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
     return nodes
 
 
-def bodies_given(function: Any, args: Any) -> list[Any]:
-    """The branches or loop bodies among the arguments of an operator, in order."""
-    return [each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)]
-
-
 def file_of_code(module: Any) -> str | None:
     """Return the file name that FX generates for the code of a graph module; None for other modules."""
     if not isinstance(module, torch.fx.GraphModule) or not module.code:  # Dynamo's have no code until it is asked for
@@ -113,7 +108,7 @@ class Bodies:
         ``traced``: whether it runs in the model itself, and not while Dynamo tries its graphs out. Returns whether it
         has bodies and is not inside another one; only then `leave` is to be called.
         """
-        bodies = bodies_given(function, args)
+        bodies = [each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)]
         if self._inside or not bodies or not log.stack:
             return False
         self._inside = True

@@ -37,28 +37,19 @@ class CallTensors:
 
     # Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor
     inputs: tuple[tuple[str, Any], ...]
-    outputs: tuple[Any, ...]  # the keys of the tensors that ``forward`` returned, in order
-    containers: tuple[str, ...] = ()  # as of `Given`
+    outputs: tuple[Any, ...] = ()  # the keys of the tensors that ``forward`` returned, in order
+    # The names of arguments that are caches, or other containers of tensors that only torch knows
+    containers: tuple[str, ...] = ()
+
+    @classmethod
+    def given(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallTensors:
+        """The tensors themselves at the beginning of a call of ``forward``, which may change the cache that it gets."""
+        arguments = arguments_by_name(forward, args, kwargs)
+        return cls(tuple(named_tensors_in(arguments)), (), tuple(containers_in(arguments)))
 
     def is_part(self, argument: str) -> bool:
         """Return whether an argument is a part of a container."""
         return any(argument.startswith(f"{container}.") for container in self.containers)
-
-
-@dataclass(frozen=True, slots=True)
-class Given:
-    """The arguments of one call at its beginning: a module may change the cache that it is given."""
-
-    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and each tensor
-    tensors: tuple[tuple[str, Any], ...]
-    # The names of arguments that are caches, or other containers of tensors that only torch knows
-    containers: tuple[str, ...]
-
-    @classmethod
-    def of(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Given:
-        """Read the arguments of a call of ``forward``."""
-        arguments = arguments_by_name(forward, args, kwargs)
-        return cls(tuple(named_tensors_in(arguments)), tuple(containers_in(arguments)))
 
 
 @dataclass
@@ -74,7 +65,6 @@ class CallLog:
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
-    _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -82,7 +72,7 @@ class CallLog:
         """The same calls, to which others can be added."""
         tensors, returned = self.call_tensors.copy(), self.returned_inputs.copy()
         other = CallLog(self.calls.copy(), self.stack.copy(), returned, tensors)
-        other._counts, other._first = self._counts.copy(), self._first.copy()
+        other._counts = self._counts.copy()
         return other
 
     def enter(self, path: str) -> int:
@@ -93,20 +83,19 @@ class CallLog:
 
     def add(self, path: str, parent: int) -> int:
         """Record a call without putting it on the stack, and return its index."""
-        self._first.setdefault(path, len(self.calls))
         self.calls.append(Call(path, self._counts[path], parent))
         self._counts[path] += 1
         return len(self.calls) - 1
 
     def near(self, path: str) -> int:
         """Return the first call of the nearest module above that ran: the assumed caller of an unobserved call."""
-        above = [up for up in tags.ancestors(path) if up != path]
-        return next((self._first[up] for up in above if up in self._first), NO_CALL)
+        above = tags.nearest_above(path, self._counts)
+        return next((index for index, call in enumerate(self.calls) if call.path == above), NO_CALL)
 
-    def record_inputs(self, given: Given, key: Callable[[Any], Any]) -> None:
+    def record_inputs(self, given: CallTensors, key: Callable[[Any], Any]) -> None:
         """Record the inputs of the innermost running call; ``key`` gives a tensor's key in the captured graph."""
-        names, tensors = [name for name, _ in given.tensors], [tensor for _, tensor in given.tensors]
-        entering = CallTensors(tuple(zip(names, keys_of(tensors, key), strict=True)), (), given.containers)
+        names, tensors = [name for name, _ in given.inputs], [tensor for _, tensor in given.inputs]
+        entering = replace(given, inputs=tuple(zip(names, keys_of(tensors, key), strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.bodies import Bodies, bodies_run_in_place, nodes_in_bodies
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torch_internals import (
     changes_of,
@@ -124,7 +124,8 @@ class FxCalls:
             nth = self._trace.scope_counts[path]
             self._trace.scoped[path, nth] = index
             self._trace.scope_counts[path] += 1
-        self.log.record_inputs(Given.of(module.forward, args, kwargs), functools.partial(self._result_of, tracer))
+        given = CallTensors.given(module.forward, args, kwargs)
+        self.log.record_inputs(given, functools.partial(self._result_of, tracer))
         self._trace.nodes_before.append(len(tracer.graph.nodes))
         return True
 

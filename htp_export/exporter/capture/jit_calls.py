@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Given, keys_of
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, keys_of
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torchscript_internals import (
     CONSTANTS,
@@ -18,8 +18,6 @@ from htp_export.exporter.capture.torchscript_internals import (
     flattened,
     is_listed,
     is_script_method,
-    names_of_inlined_scope,
-    names_of_traced_scope,
     next_number,
     nodes_of,
     numbers_of_inputs,
@@ -38,7 +36,6 @@ class TracedNode(NamedTuple):
     """One node of a JIT graph while it is traced."""
 
     kind: str  # what it does; an operation in place is called as the one that is not
-    scope: str  # the name of its scope
     call: int  # index of the call that ran it
     outputs: tuple[int, ...]  # the numbers of what it makes
     inputs: tuple[int, ...]  # the numbers of what it reads
@@ -85,7 +82,7 @@ class Trace:
         """Note that the user's forward hooks run before the innermost module returns: outside of its scope."""
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
-    def leave(self, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> None:
+    def leave(self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None) -> None:
         """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
         self.log.record_inputs(given, traced_number)
@@ -121,7 +118,7 @@ class Trace:
                     yield from self._noted(block.nodes(), inner, later)
             elif kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
-                yield TracedNode(out_of_place(kind), node.scopeName(), call, *numbers)
+                yield TracedNode(out_of_place(kind), call, *numbers)
 
     def _place_between(self) -> None:
         """Give calls, outer ones first, what was traced while they ran and has their callers' scope."""
@@ -142,7 +139,7 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
 class Matching:
     """Which node of the trace each node of the graph is: the graph is the trace, without dead nodes.
 
-    Neither kind, scope nor order can tell a dead node from a live one like it, so that the graph is matched from its
+    Neither kind nor order can tell a dead node from a live one like it, so that the graph is matched from its
     end: a node's consumers are matched first, and what they read in the trace is what the node made there.
 
     ``reading`` is the graph as it was traced, or that of a module which was made by tracing and inlined; ``inputs`` has
@@ -151,7 +148,7 @@ class Matching:
 
     def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
         self._traced = traced = _with_usual_names(trace.nodes, reading)
-        self._steps, self._scopes = reading.outermost, reading.scopes
+        self._steps = reading.outermost
         self._made_at = {number: place for place, node in enumerate(traced) for number in node.outputs}
         self._made_by = {number: index for index, step in enumerate(self._steps) for number in step.outputs}
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}  # in the graph → while tracing
@@ -186,16 +183,15 @@ class Matching:
     def _by_inputs(self, index: int) -> int | None:
         """For a node whose results nothing reads, as it changes a tensor in place: the last that reads the same.
 
-        It stands between those of the nodes around it. The scope, where there is one, decides between several.
+        It stands between those of the nodes around it.
         """
         place = self._by_consumers(index)  # of one that has only consumers of this sort
         if place is not None:
             return place
         begin = next((at for at in reversed(self._places[:index]) if at is not None), -1)
         end = next((at for at in self._places[index + 1 :] if at is not None), len(self._traced))
-        same = [place for place in range(end - 1, begin, -1) if self._does_the_same(index, place)]
-        same.sort(key=lambda place: not _agree(self._traced[place].scope, self._scopes[index]))
-        return same[0] if same else None
+        same = (place for place in range(end - 1, begin, -1) if self._does_the_same(index, place))
+        return next(same, None)
 
     def _does_the_same(self, index: int, place: int) -> bool:
         """Whether a node of the graph and one of the trace compute the same from what is known to be the same."""
@@ -217,10 +213,6 @@ class Matching:
                 if (producer, at) not in seen:
                     waiting.append((producer, at))
         return True
-
-
-def _agree(traced: str, scope: str) -> bool:
-    return traced == scope or names_of_traced_scope(traced) == names_of_inlined_scope(scope)
 
 
 class ScriptCalls:

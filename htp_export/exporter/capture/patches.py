@@ -69,8 +69,8 @@ TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", torchscript_patches.traced),
     # Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put before.
     Patch(_SCRIPT, "_create_jit_graph", noting(script_capture, _JIT_GRAPH, "created")),
-    Patch(_SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translated_node", 2)),
-    Patch(_SCRIPT, "_run_symbolic_method", noting(script_capture, _FUNCTION, "translated_function", 1)),
+    Patch(_SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translation.node", 2)),
+    Patch(_SCRIPT, "_run_symbolic_method", noting(script_capture, _FUNCTION, "translation.function", 1)),
     Patch(_SCRIPT, "_C", torchscript_patches.ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", torchscript_patches.add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", torchscript_patches.export_file),

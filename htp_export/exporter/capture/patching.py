@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from htp_export.errors import TorchChangedError
@@ -66,7 +67,7 @@ def noting(running: ContextVar[Any], seam: str, method: str, place: int | None =
         result = original(*args, **kwargs)
         capture = running.get()
         if capture is not None:
-            capture.step(seam, getattr(capture, method), *(() if place is None else (args[place],)), result)
+            capture.step(seam, attrgetter(method)(capture), *(() if place is None else (args[place],)), result)
         return result
 
     return note

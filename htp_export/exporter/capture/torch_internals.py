@@ -12,18 +12,11 @@ import itertools
 import operator
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from htp_export.format.leaves import tensors_in
 from htp_export.process.restoring import Changes, SharedSetting, set_item
-
-
-def graph_modules_in(module: Any) -> Iterator[Any]:
-    """A graph module and those inside it: the bodies of operators."""
-    import torch
-
-    return (each for each in module.modules() if isinstance(each, torch.fx.GraphModule))
 
 
 def has_module_stacks(model: Any) -> bool:
@@ -129,24 +122,19 @@ def is_view(node: Any) -> bool:
     return schema is not None and bool(schema.returns) and schema.returns[0].alias_info is not None
 
 
-class OperatorName(NamedTuple):
-    """What the operator that a node of an FX graph calls is named."""
+def operator_name(target: Any) -> tuple[str, str, str]:
+    """Return namespace, name and overload of what a node of an FX graph calls: ``aten``, ``linear``; ``""`` by default.
 
-    namespace: str  # ``aten``; ``python`` for functions of Python, which compute with sizes
-    name: str  # ``linear``
-    overload: str = ""  # ``Tensor``; empty for the default one
-
-
-def operator_name(target: Any) -> OperatorName:
-    """Return the name of what a node of an FX graph calls."""
+    The namespace of functions of Python, which compute with sizes, is ``python``.
+    """
     import torch
 
     if isinstance(target, torch._ops.OpOverload):
         overload = "" if target._overloadname == "default" else target._overloadname
-        return OperatorName(target.namespace, target._schema.name.partition("::")[2], overload)
+        return target.namespace, target._schema.name.partition("::")[2], overload
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return OperatorName("higher_order", str(target.__name__))
-    return OperatorName("python", str(getattr(target, "__name__", target)))
+        return "higher_order", str(target.__name__), ""
+    return "python", str(getattr(target, "__name__", target)), ""
 
 
 class Argument(NamedTuple):
@@ -279,25 +267,17 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
     return True
 
 
-def _stance() -> Any:
+def _frames() -> Any:
     from torch._dynamo import eval_frame
 
-    return eval_frame._stance
+    return eval_frame
 
 
-def _set_stance(stance: Any) -> None:
-    from torch._dynamo import eval_frame
-
-    eval_frame._set_stance(stance)
-
-
-def _eager_stance() -> Any:
-    from torch._dynamo.eval_frame import DynamoStance
-
-    return DynamoStance("force_eager")
-
-
-_STANCE = SharedSetting(_stance, _set_stance, _eager_stance)
+_STANCE = SharedSetting(
+    lambda: _frames()._stance,
+    lambda stance: _frames()._set_stance(stance),
+    lambda: _frames().DynamoStance("force_eager"),
+)
 
 
 def turn_compilation_off(changes: Changes) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import onnx
 
-from htp_export.exporter.capture.calls import CallTensors, Given, Key, Node, Operation, Record
+from htp_export.exporter.capture.calls import CallTensors, Key, Node, Operation, Record
 from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
 from htp_export.exporter.capture.made_weights import JitWeights
@@ -52,7 +52,7 @@ class TorchScriptCapture(Guarded):
         self._first: _FirstGraph | None = None
         self._versions = Versions()
         self._stages = Stages(Reading())
-        self._translation = Translation()
+        self.translation = Translation()
         self._graph: Any = None
         self._weights: JitWeights | None = None
         self.recipes: dict[str, Recipe] = {}  # of initializers that are not the parameters of their names
@@ -76,7 +76,9 @@ class TorchScriptCapture(Guarded):
         self.root.traced()
         return result
 
-    def returns(self, module: Any, state: Any, given: Given, result: Any, changed: Callable[[Any], Any] | None) -> bool:
+    def returns(
+        self, module: Any, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
+    ) -> bool:
         """Note that the innermost running module's ``forward`` is over; the arguments are those of `Trace.leave`.
 
         The user's forward hooks run outside of the module's scope, and do the module's work. Returns whether there are
@@ -98,7 +100,7 @@ class TorchScriptCapture(Guarded):
     def traced(self, graph: Any) -> None:
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
-        reading = read(graph, self._user_inputs, scopes=True)
+        reading = read(graph, self._user_inputs)
         self._began(reading, dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)))
 
     def created(self, made: tuple[Any, ...]) -> None:
@@ -107,7 +109,7 @@ class TorchScriptCapture(Guarded):
             return
         graph, parameters, *_ = made
         self._user_inputs = len(list(graph.inputs())) - len(parameters)
-        reading = read(graph, self._user_inputs, scopes=True)
+        reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.
         self._began(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
 
@@ -139,7 +141,7 @@ class TorchScriptCapture(Guarded):
 
     def before_translation(self, graph: Any) -> None:
         """Note what became of the traced graph before it is translated into another."""
-        self._translation.begin(graph)
+        self.translation.begin(graph)
         if (first := self._first) is not None:
             now = read(graph, self._user_inputs)
             self._stages = Stages(self._versions.settle(first.operations, first.outputs, first.reading, now))
@@ -147,19 +149,11 @@ class TorchScriptCapture(Guarded):
         elif not self.trace.log.calls:
             self._scripted(graph)
 
-    def translated_node(self, node: Any, result: Any) -> None:
-        """Note which tensors of the new graph stand for those of one traced node."""
-        self._translation.node(node, result)
-
-    def translated_function(self, name: str, result: Any) -> None:
-        """Note which tensors of the new graph stand for those of an ``autograd.Function``."""
-        self._translation.function(name, result)
-
     def translated(self, graph: Any) -> None:
         """Note the ONNX graph as it was translated."""
         if self._first:
-            self._translation.through_blocks(self._stages.last.steps)
-            self._stages.translated(self._translation.numbers, read(graph, self._user_inputs))
+            self.translation.through_blocks(self._stages.last.steps)
+            self._stages.translated(self.translation.numbers, read(graph, self._user_inputs))
 
     def renumbered(self, before: Any, after: Any) -> None:
         """Note that a graph was copied node by node, with new numbers."""

@@ -131,22 +131,6 @@ def is_listed(module: Any) -> bool:
     return module in (torch.jit._trace._trace_module_map or {})
 
 
-def names_of_traced_scope(scope: str) -> str:
-    """The names of the modules that run, outermost first, from the scope of a node under ``torch.jit.trace``.
-
-    Each part is a module's path below ``__module``, a name its end: ``__module.layers.0/__module.layers.0.fc``.
-    """
-    return "/".join(part.rpartition(".")[2] for part in scope.split("/")) if scope else ""
-
-
-def names_of_inlined_scope(scope: str) -> str:
-    """The same, from the scope that a node has once the methods of a traced module were inlined.
-
-    Each part is a class and a name, with containers that did not run or without: ``Net::/Block::layers.0/Linear::fc``.
-    """
-    return "/".join(part.rpartition("::")[2].rpartition(".")[2] for part in scope.split("/")[1:])
-
-
 def next_number() -> int:
     """A number between those of the values that the running TorchScript trace has made, and those that it will make."""
     value = tracing_state().graph().insertConstant(0)
@@ -233,8 +217,6 @@ class Reading:
     inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
     parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
     outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
-    # For each node of the outermost block that is no constant, the name of its scope; if they were asked for
-    scopes: list[str] = field(default_factory=list)
 
     @property
     def outermost(self) -> list[JitStep]:
@@ -250,12 +232,12 @@ class Reading:
         return numbers
 
 
-def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
+def read(graph: Any, user_inputs: int) -> Reading:
     """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
     reading = Reading()
     numbers = [value.unique() for value in graph.inputs()]
     reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
-    _read(graph, reading, top=True, scopes=scopes)
+    _read(graph, reading, top=True)
     tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
     waiting = [value.unique() for value in graph.outputs()][::-1]
     while waiting:
@@ -267,7 +249,7 @@ def read(graph: Any, user_inputs: int, *, scopes: bool = False) -> Reading:
     return reading
 
 
-def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> None:
+def _read(block: Any, reading: Reading, *, top: bool) -> None:
     steps, constants = reading.steps, reading.constants
     for node in block.nodes():
         kind = node.kind()
@@ -289,8 +271,6 @@ def _read(block: Any, reading: Reading, *, top: bool, scopes: bool = False) -> N
         )
         if top:
             reading.sizes.append(len(steps) - before)
-            if scopes:
-                reading.scopes.append(node.scopeName())
 
 
 def attributes_of(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from htp_export.exporter.capture import torchscript_internals
-from htp_export.exporter.capture.calls import Given
+from htp_export.exporter.capture.calls import CallTensors
 from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import script_capture, wanted
 from htp_export.exporter.capture.saving import KeptWeights, kept_weights, stand_ins, write
@@ -54,7 +54,7 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             if name is None:
                 result = original(self, *input, **kwargs)
             else:
-                given = capture.step("noting what a module is given", Given.of, self.forward, input, kwargs)
+                given = capture.step("noting what a module is given", CallTensors.given, self.forward, input, kwargs)
                 if name:
                     tracing_state.push_scope(name)
                 try:
