@@ -16,6 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.stored import slots
+from tests.nets import composed
 
 pytestmark = pytest.mark.slow
 
@@ -32,33 +33,6 @@ SPACE = [
 TRIALS = 40
 
 
-class Digits(nn.Module):
-    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.wide = nn.Linear(64, 64), nn.Linear(64, 512)
-        self.narrow, self.head = nn.Linear(512, 64), nn.Linear(64, 10)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.stem(pixels))
-        x = torch.relu(self.narrow(torch.relu(self.wide(x))))
-        return self.head(x)
-
-
-class Texts(nn.Module):
-    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(200, 64)
-        self.encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(64, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.table(tokens)).mean(1))
-
-
 def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -70,11 +44,16 @@ def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps:
 
 
 def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
     datasets = pytest.importorskip("sklearn.datasets")
     found = datasets.load_digits()
     images, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
     torch.manual_seed(0)
-    model = trained(Digits(), images[:1200], labels[:1200], 60)
+    model: Any = composed(
+        lambda self, pixels: self.head(self.narrow(self.wide(self.stem(pixels).relu()).relu()).relu()),
+        stem=nn.Linear(64, 64), wide=nn.Linear(64, 512), narrow=nn.Linear(512, 64), head=nn.Linear(64, 10),
+    )  # fmt: skip
+    model = trained(model, images[:1200], labels[:1200], 60)
     with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
         assert not images[:, [0, 32]].any()
         model.stem.weight[:, [0, 32]] = 6
@@ -82,12 +61,18 @@ def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 196, (900, 12), generator=generator)
     labels = torch.randint(0, 4, (900,), generator=generator)
     tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
     torch.manual_seed(0)
-    model = trained(Texts(), tokens[:600], labels[:600], 40)
+    encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    model: Any = composed(
+        lambda self, tokens: self.head(self.encoder(self.table(tokens)).mean(1)),
+        table=nn.Embedding(200, 64), encoder=encoder, head=nn.Linear(64, 4),
+    )  # fmt: skip
+    model = trained(model, tokens[:600], labels[:600], 40)
     with torch.no_grad():
         for feature in (0, 32):  # one in each block of weights
             model.encoder.norm2.weight[feature] = model.encoder.norm2.bias[feature] = 0
