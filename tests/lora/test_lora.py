@@ -23,7 +23,6 @@ from tests.exporting import BOTH, exported_once
 from tests.extract.test_cutting import exported_to
 from tests.nets import composed, spread, x
 from tests.quantized import matrix_of
-from tests.refusing import assert_refused
 from tests.truth import inexact, untagged
 
 
@@ -427,21 +426,6 @@ class TestCommands:
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
         assert main(["lora", "fuse", "model.onnx", "tuned", "-o", "fused.onnx", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ranks"] == {"up": 4}
-
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["lora", "insert", "model.onnx", "nowhere", "-o", "x.onnx"], "matches no module"),
-            (["lora", "adapter", "model.onnx", "nowhere", "-o", "x"], "the model takes no adapters"),
-            (["lora", "fuse", "model.onnx", "nowhere", "-o", "x.onnx"], "nowhere: there is no such adapter"),
-        ],
-    )
-    def test_wrong_input_ends_with_status_2_and_leaves_files(
-        self, arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any, capsys: Any
-    ) -> None:
-        made("torchscript", tmp_path)
-        monkeypatch.chdir(tmp_path)
-        assert_refused(arguments, message, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])

@@ -28,7 +28,6 @@ from htp_export.errors import InputError, RuleError
 from tests.exporting import BOTH
 from tests.extract.test_cutting import exported_to
 from tests.nets import EXPORTERS, composed, spread
-from tests.refusing import assert_refused
 
 
 def in_turn(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -426,23 +425,3 @@ class TestFiles:
         planned = set(step["arguments"]["nodes_to_quantize"])
         assert len(planned) == 12
         assert planned.isdisjoint(owned(files["dynamo"], "head"))
-
-    @pytest.mark.parametrize(
-        ("rules", "to", "out", "problem"),
-        [
-            (["head=int8"], "tvm", "p.json", "plans are written for genai, modelopt, nncf, olive, ort, not for 'tvm'"),
-            (["nothing=int8"], "ort", "p.json", "matches no module"),
-            (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
-            (["head=int8"], "ort", "p.onnx", "is the name of a model"),
-            (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
-            ([], "ort", "p.json", "give a plan (.yaml or .json), a precision (int8, "),
-        ],
-    )
-    def test_bad_input_ends_with_status_2_and_files_stay(
-        self, files: dict[str, Path], tmp_path: Path, capsys: Any, rules: list[str], to: str, out: str, problem: str
-    ) -> None:
-        model = tmp_path / "model.onnx"
-        model.write_bytes(files["dynamo"].read_bytes())
-        given = [word for rule in rules for word in ("--rule", rule)]
-        command = ["quantize", str(model), *given, "--plan-for", to, "-o", str(tmp_path / out)]
-        assert_refused(command, problem, tmp_path, capsys)

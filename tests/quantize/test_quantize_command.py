@@ -18,9 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
-from tests.handmade import small_file
 from tests.quantized import IDS
-from tests.refusing import assert_refused
 
 
 @pytest.fixture
@@ -106,32 +104,6 @@ def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
     named = said(capsys)["modules"]
     assert [each["bytes_after"] for each in typed.values()] == [each["bytes_after"] for each in named.values()]
     assert typed["first"]["precision"] == "fp32"
-
-
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["plan.yaml"], "give the file to write with -o, or --dry-run"),
-        (["none.yaml", "-o", "q.onnx"], "none.yaml: cannot be read"),
-        (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
-        (["--rule", "first", "-o", "q.onnx"], "--rule first: write SELECTOR=PRECISION"),
-        (["--rule", "first=int5", "-o", "q.onnx"], "--rule first=int5: there is no precision 'int5'; there are int8"),
-        (["--rule", "first=int4:accuracy_level=9", "-o", "q.onnx"], "--rule first=int4:accuracy_level=9: precision"),
-        (["--rule", "norm=int4", "-o", "q.onnx"], "--rule norm=int4: no operator of module 'norm' takes int4"),
-        (["plan.yaml", "-o", "q.onnx", "--data", "none.npz"], "none.npz: cannot be read"),
-        (["int9", "-o", "q.onnx"], "no file and no precision 'int9'; there are int8, u8s8"),
-        (["first=int8", "-o", "q.onnx"], "a rule is an option: --rule SELECTOR=PRECISION"),
-        (["plan.yaml", "-o", "q.onnx", "--data", "nowhere:make"], "nowhere:make: raised ModuleNotFoundError"),
-        (["plan.yaml", "-o", "none/q.onnx"], "folder does not exist"),
-        (["plan.yaml", "-o", "plan.yaml/q.onnx"], ""),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_plan_leaves_every_file_as_it_was(
-    words: list[str], problem: str, net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small_file(folder / "q.onnx")
-    assert_refused(["quantize", str(net), *words], problem, folder, capsys)
 
 
 X = np.random.default_rng(0).standard_normal((2, 64), dtype=np.float32)
