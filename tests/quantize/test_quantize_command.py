@@ -18,6 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
+from tests.nets import composed
 from tests.quantized import IDS
 
 
@@ -109,25 +110,16 @@ def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
 X = np.random.default_rng(0).standard_normal((2, 64), dtype=np.float32)
 
 
-class Unlike(nn.Module):
-    """Two layers, the second of which loses more in blocks of integers: each block has one large weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fine, self.coarse = nn.Linear(64, 64), nn.Linear(64, 64)
-        with torch.no_grad():
-            self.coarse.weight[:, ::16] = 40
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.coarse(torch.tanh(self.fine(x)))
-        return y
-
-
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, the second of which loses more in blocks of integers: each block has one large weight."""
     unlike = tmp_path_factory.mktemp("check") / "net.onnx"
-    htp_export.export(Unlike().eval(), (torch.from_numpy(X),), unlike, verbose=False)
+    torch.manual_seed(0)
+    fine, coarse = nn.Linear(64, 64), nn.Linear(64, 64)
+    with torch.no_grad():
+        coarse.weight[:, ::16] = 40
+    net = composed(lambda self, x: self.coarse(torch.tanh(self.fine(x))), fine=fine, coarse=coarse)
+    htp_export.export(net.eval(), (torch.from_numpy(X),), unlike, verbose=False)
     return unlike
 
 

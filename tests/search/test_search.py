@@ -26,28 +26,16 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from htp_export.runtime.data import Samples
 from tests import documents
-from tests.nets import spread, x
+from tests.nets import composed, spread, x
 
 Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).parents[2]
 
 
-class Blocks(nn.Module):
-    """Two equal blocks, one of which has weights that few bits represent badly, and a head.
-
-    Feature 0 is always 0. The weights that it is multiplied with in ``blocks.1.0`` are large: they change no output,
-    and make the steps of all weights in their blocks large.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def in_turn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = x + block(x)
+    return self.head(x)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +46,14 @@ def data() -> list[dict[str, Array]]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two equal blocks, one of which has weights that few bits represent badly, and a head.
+
+    Feature 0 is always 0. The weights that it is multiplied with in ``blocks.1.0`` are large: they change no output,
+    and make the steps of all weights in their blocks large.
+    """
     torch.manual_seed(0)
-    model = Blocks().eval()
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+    model: Any = composed(in_turn, blocks=blocks, head=nn.Linear(32, 8)).eval()
     with torch.no_grad():
         model.blocks[0][2].weight[0] = 0
         model.blocks[0][2].bias[0] = 0
