@@ -118,7 +118,10 @@ class SharedFiles:
     def random_net(self, seed: int, exporter: str) -> Path:
         """The tagged file of a network of ``tests.random_nets``."""
         net, inputs = RandomNet(seed), RandomNet.inputs(seed)
-        return self._once(f"random-{seed}-{exporter}", lambda folder: exported(net, inputs, exporter, folder))
+        options = net.export_options(exporter)
+        return self._once(
+            f"random-{seed}-{exporter}", lambda folder: exported(net, inputs, exporter, folder, **options)
+        )
 
     def decoder(self, name: str) -> Path:
         """The file of a decoder of ``tests.decoders``, with its cache, as ``example_calls`` has it."""

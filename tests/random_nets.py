@@ -18,7 +18,7 @@ from torch.nn import functional
 from tests.nets import spread
 from tests.truth import leaves
 
-SHAPE = BATCH, LENGTH, WIDTH = 2, 4, 8
+BATCH, LENGTH, WIDTH = 2, 4, 8
 EPSILON = 0.1
 
 
@@ -31,8 +31,8 @@ class Attends(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         read = (self.query(x), *self.pair(x if y is None else y).chunk(2, -1))
-        heads = [each.reshape(BATCH, LENGTH, 2, WIDTH // 2).transpose(1, 2) for each in read]
-        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(SHAPE))
+        heads = [each.reshape(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2) for each in read]
+        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape))
 
 
 class Gated(nn.Module):
@@ -116,7 +116,7 @@ class Pieces(nn.Module):
             state = self.cell(x[:, place], state)
             made[:, place] = state
         made[:, 2:] = x[:, 2:] * 0.5
-        return made, [state[:, None].expand(SHAPE)]
+        return made, [state[:, None].expand(x.shape)]
 
 
 class Learned(nn.Module):
@@ -184,7 +184,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x + y,
     lambda x, y: x * y.sigmoid(),
     lambda x, y: functional.relu(x) - 0.1,
-    lambda x, y: x.transpose(1, 2).reshape(SHAPE),
+    lambda x, y: x.transpose(1, 2).reshape(x.shape),
     lambda x, y: torch.cat((x[:, 1:], y[:, :1]), 1),
     lambda x, y: x - x.mean(-1, keepdim=True),
     lambda x, y: torch.softmax(x @ y.transpose(1, 2), -1) @ y,
@@ -194,7 +194,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: functional.layer_norm(x, (8,), eps=EPSILON),
     lambda x, y: torch.stack((x, y)).mean(0),
     lambda x, y: x.to(torch.float64).to(torch.float32),
-    lambda x, y: x.reshape(-1, 8).reshape(SHAPE),
+    lambda x, y: x.reshape(-1, 8).reshape(x.shape),
     lambda x, y: x + torch.arange(4, dtype=torch.float32)[:, None],
     lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON),
     lambda x, y: x.index_select(1, torch.tensor([3, 2, 1, 0])),
@@ -262,10 +262,14 @@ class Drawn(nn.Module):
 
 
 class RandomNet(nn.Module):
-    """A network of one or two drawn blocks between two layers; `spread`, for evaluation."""
+    """A network of one or two drawn blocks between two layers; `spread`, for evaluation.
+
+    Some take a second input, and give what goes into the last layer, too.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()
+        self.seed = seed
         pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3)
         torch.manual_seed(seed)
         self.embed = pick.choice(LAYERS)()
@@ -276,14 +280,25 @@ class RandomNet(nn.Module):
             if hasattr(module, "eps"):
                 module.eps = EPSILON
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
         x = torch.stack(leaves(self.embed(x))).sum(0) * 1.5
         for block in self.blocks:
-            x = x + torch.stack(leaves(block(x))).sum(0).tanh()
-        result: Tensor = self.head(x)
-        return result
+            x = x + torch.stack(leaves(block(x) if y is None else block(x, y * 0.5))).sum(0).tanh()
+        return self.head(x) if y is None else {"head": self.head(x), "states": [x]}
 
     @staticmethod
-    def inputs(seed: int) -> dict[str, Tensor]:
+    def inputs(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
         """Its inputs, by keyword."""
-        return {"x": torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed))}
+        generator = torch.Generator().manual_seed(seed)
+        names = "xy" if seed % 5 > 2 else "x"
+        return {name: torch.randn(batch, LENGTH, WIDTH, generator=generator) for name in names}
+
+    def export_options(self, exporter: str) -> dict[str, Any]:
+        """How it is exported: every other one with an open batch, which dynamo does not know of recurrent layers."""
+        is_recurrent = any(isinstance(each, nn.RNNBase) for each in self.modules())
+        if self.seed % 2 == 0 or (exporter == "dynamo" and is_recurrent):
+            return {}
+        names = [*self.inputs(self.seed)]
+        if exporter == "dynamo":
+            return {"dynamic_shapes": {name: {0: torch.export.Dim.AUTO} for name in names}}
+        return {"input_names": names, "dynamic_axes": {name: {0: "batch"} for name in names}}

@@ -285,8 +285,12 @@ def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
 
 
 def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
+    """The shapes of the main graph without elements, but for vectors of integers: they may be a part of a shape."""
+    types = {value.name: value.type.tensor_type for value in (*inferred.graph.value_info, *inferred.graph.output)}
     shapes = {
-        value.name: value.type.tensor_type.shape.dim for value in (*inferred.graph.value_info, *inferred.graph.output)
+        name: kind.shape.dim
+        for name, kind in types.items()
+        if len(kind.shape.dim) != 1 or kind.elem_type not in (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
     }
     found: dict[tuple[int | str, ...], Fault] = {}
     for node, name in ((maker, name) for maker in proto.graph.node for name in maker.output):

@@ -22,7 +22,7 @@ import torch
 
 import htp_export
 from htp_export import lora, tools
-from htp_export.errors import InputError, RuleError
+from htp_export.errors import InputError, RuleError, ToolError
 from htp_export.format import tags
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
@@ -54,8 +54,8 @@ class Case:
 
     @functools.cached_property
     def feeds(self) -> dict[str, Array]:
-        [given] = onnx.load(str(self.file), load_external_data=False).graph.input
-        return {given.name: self.kwargs["x"].numpy()}
+        given = onnx.load(str(self.file), load_external_data=False).graph.input
+        return {each.name: array.numpy() for each, array in zip(given, self.kwargs.values(), strict=True)}
 
     def results(self, file: Path) -> list[Array]:
         return run_file(file, self.feeds)
@@ -111,7 +111,7 @@ def owners_are_exact(case: Case) -> Iterator[Any]:
 @holds
 def signatures_name_what_modules_take_and_give(case: Case) -> Iterator[Any]:
     """Each tensor has the value that PyTorch saw; a result without a name is one that nothing reads, or is gone."""
-    calls, (expected,) = run_pytorch(case.net, case.kwargs)
+    calls, expected = run_pytorch(case.net, case.kwargs)
     file = onnx.load(str(case.file))
     yield from named_wrongly(calls, file, values_of(file, case.kwargs))
     tagged = htp_export.load(case.file)
@@ -119,7 +119,8 @@ def signatures_name_what_modules_take_and_give(case: Case) -> Iterator[Any]:
         for nth, signature in enumerate(signatures):
             has_nodes = tagged[path].fate == "computed" and tagged[path].call(nth).nodes
             for place in [place for place, name in enumerate(signature.outputs) if name is None and has_nodes]:
-                if not equal(run_pytorch(case.net, case.kwargs, (path, nth, place))[1][0], expected):
+                found = run_pytorch(case.net, case.kwargs, (path, nth, place))[1]
+                if not all(map(equal, found, expected)):
                     yield path, nth, place, "is read, and has no name"
 
 
@@ -151,8 +152,13 @@ def optimized(level: Any) -> Property:
 
 def run_by(tool: Callable[..., Any], **options: Any) -> Property:
     def check(case: Case) -> Iterator[Any]:
-        tool(case.file, made := case.new(), **options)
-        yield from case.faults(made)
+        try:
+            tool(case.file, made := case.new(), **options)
+        except ToolError as error:
+            if "failed on this model" not in str(error):  # by itself
+                raise
+        else:
+            yield from case.faults(made)
 
     return check
 
@@ -345,4 +351,6 @@ def test_it_holds_of_every_network(
     name: str, seed: int, exporter: str, shared_files: SharedFiles, tmp_path: Path
 ) -> None:
     file = shared_files.random_net(seed, exporter)
-    assert [*HOLDS[name](Case(RandomNet(seed), RandomNet.inputs(seed), file, tmp_path))] == []
+    given = onnx.load(str(file), load_external_data=False).graph.input[0]
+    batch = given.type.tensor_type.shape.dim[0].dim_value or 3  # where it is open, another one than at export
+    assert [*HOLDS[name](Case(RandomNet(seed), RandomNet.inputs(seed, batch), file, tmp_path))] == []

@@ -203,6 +203,18 @@ def test_a_tensor_that_becomes_empty_is_refused(external: bool, given: dict[str,
     assert not list(tmp_path.iterdir())
 
 
+def test_a_part_of_a_shape_may_be_empty(given: dict[str, Path], tmp_path: Path) -> None:
+    tagged = htp_export.load(given["net"])
+    act = tagged["act"].nodes[0]
+    none = ir.val("none", const_value=ir.tensor(np.array([0]), name="none"))
+    tagged.model.graph.register_initializer(none)
+    shape = ir.node("Shape", [act.outputs[0]], name="shape", metadata_props=act.metadata_props)
+    cut = ir.node("Slice", [shape.outputs[0], none, none], name="cut", metadata_props=act.metadata_props)
+    tagged.model.graph.insert_after(act, [shape, cut])
+    tagged.save(tmp_path / "out.onnx")
+    assert {"shape", "cut"} <= {node.name for node in onnx.load(tmp_path / "out.onnx").graph.node}
+
+
 def test_no_function_writes_a_model_without_the_check() -> None:
     """Files that are written otherwise are those of torch, and those that only a tool or a runtime reads."""
     writers = {"save", "save_model", "write_for_tool"}

@@ -119,18 +119,30 @@ class Swin(Relative):
         return scores.view(-1, self.heads, PLACES, PLACES)
 
 
+class Batched(Fused):
+    """The heads are in the batch, as in ``nn.MultiheadAttention``: the number of heads is a factor of an open size."""
+
+    def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        shape = (q.shape[0] * self.heads, PLACES, SIZE)
+        scores = super().scores(q.reshape(shape), k.reshape(shape))
+        return scores.reshape(q.shape[0], self.heads, PLACES, PLACES)
+
+
 def open_batch(exporter: str) -> dict[str, Any]:
     if exporter == "dynamo":
         return {"dynamic_shapes": {"x": {0: torch.export.Dim("batch", min=2) * 2}}}
     return {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
 
 
+QUICK = ((Fused, False), (Swin, True), (Batched, True))
+
+
 @TORCHSCRIPT
 @pytest.mark.parametrize(
     ("attention", "is_open"),
     [
-        pytest.param(kind, is_open, marks=() if (kind, is_open) in ((Fused, False), (Swin, True)) else pytest.mark.slow)
-        for kind in (Fused, Scaled, Relative, Beit, Swin)
+        pytest.param(kind, is_open, marks=() if (kind, is_open) in QUICK else pytest.mark.slow)
+        for kind in (Fused, Scaled, Relative, Beit, Swin, Batched)
         for is_open in (False, True)
     ],
 )

@@ -27,7 +27,7 @@ from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.known import Shape
-from htp_export.shapes.sizes import divide
+from htp_export.shapes.sizes import divide, is_unnamed
 from htp_export.shapes.symbolic import Symbolic
 from htp_export.weights.parameter_places import ParameterPlaces, Place
 from htp_export.weights.products import changed_when_written
@@ -70,6 +70,9 @@ def change_parameters(
 
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 """Operator → place of the input that holds the shape of the result."""
+
+_COMPUTES_SIZES = frozenset(("Concat", "Mul", "Unsqueeze", "Squeeze", "Cast", "Identity"))
+"""What sizes with a constant factor or part are computed by."""
 
 
 def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
@@ -157,35 +160,49 @@ def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
 
 
 def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic) -> None:
-    """Replace a number in a vector of sizes, where it is a constant; computed ones follow the tensors."""
+    """Replace a number in a vector of sizes, or a factor of it, where it is a constant.
+
+    Computed ones follow the tensors. Where other nodes may need the old number, the nodes that compute it are copied.
+    """
     value = node.inputs[place]
+    producer = None if value is None else value.producer()
     if value is None or index < 0:
         return
     numbers = shapes.constant(value)
     if numbers is not None:
         if len(numbers) > index and numbers[index] == old:
-            array = np.array([*numbers[:index], new, *numbers[index + 1 :]], np.int64)
-            _give(graph, node, place, array, f"{value.name}_cut")
+            dtype = shapes.dtype(value) or ir.DataType.INT64
+            array = np.array([*numbers[:index], new, *numbers[index + 1 :]], dtype.numpy())
+            _give(graph, node, place, array.reshape(() if shapes.rank(value) == 0 else -1), f"{value.name}_cut")
         return
-    producer = value.producer()
-    if producer is None or producer.op_type != "Concat" or producer.domain:
+    if producer is None or producer.op_type not in _COMPUTES_SIZES or producer.domain:
         return
-    if len(value.uses()) > 1 or value.is_graph_output():  # other nodes need the old size
-        copy = ir.node("Concat", producer.inputs, producer.attributes, metadata_props=dict(producer.metadata_props))
+    if len(value.uses()) > 1 or value.is_graph_output():
+        attributes, metadata = producer.attributes, dict(producer.metadata_props)
+        copy = ir.node(producer.op_type, producer.inputs, attributes, metadata_props=metadata)
         copy.name, copy.outputs[0].name = f"{producer.name}_{node.name}", f"{value.name}_{node.name}"
         copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
         graph.insert_before(node, copy)
         node.replace_input_with(place, copy.outputs[0])
         producer = copy
-    start = 0
-    for at, part in enumerate(producer.inputs):
-        shape = shapes.shape(part)
-        if not shape or not isinstance(shape[0], int):
-            return
-        if start <= index < start + shape[0]:
-            _set_size(graph, producer, at, index - start, old, new, shapes)
-            return
-        start += shape[0]
+    if producer.op_type == "Mul":
+        for at, factor in enumerate(producer.inputs):
+            numbers = shapes.constant(factor) if factor is not None and stored_tensor(factor) is not None else None
+            if numbers is not None and len(numbers) == 1 and not numbers[0] % old:
+                _set_size(graph, producer, at, 0, numbers[0], numbers[0] // old * new, shapes)
+                return
+    elif producer.op_type != "Concat":
+        _set_size(graph, producer, 0, index, old, new, shapes)
+    else:
+        start = 0
+        for at, part in enumerate(producer.inputs):
+            shape = shapes.shape(part)
+            if not shape or not isinstance(shape[0], int):
+                return
+            if start <= index < start + shape[0]:
+                _set_size(graph, producer, at, index - start, old, new, shapes)
+                return
+            start += shape[0]
 
 
 def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -> None:
@@ -257,7 +274,7 @@ def _check(
             wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
         found = after.shape(value)
         fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
-        known = [pair for pair in zip(found or (), wanted, strict=False) if all(isinstance(size, int) for size in pair)]
+        known = [pair for pair in zip(found or (), wanted, strict=False) if not any(map(is_unnamed, pair))]
         if not fits or any(one != other for one, other in known):
             what, node = f"tensor {value.name!r}", value.producer()
             if node is not None:
