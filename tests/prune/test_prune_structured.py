@@ -110,40 +110,31 @@ def test_channels_are_cut_through_the_graph(exporter: str, tmp_path: Path) -> No
     assert said == shapes
 
 
-class Attention(nn.Module):
+def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Heads with fewer heads of keys; a projection in three dimensions."""
-
-    def __init__(self, width: int, heads: int, groups: int, size: int) -> None:
-        super().__init__()
-        self.heads, self.groups, self.size = heads, groups, size
-        self.q, self.k = nn.Linear(width, heads * size), nn.Linear(width, groups * size, bias=False)
-        self.v, self.out = nn.Linear(width, groups * size), nn.Linear(heads * size, width)
-
-    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        return x.view(x.shape[0], x.shape[1], heads, self.size).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.split(self.q(x), self.heads),
-            self.split(self.k(x), self.groups),
-            self.split(self.v(x), self.groups),
-        )
-        if self.groups != self.heads:
-            times = self.heads // self.groups
-            b, g, s, d = k.shape
-            k = k[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
-            v = v[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
-        weights = torch.softmax(q @ k.transpose(2, 3) / self.size**0.5, -1)
-        return self.out((weights @ v).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+    q, k, v = (
+        layer(x).view(x.shape[0], x.shape[1], heads, self.size).transpose(1, 2)
+        for layer, heads in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
+    )
+    if self.groups != self.heads:
+        times = self.heads // self.groups
+        b, g, s, d = k.shape
+        k = k[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
+        v = v[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
+    weights = torch.softmax(q @ k.transpose(2, 3) / self.size**0.5, -1)
+    return self.out((weights @ v).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
 
-def block(heads: int = 4, groups: int = 4) -> nn.Module:
+def block(heads: int = 4, groups: int = 4, size: int = 3) -> nn.Module:
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
+    layers = {"q": nn.Linear(12, heads * size), "k": nn.Linear(12, groups * size, bias=False)}
+    layers |= {"v": nn.Linear(12, groups * size), "out": nn.Linear(heads * size, 12)}
+    attention = composed(attend, heads=heads, groups=groups, size=size, **layers)
     mlp = {"up": nn.Linear(12, 16), "down": nn.Linear(16, 12)}
-    return composed(forward, attention=Attention(12, heads, groups, 3), norm=nn.LayerNorm(12), **mlp)
+    return composed(forward, attention=attention, norm=nn.LayerNorm(12), **mlp)
 
 
 def stacked(count: int = 3, heads: int = 4, groups: int = 4) -> Any:
@@ -166,7 +157,7 @@ def open_dimensions(exporter: str) -> dict[str, Any]:
     return {"input_names": ["words"], "dynamic_axes": {"words": {0: "batch", 1: "length"}}}
 
 
-def without_heads(attention: Attention, groups: list[int]) -> None:
+def without_heads(attention: Any, groups: list[int]) -> None:
     """Cut heads out of an attention module, by groups of those that share keys."""
     times, size = attention.heads // attention.groups, attention.size
     stay = torch.tensor([g * size + i for g in groups for i in range(size)])

@@ -18,6 +18,7 @@ from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.stored import slots
 from tests.nets import composed
 
+pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
 
 Feed = dict[str, np.ndarray]
@@ -134,7 +135,6 @@ def tensor_bytes(model: onnx.ModelProto) -> int:
 
 @pytest.mark.parametrize("name", list(NETS))
 def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
     net = Net(name, tmp_path, 20)
     original, made = onnx.load(net.file), tmp_path / "made.onnx"
     whole = net.accuracy([net.expected])
@@ -154,7 +154,6 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
     name: str, max_drop: float, tmp_path: Path
 ) -> None:
     nncf = pytest.importorskip("nncf")
-    pytest.importorskip("optuna")
     net = Net(name, tmp_path, 20)  # ONNX Runtime cannot load what NNCF makes of the texts in opset 21
     made = nncf.quantize_with_accuracy_control(
         onnx.load(net.file),
@@ -172,7 +171,6 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
 @pytest.mark.parametrize("name", list(NETS))
 def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(name: str, tmp_path: Path) -> None:
     onnxsim = pytest.importorskip("onnxsim")
-    pytest.importorskip("optuna")
     if not hasattr(onnxsim, "apply_mixed_precision_quantization"):
         pytest.skip("this onnxsim has no mixed precision")
     net = Net(name, tmp_path, 21)  # it needs DequantizeLinear with blocks
@@ -205,7 +203,6 @@ def resnet() -> tuple[nn.Module, Feed]:
 
 @pytest.mark.parametrize(("build", "depth"), [(bert, 3), (resnet, 3)])
 def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build: Any, depth: int, tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model, feed = build()
