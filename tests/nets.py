@@ -154,6 +154,14 @@ class Apply(nn.Module):
         return self.function(*args)
 
 
+def composed(forward: Callable[..., Any], **parts: Any) -> nn.Module:
+    """A module of these parts, which computes ``forward(module, *inputs)``; made in the order in which they stand."""
+    made: nn.Module = type("Composed", (nn.Module,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(made, name, part)
+    return made
+
+
 # --- the same module, or the same class, several times ---------------------------------------------------
 
 

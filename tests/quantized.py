@@ -8,6 +8,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 import torch
+from onnxruntime import InferenceSession
 from torch import nn
 
 import htp_export
@@ -96,8 +97,6 @@ def assert_predicted(result: htp_export.results.Quantized, source: Path, plan: A
 
 
 def outputs(file: Path, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
-    from onnxruntime import InferenceSession
-
     return InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, feed)
 
 

@@ -19,7 +19,7 @@ from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported, tiny_bert
 from tests.functions.test_functions import function, op_types, same_file
 from tests.handmade import stripped
-from tests.nets import EXPORTERS, NETS, spread
+from tests.nets import EXPORTERS, NETS, composed, spread
 
 
 class Block(torch.nn.Module):
@@ -334,19 +334,10 @@ def test_wanted_module_that_stays_flat_is_logged(tmp_path, caplog):
 
 @pytest.mark.parametrize("wanted", [True, ["head", "class:LSTM", "class:GRU"]])
 def test_modules_that_the_exporter_merged_are_logged_as_no_functions(wanted, caplog):
-    class Recurrent(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.gru = torch.nn.LSTM(4, 4, batch_first=True), torch.nn.GRU(4, 4, batch_first=True)
-            self.head = torch.nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.gru(self.lstm(x)[0])[0])
-
+    layers = {"lstm": torch.nn.LSTM(4, 4, batch_first=True), "gru": torch.nn.GRU(4, 4, batch_first=True)}
+    model = composed(lambda self, x: self.head(self.gru(self.lstm(x)[0])[0]), **layers, head=torch.nn.Linear(4, 2))
     with caplog.at_level(logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"):
-        htp_export.export(
-            Recurrent().eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted
-        )
+        htp_export.export(model.eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted)
     assert "'lstm' is no function: it is merged with 'gru'" in caplog.text
 
 

@@ -5,7 +5,6 @@ import json
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 import torch
 
@@ -14,7 +13,7 @@ from htp_export.capabilities.functions import placing
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.hierarchy import ModuleInfo
-from tests import handmade
+from tests import graphs, handmade
 from tests.exporting import exported, tiny_bert
 from tests.handmade import tagged_node, value
 from tests.nets import EXPORTERS, NETS
@@ -22,13 +21,9 @@ from tests.nets import EXPORTERS, NETS
 
 def run(model, feeds):
     """The outputs of a model, computed as the graph says: no optimisation but that functions are inlined."""
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    proto = ir.to_proto(model) if isinstance(model, ir.Model) else model
-    onnx.checker.check_model(proto)
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return session.run(None, dict(zip([given.name for given in session.get_inputs()], feeds, strict=True)))
+    model = model if isinstance(model, ir.Model) else ir.from_proto(model)
+    onnx.checker.check_model(ir.to_proto(model))
+    return graphs.run(model, **dict(zip([given.name for given in model.graph.inputs], feeds, strict=True)))
 
 
 def arrays(kwargs):

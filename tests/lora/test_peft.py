@@ -17,7 +17,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.lora import weight_changes
 from htp_export.errors import InputError
-from tests.nets import spread, x
+from tests.nets import composed, spread, x
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:Could not find a config file")
@@ -27,15 +27,15 @@ IDS = torch.tensor([[3, 7, 1, 9, 2]])
 WORDS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
-class Convolutions(nn.Module):
-    def __init__(self, norm: bool = False, groups: int = 1) -> None:
-        super().__init__()
-        self.wide, self.point = nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.Conv2d(8, 8, 1, groups=groups)
-        self.norm = nn.BatchNorm2d(8) if norm else nn.Identity()
-        self.line, self.head = nn.Conv1d(8, 6, 5), nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.line(torch.relu(self.point(self.norm(self.wide(x)))).flatten(2)).mean(2))
+def convolutions(norm: nn.Module | None = None) -> nn.Module:
+    return composed(
+        lambda self, x: self.head(self.line(torch.relu(self.point(self.norm(self.wide(x)))).flatten(2)).mean(2)),
+        wide=nn.Conv2d(4, 8, 3, stride=2, padding=1),
+        point=nn.Conv2d(8, 8, 1),
+        norm=norm or nn.Identity(),
+        line=nn.Conv1d(8, 6, 5),
+        head=nn.Linear(6, 3),
+    )
 
 
 def bert() -> nn.Module:
@@ -60,7 +60,7 @@ def gpt2() -> nn.Module:
 PICTURES = {"x": x(2, 4, 8, 8)}
 NETS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "bert": (bert, WORDS),
-    "convolutions": (Convolutions, PICTURES),
+    "convolutions": (convolutions, PICTURES),
     "llama": (llama, WORDS),
     "tied": (lambda: llama(tie_word_embeddings=True), WORDS),
     "gpt2": (gpt2, WORDS),
@@ -198,7 +198,7 @@ def test_what_cannot_be_fused_is_refused_with_what_to_do(
     exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    normed = spread(Convolutions(norm=True)).eval()
+    normed = spread(convolutions(nn.BatchNorm2d(8))).eval()
     merged = trained(normed, tmp_path / "conv", target_modules=["wide"])
     for optimize in (True, False):
         file = tmp_path / f"{optimize}.onnx"

@@ -17,29 +17,16 @@ from torch.nn import functional
 import htp_export
 from htp_export.passes import available
 from tests.graphs import run
+from tests.nets import Apply, composed
 
 Tensor = torch.Tensor
 
 _EDGES = [0.0, -0.0, 1e-40, 1e-30, -1e-20, 1e-8, 1.0, -3.0, 88.0, -200.0, 1e6, -1e15]
 
 
-class RootMeanSquare(torch.nn.Module):
+def root_mean_square(x: Tensor) -> Tensor:
     """As transformers write it; TorchScript has no translation of torch's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9) * 3.0
-
-
-class Net(torch.nn.Module):
-    """Layers whose weights and functions stand at the edges, in front of a function."""
-
-    def __init__(self, layers: torch.nn.Module, function: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.layers = layers
-        self.function = function
-
-    def forward(self, *tensors: Tensor) -> Tensor:
-        return self.function(self.layers, *tensors)
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9) * 3.0
 
 
 def epsilons(_: torch.nn.Module, x: Tensor) -> Tensor:
@@ -98,7 +85,7 @@ def norms_at_the_edges() -> torch.nn.Module:
     dead = torch.nn.Parameter(torch.zeros(3))
     layers = torch.nn.Sequential(
         torch.nn.LayerNorm(12, eps=1e-12),
-        RootMeanSquare(),
+        Apply(root_mean_square),
         torch.nn.Sequential(torch.nn.Unflatten(-1, (3, 4)), torch.nn.GroupNorm(3, 3, eps=1e-10), torch.nn.Flatten()),
         torch.nn.Sequential(torch.nn.Unflatten(-1, (3, 4)), torch.nn.BatchNorm1d(3, eps=1e-9), torch.nn.Flatten()),
     )
@@ -116,14 +103,15 @@ def convolutions_at_the_edges() -> torch.nn.Module:
     return torch.nn.Sequential(conv, norm, torch.nn.ReLU())
 
 
-NETS: dict[str, Callable[[], Net]] = {
-    "epsilons": lambda: Net(torch.nn.Identity(), epsilons),
-    "factors": lambda: Net(torch.nn.Identity(), factors),
-    "exponents": lambda: Net(torch.nn.Identity(), exponents),
-    "norms": lambda: Net(norms_at_the_edges(), norms),
-    "convolutions": lambda: Net(convolutions_at_the_edges(), convolutions),
-    "masked": lambda: Net(torch.nn.Identity(), masked),
+NETS: dict[str, tuple[Callable[..., Tensor], Callable[[], torch.nn.Module]]] = {
+    "epsilons": (epsilons, torch.nn.Identity),
+    "factors": (factors, torch.nn.Identity),
+    "exponents": (exponents, torch.nn.Identity),
+    "norms": (norms, norms_at_the_edges),
+    "convolutions": (convolutions, convolutions_at_the_edges),
+    "masked": (masked, torch.nn.Identity),
 }
+"""A function that stands at the edges, and the layers that it uses."""
 
 
 def rows() -> np.ndarray[Any, Any]:
@@ -135,7 +123,9 @@ def rows() -> np.ndarray[Any, Any]:
 
 
 def file_of(net: str, exporter: str, folder: Path) -> ir.Model:
-    model, example = NETS[net]().eval(), torch.from_numpy(rows()).sin()
+    function, layers = NETS[net]
+    model = composed(lambda self, x: function(self.layers, x), layers=layers()).eval()
+    example = torch.from_numpy(rows()).sin()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         options: dict[str, Any] = {"dynamo": True, "opset_version": 23} if exporter == "dynamo" else {"dynamo": False}

@@ -11,6 +11,7 @@ from htp_export.errors import InputError
 from htp_export.shapes.symbolic import Symbolic
 from tests.exporting import exported
 from tests.graphs import Builder, array, ops, owners, passed, run, tagged
+from tests.nets import composed
 from tests.truth import inexact
 
 HEADS, LENGTH, KEYS, FEATURES = 2, 3, 5, 4
@@ -97,32 +98,21 @@ def test_it_runs_by_name_alone_also_beside_the_default_passes():
         choose(["default", "fuse_attention"], "exact")
 
 
-class SelfAttention(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key, self.value = (torch.nn.Linear(8, 8) for _ in range(3))
-        self.dropout = torch.nn.Dropout(0.1)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v = (layer(x).view(*x.shape[:2], 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        shares = self.dropout(torch.softmax(q @ k.transpose(-1, -2) / 2, -1))
-        return (shares @ v).transpose(1, 2).reshape(x.shape), shares
-
-
-class Block(torch.nn.Module):
-    """Takes the first of two things that its attention gives, as transformers do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention, self.output = SelfAttention(), torch.nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.output(self.attention(x)[0]) + x
+def attend(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q, k, v = (layer(x).view(*x.shape[:2], 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+    shares = self.dropout(torch.softmax(q @ k.transpose(-1, -2) / 2, -1))
+    return (shares @ v).transpose(1, 2).reshape(x.shape), shares
 
 
 def test_modules_stay_exact_where_weights_that_nobody_reads_are_gone(tmp_path):
+    """A block takes the first of two things that its attention gives, as transformers do."""
     torch.manual_seed(0)
-    model, kwargs = Block().eval(), {"x": torch.randn(2, 5, 8)}
+    layers = {name: torch.nn.Linear(8, 8) for name in ("query", "key", "value")}
+    inner = composed(attend, **layers, dropout=torch.nn.Dropout(0.1))
+    model = composed(
+        lambda self, x: self.output(self.inner(x)[0]) + x, inner=inner, output=torch.nn.Linear(8, 8)
+    ).eval()
+    kwargs = {"x": torch.randn(2, 5, 8)}
     exported(model, kwargs, "dynamo", tmp_path, opset_version=23)
     small = tmp_path / "small.onnx"
     result = htp_export.optimize(

@@ -25,7 +25,7 @@ from htp_export.model.regions import all_nodes
 from htp_export.runtime.data import Samples
 from tests.exporting import exported, of_type
 from tests.graphs import array, ops, owners, passed, run, tagged
-from tests.nets import ready
+from tests.nets import composed, ready
 from tests.truth import inexact
 
 
@@ -580,23 +580,17 @@ def test_group_normalization_stays_one_that_every_machine_can_run(exporter, tmp_
     assert set(result.model.opset_imports) <= {"", "com.microsoft"}
 
 
-class Reads(torch.nn.Module):
-    """Attention of a few learned queries to a sequence; torch puts the batch second for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries = torch.nn.Parameter(torch.randn(4, 8))
-        self.attention = torch.nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        queries = self.queries.expand(x.shape[0], -1, -1)
-        result: torch.Tensor = self.attention(queries, x, x)[0]
-        return result
-
-
 def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
-    """Factors of a FusedMatMul with transBatchA have equal ranks; onnxscript's rules do not ask for that."""
-    model, kwargs = ready(Reads()), {"x": torch.randn(2, 7, 8)}
+    """Factors of a FusedMatMul with transBatchA have equal ranks; onnxscript's rules do not ask for that.
+
+    Attention of a few learned queries to a sequence: torch puts the batch second for it.
+    """
+    reads = composed(
+        lambda self, x: self.attention(self.queries.expand(x.shape[0], -1, -1), x, x)[0],
+        queries=torch.nn.Parameter(torch.randn(4, 8)),
+        attention=torch.nn.MultiheadAttention(8, 2, batch_first=True),
+    )
+    model, kwargs = ready(reads), {"x": torch.randn(2, 7, 8)}
     exported(model, kwargs, "dynamo", tmp_path)
     result = htp_export.optimize(tmp_path / "model.onnx", tmp_path / "small.onnx", level="fused", verify=True)
     assert result.rolled_back == {}

@@ -17,25 +17,36 @@ GIVEN = {"x": array(1, 3, 32), "past_k": array(1, 2, 5, 16, seed=1), "past_v": a
 PASSES = ("pack_attention_inputs",) * 2  # it makes one product, and then lets the attention read it
 
 
-def attention(read: str = "q k v", outputs: str = "y present_k present_v", bias: bool = False) -> ir.Model:
-    """A layer of a decoder whose queries, keys and values are three linear layers."""
+OUTPUTS = "y present_k present_v"
+
+
+def decoder(**layers: str) -> Builder:
+    """A layer of a decoder, whose input goes through linear layers: end of the name of a weight → their results."""
     net = Builder(20, x=[1, 3, 32], past_k=[1, 2, 5, 16], past_v=[1, 2, 5, 16])
-    for seed, (name, width) in enumerate(WIDTHS.items()):
-        net.const(f"w{name}", array(32, width, seed=seed))
-        net.add("MatMul", f"x w{name}", f"m{name}" if bias else name, f"attention.{name}")
-        if bias:
-            net.const(f"b{name}", array(width, seed=seed))
-            net.add("Add", f"m{name} b{name}", name, f"attention.{name}")
-    add_attention(net, read)
-    return net.model(outputs, {f"attention.{name}": (["x"], [name]) for name in WIDTHS})
+    for seed, (name, result) in enumerate(layers.items()):
+        net.const(f"w{name}", array(32, WIDTHS.get(name, 128), seed=seed))
+        net.add("MatMul", f"x w{name}", result, f"attention.{name}")
+    return net
 
 
-def add_attention(net: Builder, read: str) -> None:
+def attended(net: Builder, read: str, outputs: str = OUTPUTS, given: str = "") -> ir.Model:
+    """The model with attention to what is read; ``given`` is put before the names of the results of modules."""
     net.const("last", np.array([7], np.int32))
     net.const("total", np.array([8], np.int32))
     heads: dict[str, Any] = {"num_heads": 4, "kv_num_heads": 2}
     inputs = f"{read} past_k past_v last total"
-    net.add("GroupQueryAttention", inputs, "y present_k present_v", "attention", "com.microsoft", **heads)
+    net.add("GroupQueryAttention", inputs, OUTPUTS, "attention", "com.microsoft", **heads)
+    signatures = {f"attention.{name}": (["x"], [given + name]) for name in WIDTHS if f"w{name}" in net.values}
+    return net.model(outputs, signatures)
+
+
+def attention(read: str = "q k v", outputs: str = OUTPUTS, bias: bool = False) -> ir.Model:
+    """Its queries, keys and values are three linear layers."""
+    net = decoder(**{name: f"m{name}" if bias else name for name in WIDTHS})
+    for seed, (name, width) in enumerate(WIDTHS.items() if bias else ()):
+        net.const(f"b{name}", array(width, seed=seed))
+        net.add("Add", f"m{name} b{name}", name, f"attention.{name}")
+    return attended(net, read, outputs)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -67,10 +78,7 @@ def test_weights_in_few_bits_are_packed_block_by_block() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
 def test_projections_that_are_normalized_are_parts_of_one_product(precision: str) -> None:
     """As in Qwen3, whose queries and keys are normalized head by head, and OLMo 2, where they are as a whole."""
-    net = Builder(20, x=[1, 3, 32], past_k=[1, 2, 5, 16], past_v=[1, 2, 5, 16])
-    for seed, (name, width) in enumerate(WIDTHS.items()):
-        net.const(f"w{name}", array(32, width, seed=seed))
-        net.add("MatMul", f"x w{name}", f"m{name}", f"attention.{name}")
+    net = decoder(**{name: f"m{name}" for name in WIDTHS})
     net.const("heads", np.array([1, 3, 4, 16], np.int64))
     net.const("whole", np.array([1, 3, 64], np.int64))
     net.const("scale_q", array(16, seed=3))
@@ -79,8 +87,7 @@ def test_projections_that_are_normalized_are_parts_of_one_product(precision: str
     net.add("SimplifiedLayerNormalization", "hq scale_q", "nq", "attention.q_norm", axis=-1)
     net.add("Reshape", "nq whole", "q", "attention")
     net.add("SimplifiedLayerNormalization", "mk scale_k", "k", "attention.k_norm", axis=-1)
-    add_attention(net, "q k mv")
-    model = net.model("y present_k present_v", {f"attention.{name}": (["x"], [f"m{name}"]) for name in WIDTHS})
+    model = attended(net, "q k mv", given="m")
     model = htp_export.quantize(model, {"**": precision}).model if precision != "fp32" else model
     changed = rewritten(model, *PASSES, tolerance=1e-5, **GIVEN)
     assert [op for op in ops(changed) if op != "Reshape"] == [
@@ -98,9 +105,7 @@ def test_weights_of_other_precisions_stay_apart(plan: dict[str, Any]) -> None:
     assert ops(rewritten(quantized, *PASSES, tolerance=1e-5, **GIVEN)) == ops(quantized)
 
 
-@pytest.mark.parametrize(
-    "changes", [{"outputs": "y present_k present_v q"}, {"read": "q v k"}], ids=["q read", "order"]
-)
+@pytest.mark.parametrize("changes", [{"outputs": f"{OUTPUTS} q"}, {"read": "q v k"}], ids=["q read", "order"])
 def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes: dict[str, str]) -> None:
     changed = rewritten(attention(**changes), *PASSES, tolerance=1e-5, **GIVEN)
     assert ops(changed).count("MatMul") == 1
@@ -116,23 +121,11 @@ def test_layers_stay_exact_where_no_operator_of_onnx_runtime_may_be_made() -> No
     assert result.fused == {}
 
 
-def test_parts_of_one_product_need_no_split() -> None:
+@pytest.mark.parametrize(("parts", "left"), [("q k v", []), ("q v k", ["Split"])])
+def test_parts_of_one_product_need_no_split_if_they_are_in_order(parts: str, left: list[str]) -> None:
     """As in models whose projection is one layer, such as GPT-2 and Phi-3."""
-    net = Builder(20, x=[1, 3, 32], past_k=[1, 2, 5, 16], past_v=[1, 2, 5, 16])
-    net.const("w", array(32, 128))
+    net = decoder(qkv="all")
     net.const("sizes", np.array([64, 32, 32], np.int64))
-    net.add("MatMul", "x w", "all", "attention.qkv")
-    net.add("Split", "all sizes", "q k v", "attention", axis=-1)
-    add_attention(net, "q k v")
-    changed = rewritten(net.model("y present_k present_v"), "pack_attention_inputs", tolerance=1e-6, **GIVEN)
-    assert ops(changed) == ["MatMul", "GroupQueryAttention"]
-
-
-def test_parts_in_another_order_stay() -> None:
-    net = Builder(20, x=[1, 3, 32], past_k=[1, 2, 5, 16], past_v=[1, 2, 5, 16])
-    net.const("w", array(32, 128))
-    net.const("sizes", np.array([64, 32, 32], np.int64))
-    net.add("MatMul", "x w", "all", "attention.qkv")
-    net.add("Split", "all sizes", "q v k", "attention", axis=-1)
-    add_attention(net, "q k v")
-    assert ops(passed(net.model("y"), "pack_attention_inputs")[0]) == ["MatMul", "Split", "GroupQueryAttention"]
+    net.add("Split", "all sizes", parts, "attention", axis=-1)
+    changed = rewritten(attended(net, "q k v"), "pack_attention_inputs", tolerance=1e-6, **GIVEN)
+    assert ops(changed) == ["MatMul", *left, "GroupQueryAttention"]

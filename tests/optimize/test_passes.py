@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from htp_export.capabilities.optimize.registry import DEFAULT, available
-from tests.graphs import Builder, array, feeds, ops, owners, passed, reasons, rewritten, same, tagged
+from tests.graphs import array, feeds, ops, owners, passed, reasons, same, tagged
 
 Signatures = dict[str, tuple[list[str], list[str]]]
 
@@ -93,6 +93,29 @@ def _split_twice(inner: str) -> str:
         [rotary] left = Slice (x, i0, i4, i1, i1) [rotary] right = Slice (x, i4, i8, i1, i1)
         [rotary] first = Slice (left, i0, i2, {inner}, i1) [rotary] second = Slice (left, i2, i8, {inner}, i1)
         [rotary] minus = Neg (second) }}"""
+
+
+def _indexed(start: int = 0, ends: str = "n m") -> str:
+    """x[rows, columns] with ranges of the shapes ``rows`` and ``columns``, that are broadcast to a grid."""
+    first, second = ends.split()
+    return f"""(float[n, m] x) => (float y) <int64 start = {{{start}}}, int64 step = {{1}}> {{
+        [net] n1 = Shape <start = 0, end = 1> (x) [net] n = Squeeze (n1)
+        [net] m1 = Shape <start = 1, end = 2> (x) [net] m = Squeeze (m1)
+        [net] r0 = Range (start, {first}, step) [net] r1 = Reshape (r0, rows)
+        [net] c0 = Range (start, {second}, step) [net] c1 = Reshape (c0, columns)
+        [net] grid = Max (r1, c1) [net] sizes = Shape (grid)
+        [net] r2 = Expand (r1, sizes) [net] r3 = Unsqueeze (r2, im1)
+        [net] c2 = Expand (c1, sizes) [net] c3 = Unsqueeze (c2, im1)
+        [net] indices = Concat <axis = -1> (r3, c3) [net] y = GatherND (x, indices) }}"""
+
+
+_IN_ORDER = {"rows": np.array([-1, 1]), "columns": np.array([1, -1])}
+_APART = {"rows": np.array([-1, 1, 1, 1]), "columns": np.array([1, 1, 1, -1])}
+
+
+def _masked(mask: str) -> str:
+    return f"""(float[3] x) => (float y) <float zero = {{0}}> {{ [mask] less = Less (x, zero)
+        [mask] mask = {mask} [net] y = Where (mask, x, zero) }}"""
 
 
 def _means(opset: int, keep: int) -> str:
@@ -257,6 +280,18 @@ CHANGED = {
             "merge_slices merge_slices", _split_twice(f"i{inner}"), "Split Split Neg"
         )
         for inner in (1, 0)
+    },
+    **{
+        f"a gather of everything in order is {left}": Case(
+            "eliminate_whole_gathers", _indexed(), left, {"y": "net (scope)"}, weights=shapes
+        )
+        for left, shapes in (("Identity", _IN_ORDER), ("Unsqueeze", _APART))
+    },
+    **{
+        f"a constant that changes nothing goes: {mask}": Case(
+            "eliminate_identity_ops", _masked(mask), "Less Where", weights={"given": np.array(given)}
+        )
+        for mask, given in (("And (given, less)", [True]), ("Or (less, given)", [False]))
     },
     "what is broadcast anyway is not expanded before": Case(
         "eliminate_expands",
@@ -441,6 +476,27 @@ STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, 
         {"one": (["s"], ["r"]), "two": (["x", "r"], ["y"])},
         {},
     ),
+    **{
+        f"a gather {what}": ("eliminate_whole_gathers", graph, None, shapes)
+        for what, graph, shapes in (
+            ("that transposes", _indexed(), {"rows": _IN_ORDER["columns"], "columns": _IN_ORDER["rows"]}),
+            ("without the first of each", _indexed(start=1), _IN_ORDER),
+            ("of a square", _indexed(ends="n n"), _IN_ORDER),
+            ("of a diagonal", _indexed(ends="n n"), dict.fromkeys(("rows", "columns"), np.array([-1]))),
+        )
+    },
+    "a constant that decides": (
+        "eliminate_identity_ops",
+        _masked("And (less, given)"),
+        None,
+        {"given": np.array([0]) > 0},
+    ),
+    "a constant that makes the result larger": (
+        "eliminate_identity_ops",
+        _masked("And (given, less)"),
+        None,
+        {"given": np.array([[True]] * 2)},
+    ),
     "other reductions in a row": (
         "merge_reductions",
         """(float[2, 3, 4] x) => (float y) {
@@ -475,24 +531,3 @@ def test_pass_leaves(case: str) -> None:
     signatures, weights = rest or (None, {})
     model = tagged(graph, signatures, **weights)
     assert ops(passed(model, name)[0]) == ops(model)
-
-
-@pytest.mark.parametrize(
-    ("op", "inputs", "number", "left"),
-    [
-        ("And", "given less", [True], []),
-        ("Or", "less given", [False], []),
-        ("And", "less given", [False], ["And"]),
-        ("And", "given less", [[True]] * 2, ["And"]),  # of two rows, so that the result has two
-    ],
-)
-def test_a_constant_that_changes_nothing_goes_at_either_place(
-    op: str, inputs: str, number: list[bool], left: list[str]
-):
-    net = Builder(18, x=[3])
-    net.const("zero", np.float32(0))
-    net.const("given", np.array(number))
-    net.add("Less", "x zero", "less", "mask")
-    net.add(op, inputs, "mask", "mask")
-    net.add("Where", "mask x zero", "y", "net")
-    assert ops(rewritten(net.model("y"), "eliminate_identity_ops", x=array(3))) == ["Less", *left, "Where"]

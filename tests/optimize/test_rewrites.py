@@ -1,4 +1,4 @@
-"""Passes on branches, gathers, sizes and norms: what they keep besides the values."""
+"""Passes on branches, constants, sizes and norms: what they keep besides the values."""
 
 import numpy as np
 import onnx_ir as ir
@@ -7,51 +7,6 @@ from onnx_ir.passes.common import ShapeInferencePass
 
 from tests.graphs import Builder, array, feeds, ops, owners, passed, rewritten, same, tagged
 from tests.written import written
-
-# --- gathers ---
-
-
-def indexed(rows: list[int], columns: list[int], start: int = 0, ends: tuple[str, str] = ("n", "m")) -> ir.Model:
-    """x[rows, columns] with ranges of these shapes, that are broadcast to a grid."""
-    return tagged(
-        f"""(float[n, m] x) => (float y) <int64 start = {{{start}}}, int64 step = {{1}}> {{
-        [net] n1 = Shape <start = 0, end = 1> (x) [net] n = Squeeze (n1)
-        [net] m1 = Shape <start = 1, end = 2> (x) [net] m = Squeeze (m1)
-        [net] r0 = Range (start, {ends[0]}, step) [net] r1 = Reshape (r0, rows)
-        [net] c0 = Range (start, {ends[1]}, step) [net] c1 = Reshape (c0, columns)
-        [net] grid = Max (r1, c1) [net] sizes = Shape (grid)
-        [net] r2 = Expand (r1, sizes) [net] r3 = Unsqueeze (r2, im1)
-        [net] c2 = Expand (c1, sizes) [net] c3 = Unsqueeze (c2, im1)
-        [net] indices = Concat <axis = -1> (r3, c3) [net] y = GatherND (x, indices) }}""",
-        opset=18,
-        rows=np.array(rows),
-        columns=np.array(columns),
-    )
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "left"), [([-1, 1, 1, 1], [1, 1, 1, -1], "Unsqueeze"), ([-1, 1], [1, -1], "Identity")]
-)
-def test_a_gather_of_everything_in_order_is_the_tensor_with_more_dimensions(rows, columns, left):
-    changed = rewritten(indexed(rows, columns), "eliminate_whole_gathers", x=array(3, 5))
-    assert (ops(changed), owners(changed)) == ([left], {"y": ("net",)})
-
-
-@pytest.mark.parametrize(
-    "net",
-    [
-        indexed([1, -1], [-1, 1]),  # transposed
-        indexed([-1, 1], [1, -1], start=1),  # without the first of each
-        indexed([-1, 1], [1, -1], ends=("n", "n")),  # a square of it
-        indexed([-1], [-1], ends=("n", "n")),  # its diagonal
-    ],
-    ids=["transposed", "from-1", "square", "diagonal"],
-)
-def test_a_gather_of_a_part_or_in_another_order_stays(net: ir.Model):
-    assert "GatherND" in ops(rewritten(net, "eliminate_whole_gathers", x=array(3, 5)))
-
-
-# --- projections, constants, norms ---
 
 
 def test_projections_of_a_merged_projection_are_merged():
@@ -77,24 +32,18 @@ BRANCHES = """g (float[2] x) => (float[2] y) {
     y = Add(c, d) }"""
 
 
-def test_branches_that_are_always_taken_stand_in_the_graph():
-    model = written(BRANCHES, yes=np.bool_(True), no=np.bool_(False), w=np.float32([4, 9]))
+def test_branches_that_are_always_taken_stand_in_the_graph_with_their_modules():
+    constants = {"yes": np.True_, "no": np.False_, "w": np.float32([4, 9])}
+    model = written(BRANCHES, owners={"c": "gate", "d": "gate", "a": "pre"}, **constants)
+    for node in model.graph.all_nodes():
+        if node.graph is not model.graph:
+            node.metadata_props["htp.module"] = f"gate.{node.op_type}"
     changed = rewritten(model, "inline_branches", x=array(2))
     assert ops(changed) == ["Neg", "Sqrt", "Mul", "Exp", "Neg", "Add"]
     names = [value.name for node in changed.graph for value in node.outputs]
     assert len(set(names)) == len(names)
-
-
-def test_nodes_of_a_branch_keep_their_modules():
-    model = written(BRANCHES, owners={"c": "gate", "d": "gate", "a": "pre"}, yes=np.True_, no=np.False_, w=array(2))
-    for node in model.graph.all_nodes():
-        if node.graph is not model.graph:
-            node.metadata_props["htp.module"] = f"gate.{node.op_type}"
-    changed, _ = passed(model, "inline_branches")
-    found = {
-        node.op_type: node.metadata_props["htp.module"] for node in changed.graph if node.op_type in ("Mul", "Exp")
-    }
-    assert found == {"Mul": "gate.Mul", "Exp": "gate.Exp"}
+    found = {node.op_type: node.metadata_props["htp.module"] for node in changed.graph}
+    assert (found["Mul"], found["Exp"]) == ("gate.Mul", "gate.Exp")
 
 
 def test_a_branch_that_gives_the_result_of_the_model_is_inlined():

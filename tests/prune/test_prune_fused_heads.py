@@ -15,7 +15,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file
-from tests.nets import spread, x
+from tests.nets import composed, spread, x
 from tests.prune.test_prune_structured import TORCHSCRIPT, checked, export, keep
 
 WIDTH, HEADS, SIZE, PLACES = 24, 4, 6, 9
@@ -128,15 +128,6 @@ class Batched(Fused):
         return scores.reshape(q.shape[0], self.heads, PLACES, PLACES)
 
 
-class Net(nn.Module):
-    def __init__(self, attention: type[Fused]) -> None:
-        super().__init__()
-        self.norm, self.attention, self.head = nn.LayerNorm(WIDTH), attention(), nn.Linear(WIDTH, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(x + self.attention(self.norm(x)))
-
-
 def open_batch(exporter: str) -> dict[str, Any]:
     if exporter == "dynamo":
         return {"dynamic_shapes": {"x": {0: torch.export.Dim("batch", min=2) * 2}}}
@@ -159,7 +150,9 @@ def test_heads_of_a_fused_projection_are_cut(
     attention: type[Fused], is_open: bool, exporter: str, tmp_path: Path
 ) -> None:
     torch.manual_seed(0)
-    model, kwargs = spread(Net(attention)).eval(), {"x": x(4 if is_open else 2, PLACES, WIDTH)}
+    parts = {"norm": nn.LayerNorm(WIDTH), "attention": attention(), "head": nn.Linear(WIDTH, 5)}
+    model: Any = spread(composed(lambda self, x: self.head(x + self.attention(self.norm(x))), **parts)).eval()
+    kwargs = {"x": x(4 if is_open else 2, PLACES, WIDTH)}
     file = export(model, kwargs, exporter, tmp_path, **(open_batch(exporter) if is_open else {}))
     result = htp_export.prune(file, {"attention": "heads:0.5"}, tmp_path / "cut.onnx")
     sums = model.attention.qkv.weight.detach().abs().reshape(3, HEADS, -1).sum((0, 2))
@@ -170,19 +163,15 @@ def test_heads_of_a_fused_projection_are_cut(
 
 @BOTH
 def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(exporter: str, tmp_path: Path) -> None:
-    class Halves(nn.Module):
-        """Two halves of one matrix that never meet; one is much smaller than the other."""
+    """Two halves of one matrix that never meet; one is much smaller than the other."""
 
-        def __init__(self) -> None:
-            super().__init__()
-            self.both, self.first, self.second = nn.Linear(5, 8), nn.Linear(4, 3), nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            both, size = self.both(x), self.first.in_features
-            return torch.cat([self.first(both[..., :size]), self.second(both[..., size:])], -1)
+    def halves(self: Any, x: torch.Tensor) -> torch.Tensor:
+        both, size = self.both(x), self.first.in_features
+        return torch.cat([self.first(both[..., :size]), self.second(both[..., size:])], -1)
 
     torch.manual_seed(0)
-    model, kwargs = spread(Halves()).eval(), {"x": x(2, 3, 5)}
+    net: Any = composed(halves, both=nn.Linear(5, 8), first=nn.Linear(4, 3), second=nn.Linear(4, 3))
+    model, kwargs = spread(net).eval(), {"x": x(2, 3, 5)}
     with torch.no_grad():
         model.both.weight[:4] *= 0.01
     file = export(model, kwargs, exporter, tmp_path)

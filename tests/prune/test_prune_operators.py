@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -15,58 +17,59 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, RuleError
 from tests.extract.test_cutting import run_file
-from tests.nets import EXPORTERS, x
+from tests.nets import EXPORTERS, composed, x
 from tests.prune.test_prune_structured import export
 from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
 
 SWEPT = (("gru", "dynamo"), ("rnn", "dynamo"))  # as the LSTM, with fewer gates
 
 
-class Shuffled(nn.Module):
+def in_groups(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Grouped convolutions: of two groups, with a shuffle between, and one result for each group."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 12, 1)
-        self.first, self.second = nn.Conv2d(12, 8, 1, groups=2), nn.Conv2d(8, 12, 3, padding=1, groups=2)
-        self.up = nn.ConvTranspose2d(12, 8, 2, 2, groups=2)
-        self.multiplied, self.merged = nn.Conv2d(8, 16, 1, groups=8), nn.Conv2d(16, 4, 1, groups=4)
-        self.head = nn.Conv2d(4, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.second(shuffled(self.first(torch.relu(self.stem(x))), 2).relu())
-        return self.head(self.merged(self.multiplied(self.up(y)).relu()))
+    y = self.second(shuffled(self.first(torch.relu(self.stem(x))), 2).relu())
+    return self.head(self.merged(self.multiplied(self.up(y)).relu()))
 
 
-class Upscaled(nn.Module):
+GROUPS: dict[str, Callable[[], nn.Module]] = {
+    "stem": lambda: nn.Conv2d(3, 12, 1),
+    "first": lambda: nn.Conv2d(12, 8, 1, groups=2),
+    "second": lambda: nn.Conv2d(8, 12, 3, padding=1, groups=2),
+    "up": lambda: nn.ConvTranspose2d(12, 8, 2, 2, groups=2),
+    "multiplied": lambda: nn.Conv2d(8, 16, 1, groups=8),
+    "merged": lambda: nn.Conv2d(16, 4, 1, groups=4),
+    "head": lambda: nn.Conv2d(4, 2, 1),
+}
+
+
+def upscaled(self: Any, x: torch.Tensor) -> torch.Tensor:
     """PixelShuffle and its inverse."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.third = nn.Conv2d(1, 16, 1), nn.Conv2d(4, 4, 1), nn.Conv2d(16, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.nn.functional.pixel_shuffle(torch.relu(self.first(x)), 2)
-        return self.third(torch.nn.functional.pixel_unshuffle(torch.relu(self.second(y)), 2))
+    y = torch.nn.functional.pixel_shuffle(torch.relu(self.first(x)), 2)
+    return self.third(torch.nn.functional.pixel_unshuffle(torch.relu(self.second(y)), 2))
 
 
-class Strided(nn.Module):
+def strided(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Every second row and column, by their places in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(1, 6, 1), nn.Conv2d(6, 2, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.first(x))
-        b, c, h, w = y.shape
-        return self.second(y.as_strided((b, c, h // 2, w // 2), (c * h * w, h * w, 2 * w, 2)))
+    y = torch.relu(self.first(x))
+    b, c, h, w = y.shape
+    return self.second(y.as_strided((b, c, h // 2, w // 2), (c * h * w, h * w, 2 * w, 2)))
 
 
-NETS = {
-    "groups": (Shuffled, lambda: x(2, 3, 4, 4), ["first", "merged", "multiplied", "second", "stem", "up"]),
-    "pixels": (Upscaled, lambda: x(2, 1, 4, 4), ["first", "second"]),
-    "strides": (Strided, lambda: x(2, 1, 4, 4), ["first"]),
+def convolved(forward: Callable[..., Any], **sizes: tuple[int, int]) -> nn.Module:
+    return composed(forward, **{name: nn.Conv2d(*size, 1) for name, size in sizes.items()})
+
+
+NETS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], list[str]]] = {
+    "groups": (
+        lambda: composed(in_groups, **{name: make() for name, make in GROUPS.items()}),
+        lambda: x(2, 3, 4, 4),
+        ["first", "merged", "multiplied", "second", "stem", "up"],
+    ),
+    "pixels": (
+        lambda: convolved(upscaled, first=(1, 16), second=(4, 4), third=(16, 2)),
+        lambda: x(2, 1, 4, 4),
+        ["first", "second"],
+    ),
+    "strides": (lambda: convolved(strided, first=(1, 6), second=(6, 2)), lambda: x(2, 1, 4, 4), ["first"]),
     "lstm": (lambda: Recurrent(nn.LSTM, 2, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
     "gru": (lambda: Recurrent(nn.GRU, 1, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
     "rnn": (lambda: Recurrent(nn.RNN, 1, False), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
@@ -102,16 +105,9 @@ def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path
 
 
 def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path) -> None:
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down, self.order = nn.Linear(4, 6), nn.Linear(4, 2), [5, 0, 2, 5]
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x)[:, torch.tensor(self.order)])
-
     torch.manual_seed(0)
-    model = spread(Chosen())
+    parts = {"up": nn.Linear(4, 6), "down": nn.Linear(4, 2), "order": [5, 0, 2, 5]}
+    model: Any = spread(composed(lambda self, x: self.down(self.up(x)[:, torch.tensor(self.order)]), **parts))
     with torch.no_grad():
         model.up.weight[[2, 3]] *= 0.01
     file = export(model, {"x": x(2, 4)}, "dynamo", tmp_path)
@@ -126,18 +122,11 @@ def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path)
         assert np.abs(found - outputs_of(same, (x(2, 4),))).max() < 1e-5
 
 
-class Partly(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.sums, self.down = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.sums(torch.relu(self.up(x))).cumsum(1))
-
-
 def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.manual_seed(0)
-    file = export(spread(Partly()), {"x": x(2, 4)}, "dynamo", tmp_path)
+    parts = {"up": nn.Linear(4, 6), "sums": nn.Linear(6, 6), "down": nn.Linear(6, 2)}
+    net = composed(lambda self, x: self.down(self.sums(torch.relu(self.up(x))).cumsum(1)), **parts)
+    file = export(spread(net), {"x": x(2, 4)}, "dynamo", tmp_path)
     result = htp_export.prune(file, {"**": "channels:0.5"})
     assert sorted(result.cut) == ["sums.weight", "up.bias", "up.weight"]
     assert {name: reason.split(",")[0] for name, reason in result.whole.items()} == {

@@ -19,43 +19,35 @@ from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.exporting import BOTH, exported_once
 from tests.extract.test_cutting import exported_to, run_file
-from tests.nets import spread
-from tests.prune.test_prune import Tied, words
+from tests.nets import composed, spread
+from tests.prune.test_prune import tied, words
 
 
-class Mixed(nn.Module):
+def mix(self: Any, words: torch.Tensor) -> torch.Tensor:
+    features = self.twice(torch.relu(self.twice(self.table(words))))
+    features = self.conv(self.plain(features).transpose(1, 2)).transpose(1, 2)
+    return self.head(features.mean(1))
+
+
+def mixed() -> nn.Module:
     """Products of two and of three dimensions, with a bias and without, a layer that runs twice, and a convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(17, 20)
-        self.twice = nn.Linear(20, 20)
-        self.plain = nn.Linear(20, 36, bias=False)
-        self.conv = nn.Conv1d(36, 24, 1)
-        self.head = nn.Linear(24, 30)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        features = self.twice(torch.relu(self.twice(self.table(words))))
-        features = self.conv(self.plain(features).transpose(1, 2)).transpose(1, 2)
-        return self.head(features.mean(1))
+    return composed(
+        mix,
+        table=nn.Embedding(17, 20),
+        twice=nn.Linear(20, 20),
+        plain=nn.Linear(20, 36, bias=False),
+        conv=nn.Conv1d(36, 24, 1),
+        head=nn.Linear(24, 30),
+    )
 
 
-class Smaller(nn.Module):
+def smaller(layer: nn.Linear, rank: int) -> nn.Module:
     """A linear layer whose matrix is a product of two."""
-
-    def __init__(self, layer: nn.Linear, rank: int) -> None:
-        super().__init__()
-        first, second = factors_of(layer.weight.detach().numpy().T, rank)
-        self.first = nn.Linear(layer.in_features, rank, bias=False)
-        self.second = nn.Linear(rank, layer.out_features, bias=layer.bias is not None)
-        with torch.no_grad():
-            self.first.weight.copy_(torch.tensor(first.T))
-            self.second.weight.copy_(torch.tensor(second.T))
-            if layer.bias is not None:
-                self.second.bias.copy_(layer.bias)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(self.first(x))
+    pair = nn.Linear(layer.in_features, rank, bias=False), nn.Linear(rank, layer.out_features)
+    for made, factor in zip(pair, factors_of(layer.weight.detach().numpy().T, rank), strict=True):
+        made.weight = nn.Parameter(torch.tensor(factor.T))
+    pair[1].bias = layer.bias
+    return nn.Sequential(*pair)
 
 
 @pytest.fixture
@@ -65,17 +57,17 @@ def exporter() -> str:
 
 
 @pytest.fixture
-def made(exporter: str, tmp_path: Path) -> tuple[Mixed, Path]:
-    return exported_once(Mixed, words, exporter, tmp_path)
+def made(exporter: str, tmp_path: Path) -> tuple[Any, Path]:
+    return exported_once(mixed, words, exporter, tmp_path)
 
 
 @pytest.fixture
-def model(made: tuple[Mixed, Path]) -> Mixed:
+def model(made: tuple[Any, Path]) -> Any:
     return made[0]
 
 
 @pytest.fixture
-def file(made: tuple[Mixed, Path]) -> Path:
+def file(made: tuple[Any, Path]) -> Path:
     return made[1]
 
 
@@ -88,19 +80,19 @@ def outputs(tagged: htp_export.TaggedModel, folder: Path) -> np.ndarray[Any, Any
 
 
 @BOTH
-def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model: Mixed, file: Path, tmp_path: Path) -> None:
+def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model: Any, file: Path, tmp_path: Path) -> None:
     plan = {"twice": "rank:5", "plain": "rank:25%", "head": "rank:50%"}
     result = htp_export.prune(file, plan, tmp_path / "low.onnx")
     tagged = htp_export.load(tmp_path / "low.onnx")
     assert sorted(result.ranks.values()) == [5, 5, 12]
     for path, rank in (("twice", 5), ("plain", 5), ("head", 12)):
-        setattr(model, path, Smaller(getattr(model, path), rank))
+        setattr(model, path, smaller(getattr(model, path), rank))
     with torch.no_grad():
         expected = model(**words()).numpy()
     np.testing.assert_allclose(outputs(tagged, tmp_path), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_factors_are_those_of_numpy_bit_for_bit(model: Mixed, file: Path, tmp_path: Path) -> None:
+def test_the_factors_are_those_of_numpy_bit_for_bit(model: Any, file: Path, tmp_path: Path) -> None:
     tagged = htp_export.prune(file, {"head": "rank:7"}).tagged
     weight = model.head.weight.detach().numpy().astype(np.float64)
     left, singular, right = np.linalg.svd(weight.T, full_matrices=False)
@@ -117,7 +109,7 @@ def test_the_factors_are_those_of_numpy_bit_for_bit(model: Mixed, file: Path, tm
 
 
 @BOTH
-def test_tags_parameters_and_numbers(model: Mixed, file: Path, tmp_path: Path) -> None:
+def test_tags_parameters_and_numbers(model: Any, file: Path, tmp_path: Path) -> None:
     before = htp_export.load(file)
     result = htp_export.prune(file, {"twice": "rank:4", "head": "rank:3"})
     after = result.tagged
@@ -149,7 +141,7 @@ def test_tags_parameters_and_numbers(model: Mixed, file: Path, tmp_path: Path) -
             )
 
 
-def test_what_cannot_have_a_rank_is_said(model: Mixed, file: Path, tmp_path: Path) -> None:
+def test_what_cannot_have_a_rank_is_said(model: Any, file: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"rule 'conv': .* keeps its rank: Conv does not multiply with a matrix"):
         htp_export.prune(file, {"conv": "rank:2"})
     with pytest.raises(InputError, match=r"rule 'table': .* Gather does not multiply with a matrix"):
@@ -164,28 +156,21 @@ def test_what_cannot_have_a_rank_is_said(model: Mixed, file: Path, tmp_path: Pat
 
 def test_a_tied_table_keeps_its_rank(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    file = exported_to(tmp_path / "tied.onnx", spread(Tied(19, 16)).eval(), words(), "dynamo")
+    file = exported_to(tmp_path / "tied.onnx", spread(tied(19, 16)).eval(), words(), "dynamo")
     with pytest.raises(InputError, match="keeps its rank"):
         htp_export.prune(file, {"head": "rank:2"})
     assert list(htp_export.prune(file, {".": "rank:2"}).ranks.values()) == [2]
 
 
 def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path: Path) -> None:
-    class Added(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(20, 20)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.fc(x) + self.fc.weight
-
     torch.manual_seed(0)
-    file = exported_to(tmp_path / "net.onnx", spread(Added()).eval(), {"x": torch.randn(20, 20)}, "dynamo")
+    net = composed(lambda self, x: self.fc(x) + self.fc.weight, fc=nn.Linear(20, 20))
+    file = exported_to(tmp_path / "net.onnx", spread(net).eval(), {"x": torch.randn(20, 20)}, "dynamo")
     with pytest.raises(InputError, match="keeps its rank: it is also read in other ways"):
         htp_export.prune(file, {"fc": "rank:2"})
 
 
-def test_pruned_channels_and_a_rank_in_one_plan(model: Mixed, file: Path, tmp_path: Path) -> None:
+def test_pruned_channels_and_a_rank_in_one_plan(model: Any, file: Path, tmp_path: Path) -> None:
     result = htp_export.prune(file, {"conv": "channels:0.5", "head": "rank:2"})
     assert result.tagged.parameters["head"].shapes == {"weight_a": (2, 12), "weight_b": (30, 2), "bias": (30,)}
     assert outputs(result.tagged, tmp_path).shape == (2, 30)

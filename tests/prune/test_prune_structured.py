@@ -16,7 +16,7 @@ import htp_export
 from htp_export.errors import InputError
 from tests.exporting import BOTH
 from tests.extract.test_cutting import exported_to, run_file
-from tests.nets import spread, x
+from tests.nets import composed, spread, x
 from tests.prune.test_prune import words
 from tests.truth import untagged
 
@@ -54,29 +54,31 @@ def checked(model: nn.Module, kwargs: dict[str, Any], file: Path) -> None:
     assert verified.ok, str(verified)
 
 
-class Convolutions(nn.Module):
+def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Normalisation, a depthwise convolution, a residual sum, a concatenation and a flattened head."""
+    hidden = self.point(torch.relu(self.depthwise(torch.relu(self.norm(self.first(x))))))
+    hidden = torch.relu(hidden + self.skip(x))
+    return self.head(self.pool(torch.cat([hidden, self.side(hidden)], 1)).flatten(1))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8)
-        self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8)
-        self.point = nn.Conv2d(8, 6, 1)
-        self.skip = nn.Conv2d(3, 6, 1)
-        self.side = nn.Conv2d(6, 4, 1)
-        self.pool = nn.MaxPool2d(2)
-        self.head = nn.Linear(10 * 4, 5)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.point(torch.relu(self.depthwise(torch.relu(self.norm(self.first(x))))))
-        hidden = torch.relu(hidden + self.skip(x))
-        return self.head(self.pool(torch.cat([hidden, self.side(hidden)], 1)).flatten(1))
+def convolutions() -> Any:
+    return composed(
+        convolve,
+        first=nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        norm=nn.BatchNorm2d(8),
+        depthwise=nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        point=nn.Conv2d(8, 6, 1),
+        skip=nn.Conv2d(3, 6, 1),
+        side=nn.Conv2d(6, 4, 1),
+        pool=nn.MaxPool2d(2),
+        head=nn.Linear(10 * 4, 5),
+    )
 
 
 @BOTH
 def test_channels_are_cut_through_the_graph(exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, kwargs = spread(Convolutions()).eval(), {"x": x(2, 3, 4, 4)}
+    model, kwargs = spread(convolutions()).eval(), {"x": x(2, 3, 4, 4)}
     file = export(model, kwargs, exporter, tmp_path)
     before = htp_export.load(file)
     weight = torch.tensor(before["first"].nodes[0].inputs[1].const_value.numpy())  # the norm is folded into it
@@ -108,62 +110,45 @@ def test_channels_are_cut_through_the_graph(exporter: str, tmp_path: Path) -> No
     assert said == shapes
 
 
-class Attention(nn.Module):
+def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Heads with fewer heads of keys; a projection in three dimensions."""
-
-    def __init__(self, width: int, heads: int, groups: int, size: int) -> None:
-        super().__init__()
-        self.heads, self.groups, self.size = heads, groups, size
-        self.q, self.k = nn.Linear(width, heads * size), nn.Linear(width, groups * size, bias=False)
-        self.v, self.out = nn.Linear(width, groups * size), nn.Linear(heads * size, width)
-
-    def split(self, x: torch.Tensor, heads: int) -> torch.Tensor:
-        return x.view(x.shape[0], x.shape[1], heads, self.size).transpose(1, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.split(self.q(x), self.heads),
-            self.split(self.k(x), self.groups),
-            self.split(self.v(x), self.groups),
-        )
-        if self.groups != self.heads:
-            times = self.heads // self.groups
-            b, g, s, d = k.shape
-            k = k[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
-            v = v[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
-        weights = torch.softmax(q @ k.transpose(2, 3) / self.size**0.5, -1)
-        return self.out((weights @ v).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
+    q, k, v = (
+        layer(x).view(x.shape[0], x.shape[1], heads, self.size).transpose(1, 2)
+        for layer, heads in ((self.q, self.heads), (self.k, self.groups), (self.v, self.groups))
+    )
+    if self.groups != self.heads:
+        times = self.heads // self.groups
+        b, g, s, d = k.shape
+        k = k[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
+        v = v[:, :, None].expand(b, g, times, s, d).reshape(b, g * times, s, d)
+    weights = torch.softmax(q @ k.transpose(2, 3) / self.size**0.5, -1)
+    return self.out((weights @ v).transpose(1, 2).reshape(x.shape[0], x.shape[1], -1))
 
 
-class Layer(nn.Module):
-    def __init__(self, heads: int = 4, groups: int = 4) -> None:
-        super().__init__()
-        self.attention, self.norm = Attention(12, heads, groups, 3), nn.LayerNorm(12)
-        self.up, self.down = nn.Linear(12, 16), nn.Linear(16, 12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+def block(heads: int = 4, groups: int = 4, size: int = 3) -> nn.Module:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm(x))
         return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
+    layers = {"q": nn.Linear(12, heads * size), "k": nn.Linear(12, groups * size, bias=False)}
+    layers |= {"v": nn.Linear(12, groups * size), "out": nn.Linear(heads * size, 12)}
+    attention = composed(attend, heads=heads, groups=groups, size=size, **layers)
+    mlp = {"up": nn.Linear(12, 16), "down": nn.Linear(16, 12)}
+    return composed(forward, attention=attention, norm=nn.LayerNorm(12), **mlp)
 
-class Layers(nn.Module):
-    def __init__(self, count: int = 3, heads: int = 4, groups: int = 4) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 12)
-        self.layers = nn.ModuleList(Layer(heads, groups) for _ in range(count))
-        self.head = nn.Linear(12, 5)
 
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        x = self.embed(words)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def stacked(count: int = 3, heads: int = 4, groups: int = 4) -> Any:
+    layers = nn.Sequential(*(block(heads, groups) for _ in range(count)))
+    return composed(
+        lambda self, words: self.head(self.layers(self.embed(words))),
+        embed=nn.Embedding(9, 12), layers=layers, head=nn.Linear(12, 5),
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    return export(spread(Layers(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
+    return export(spread(stacked(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
 
 
 def open_dimensions(exporter: str) -> dict[str, Any]:
@@ -172,7 +157,7 @@ def open_dimensions(exporter: str) -> dict[str, Any]:
     return {"input_names": ["words"], "dynamic_axes": {"words": {0: "batch", 1: "length"}}}
 
 
-def without_heads(attention: Attention, groups: list[int]) -> None:
+def without_heads(attention: Any, groups: list[int]) -> None:
     """Cut heads out of an attention module, by groups of those that share keys."""
     times, size = attention.heads // attention.groups, attention.size
     stay = torch.tensor([g * size + i for g in groups for i in range(size)])
@@ -188,7 +173,7 @@ def without_heads(attention: Attention, groups: list[int]) -> None:
 @pytest.mark.parametrize("is_open", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = spread(Layers(2, 4, groups)).eval()
+    model = spread(stacked(2, 4, groups)).eval()
     file = export(model, words(), exporter, tmp_path, **(open_dimensions(exporter) if is_open else {}))
     result = htp_export.prune(file, {"layers.0.attention": "heads:0.5"}, tmp_path / "cut.onnx")
     attention = model.layers[0].attention
@@ -209,7 +194,7 @@ def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path
 @DYNAMO
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = spread(Layers(1)).eval()
+    model = spread(stacked(1)).eval()
     file = export(model, words(), exporter, tmp_path, **open_dimensions(exporter))
     plan = {"layers.*.up": "channels:0.25", "embed": "channels:0.5"}
     htp_export.prune(file, plan, tmp_path / "cut.onnx")
@@ -233,18 +218,14 @@ def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_p
 
 @TORCHSCRIPT
 def test_residual_blocks_are_removed(exporter: str, tmp_path: Path) -> None:
-    class Skipped(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x
-
     torch.manual_seed(0)
-    model = spread(Layers(4)).eval()
+    model = spread(stacked(4)).eval()
     file = export(model, words(), exporter, tmp_path)
     result = htp_export.prune(file, {"layers.1": "drop", "layers.2": "drop", "head": 0.5}, tmp_path / "cut.onnx")
     torch_prune.l1_unstructured(model.head, "weight", 0.5)
     wanted = model(**words())
     for number in (1, 2):
-        model.layers[number] = Skipped()
+        model.layers[number] = nn.Identity()
     assert not torch.allclose(wanted, model(**words()))
     [found] = run_file(
         tmp_path / "cut.onnx", {onnx.load(tmp_path / "cut.onnx").graph.input[0].name: words()["words"].numpy()}
@@ -263,7 +244,7 @@ def test_residual_blocks_are_removed(exporter: str, tmp_path: Path) -> None:
 
 def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model, kwargs = spread(nn.Sequential(Layer(), Layer())).eval(), {"input": x(2, 4, 12)}
+    model, kwargs = spread(nn.Sequential(block(), block())).eval(), {"input": x(2, 4, 12)}
     file = export(model, kwargs, "dynamo", tmp_path)
     htp_export.prune(file, {"1": "drop"}, tmp_path / "cut.onnx")
     [found] = run_file(tmp_path / "cut.onnx", {"input": kwargs["input"].numpy()})
@@ -274,7 +255,7 @@ def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path: Path) ->
 
 def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    model = spread(Layers(3)).eval()
+    model = spread(stacked(3)).eval()
     with torch.no_grad():
         model.layers[1].up.weight *= 0.01
     file = export(model, words(), "torchscript", tmp_path)
@@ -324,15 +305,9 @@ def test_what_cannot_be_cut_is_said(plan: dict[str, Any], message: str, two_laye
 
 
 def test_the_node_that_stops_a_cut_is_named(tmp_path: Path) -> None:
-    class Summed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x).cumsum(1))
-
-    file = export(spread(Summed()).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
+    parts = {"up": nn.Linear(4, 6), "down": nn.Linear(6, 2)}
+    net = composed(lambda self, x: self.down(self.up(x).cumsum(1)), **parts)
+    file = export(spread(net).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
     with pytest.raises(
         InputError, match=r"'up\.weight' of 'up': its channels cannot be cut, at CumSum.* of ''; the value 0"
     ):

@@ -17,25 +17,22 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.huggingface import load_model
 from tests.decoders import TEXT
-from tests.nets import EXPORTERS
+from tests.nets import EXPORTERS, composed
 from tests.packed import awq, gptq, int8, nf4, written_checkpoint, written_gguf
 from tests.quantized import assert_predicted, matrix_of, written
 
 INPUTS = 96
 
 
-class Net(nn.Module):
+def small_net() -> nn.Module:
     """Products with and without bias, and a norm that the checkpoint has other numbers for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(INPUTS, 64)
-        self.norm = nn.LayerNorm(64)
-        self.second = nn.Linear(64, 48, bias=False)
-        self.head = nn.Linear(48, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.second(self.norm(self.first(x)))))
+    return composed(
+        lambda self, x: self.head(torch.relu(self.second(self.norm(self.first(x))))),
+        first=nn.Linear(INPUTS, 64),
+        norm=nn.LayerNorm(64),
+        second=nn.Linear(64, 48, bias=False),
+        head=nn.Linear(48, 8),
+    )
 
 
 X = torch.from_numpy(np.random.default_rng(1).standard_normal((2, 3, INPUTS)).astype(np.float32))
@@ -57,9 +54,9 @@ METHODS = {"gptq": gptq, "awq": awq, "bitsandbytes nf4": nf4, "bitsandbytes int8
 
 
 def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module]:
-    """A checkpoint of `Net` whose first two products are packed, and the net with these weights."""
+    """A checkpoint of `small_net` whose first two products are packed, and the net with these weights."""
     torch.manual_seed(0)
-    generator, net, tensors = np.random.default_rng(0), Net().eval(), {}
+    generator, net, tensors = np.random.default_rng(0), small_net().eval(), {}
     pack: Any = next(method for name, method in METHODS.items() if case.startswith(name))
     settings = CASES[case]
     for path in ("first", "second"):
@@ -87,7 +84,7 @@ def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The net with other weights; not to be written to."""
     folder = tmp_path_factory.mktemp("packed")
-    return {each: written(Net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
+    return {each: written(small_net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
 
 
 def numbers_of(file: Path) -> dict[str, Any]:

@@ -15,31 +15,20 @@ import torch
 from torch import nn
 
 import htp_export
-from tests.nets import spread
+from tests.nets import composed, spread
 from tests.quantized import assert_others_are_the_same, assert_predicted, assert_tagged, outputs
 
 
-class Convolutions(nn.Module):
+def convolutions() -> nn.Module:
     """One that ends on a BatchNorm, one in groups, a transposed one, and a table whose rows have 40 elements."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(30, 40)
-        self.first, self.norm = nn.Conv1d(7, 12, 3), nn.BatchNorm1d(12)
-        self.second = nn.Conv1d(12, 8, 3, groups=4)
-        self.last = nn.ConvTranspose1d(8, 6, 3, groups=2)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.last(self.second(torch.relu(self.norm(self.first(self.table(ids))))))
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind: Any) -> None:
-        super().__init__()
-        self.rnn, self.head = kind(16, 24, 2, batch_first=True, bidirectional=True), nn.Linear(48, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.rnn(x)[0])
+    return composed(
+        lambda self, ids: self.last(self.second(torch.relu(self.norm(self.first(self.table(ids)))))),
+        table=nn.Embedding(30, 40),
+        first=nn.Conv1d(7, 12, 3),
+        norm=nn.BatchNorm1d(12),
+        second=nn.Conv1d(12, 8, 3, groups=4),
+        last=nn.ConvTranspose1d(8, 6, 3, groups=2),
+    )
 
 
 def exported(model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynamo: bool = True) -> Path:
@@ -52,7 +41,7 @@ def exported(model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynam
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path: Path, symmetric: bool) -> None:
     ids = np.arange(14, dtype=np.int64).reshape(2, 7)
-    file, made = exported(Convolutions(), ids, tmp_path / "net.onnx"), tmp_path / "made.onnx"
+    file, made = exported(convolutions(), ids, tmp_path / "net.onnx"), tmp_path / "made.onnx"
     plan = {"**,!second": {"precision": "int8-weights", "symmetric": symmetric}}
     result = htp_export.quantize(file, plan, made)
     kinds = Counter(node.op_type for node in result.model.graph)
@@ -78,7 +67,9 @@ def test_a_table_that_is_tied_to_a_product_stays_for_it(tmp_path: Path, net: Pat
 def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None:
     x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
     for kind, left in ((nn.LSTM, 0), (nn.GRU, 2)):  # ONNX Runtime has no such GRU
-        file = exported(Recurrent(kind), x, tmp_path / f"{kind.__name__}.onnx", dynamo=False)
+        rnn = kind(16, 24, 2, batch_first=True, bidirectional=True)
+        net = composed(lambda self, x: self.head(self.rnn(x)[0]), rnn=rnn, head=nn.Linear(48, 4))
+        file = exported(net, x, tmp_path / f"{kind.__name__}.onnx", dynamo=False)
         made = tmp_path / "made.onnx"
         result = htp_export.quantize(file, "int8-dynamic", made)
         kinds = Counter(node.op_type for node in result.model.graph)
@@ -91,16 +82,9 @@ def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None
 
 
 def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path: Path) -> None:
-    class Twice(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(16, 16)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lstm(self.lstm(x)[0] + x)[0]
-
+    net = composed(lambda self, x: self.lstm(self.lstm(x)[0] + x)[0], lstm=nn.LSTM(16, 16))
     x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
-    file, made = exported(Twice(), x, tmp_path / "twice.onnx", dynamo=False), tmp_path / "made.onnx"
+    file, made = exported(net, x, tmp_path / "twice.onnx", dynamo=False), tmp_path / "made.onnx"
     result = htp_export.quantize(file, "int8-dynamic", made)
     assert [node.op_type for node in result.model.graph].count("DynamicQuantizeLSTM") == 2
     assert_predicted(result, file, "int8-dynamic")

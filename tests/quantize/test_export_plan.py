@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,22 +27,13 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, RuleError
 from tests.exporting import BOTH
 from tests.extract.test_cutting import exported_to
-from tests.nets import EXPORTERS, spread
-from tests.refusing import assert_refused
+from tests.nets import EXPORTERS, composed, spread
 
 
-class Layers(nn.Module):
-    """More than ten equal layers, so that the name of one node is the beginning of another's; products without bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
-        self.head = nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.relu(layer(x))
-        return self.head(x)
+def in_turn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in self.layers:
+        x = torch.relu(layer(x))
+    return self.head(x)
 
 
 def example() -> torch.Tensor:
@@ -50,11 +42,12 @@ def example() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """More than ten equal layers, so that the name of one node is the beginning of another's; products without bias."""
     folder = tmp_path_factory.mktemp("plans")
     found = {}
     for exporter in EXPORTERS:
-        torch.manual_seed(0)
-        model = spread(Layers()).eval()
+        layers = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(12))
+        model = spread(composed(in_turn, layers=layers, head=nn.Linear(32, 4))).eval()
         named = {"input_names": ["x"]} if exporter == "torchscript" else {}
         found[exporter] = exported_to(folder / f"{exporter}.onnx", model, {"x": example()}, exporter, **named)
     return found
@@ -250,28 +243,20 @@ class TestModelOpt:
         assert content["high_precision_dtype"] == "fp16"
 
 
-class Decoder(nn.Module):
-    """Modules with the paths of a decoder of transformers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model, self.lm_head = nn.Module(), nn.Linear(32, 64, bias=False)
-        self.model.layers = nn.ModuleList(nn.Module() for _ in range(2))
-        for layer in self.model.layers:
-            layer.self_attn, layer.mlp = nn.Module(), nn.Module()
-            layer.self_attn.q_proj = nn.Linear(32, 32, bias=False)
-            layer.mlp.down_proj = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.model.layers:
-            x = layer.mlp.down_proj(layer.self_attn.q_proj(x).relu())
-        return self.lm_head(x)
+def decode(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in self.model.layers:
+        x = layer.mlp.down_proj(layer.self_attn.q_proj(x).relu())
+    return self.lm_head(x)
 
 
 @pytest.fixture(scope="module")
 def decoder_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("decoder") / "model.onnx"
-    htp_export.export(spread(Decoder()).eval(), (example(),), file, verbose=False, dynamo=True)
+    """Modules with the paths of a decoder of transformers."""
+    file, linear = tmp_path_factory.mktemp("decoder") / "model.onnx", partial(nn.Linear, 32, bias=False)
+    parts = [{"self_attn": {"q_proj": linear(32)}, "mlp": {"down_proj": linear(32)}} for _ in range(2)]
+    layers = [composed(decode, **{key: nn.ModuleDict(part) for key, part in each.items()}) for each in parts]
+    model = composed(decode, model=nn.ModuleDict({"layers": nn.ModuleList(layers)}), lm_head=linear(64))
+    htp_export.export(spread(model).eval(), (example(),), file, verbose=False, dynamo=True)
     return file
 
 
@@ -440,23 +425,3 @@ class TestFiles:
         planned = set(step["arguments"]["nodes_to_quantize"])
         assert len(planned) == 12
         assert planned.isdisjoint(owned(files["dynamo"], "head"))
-
-    @pytest.mark.parametrize(
-        ("rules", "to", "out", "problem"),
-        [
-            (["head=int8"], "tvm", "p.json", "plans are written for genai, modelopt, nncf, olive, ort, not for 'tvm'"),
-            (["nothing=int8"], "ort", "p.json", "matches no module"),
-            (["head=int9"], "ort", "p.json", "there is no precision 'int9'"),
-            (["head=int8"], "ort", "p.onnx", "is the name of a model"),
-            (["head=int8"], "ort", "none/p.json", "its folder does not exist"),
-            ([], "ort", "p.json", "give a plan (.yaml or .json), a precision (int8, "),
-        ],
-    )
-    def test_bad_input_ends_with_status_2_and_files_stay(
-        self, files: dict[str, Path], tmp_path: Path, capsys: Any, rules: list[str], to: str, out: str, problem: str
-    ) -> None:
-        model = tmp_path / "model.onnx"
-        model.write_bytes(files["dynamo"].read_bytes())
-        given = [word for rule in rules for word in ("--rule", rule)]
-        command = ["quantize", str(model), *given, "--plan-for", to, "-o", str(tmp_path / out)]
-        assert_refused(command, problem, tmp_path, capsys)

@@ -18,9 +18,8 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
-from tests.handmade import small_file
+from tests.nets import composed
 from tests.quantized import IDS
-from tests.refusing import assert_refused
 
 
 @pytest.fixture
@@ -108,54 +107,19 @@ def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
     assert typed["first"]["precision"] == "fp32"
 
 
-@pytest.mark.parametrize(
-    ("words", "problem"),
-    [
-        (["plan.yaml"], "give the file to write with -o, or --dry-run"),
-        (["none.yaml", "-o", "q.onnx"], "none.yaml: cannot be read"),
-        (["--rule", "frist=int8", "-o", "q.onnx"], "selector 'frist': matches no module; nearest: 'first'"),
-        (["--rule", "first", "-o", "q.onnx"], "--rule first: write SELECTOR=PRECISION"),
-        (["--rule", "first=int5", "-o", "q.onnx"], "--rule first=int5: there is no precision 'int5'; there are int8"),
-        (["--rule", "first=int4:accuracy_level=9", "-o", "q.onnx"], "--rule first=int4:accuracy_level=9: precision"),
-        (["--rule", "norm=int4", "-o", "q.onnx"], "--rule norm=int4: no operator of module 'norm' takes int4"),
-        (["plan.yaml", "-o", "q.onnx", "--data", "none.npz"], "none.npz: cannot be read"),
-        (["int9", "-o", "q.onnx"], "no file and no precision 'int9'; there are int8, u8s8"),
-        (["first=int8", "-o", "q.onnx"], "a rule is an option: --rule SELECTOR=PRECISION"),
-        (["plan.yaml", "-o", "q.onnx", "--data", "nowhere:make"], "nowhere:make: raised ModuleNotFoundError"),
-        (["plan.yaml", "-o", "none/q.onnx"], "folder does not exist"),
-        (["plan.yaml", "-o", "plan.yaml/q.onnx"], ""),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_a_bad_plan_leaves_every_file_as_it_was(
-    words: list[str], problem: str, net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small_file(folder / "q.onnx")
-    assert_refused(["quantize", str(net), *words], problem, folder, capsys)
-
-
 X = np.random.default_rng(0).standard_normal((2, 64), dtype=np.float32)
-
-
-class Unlike(nn.Module):
-    """Two layers, the second of which loses more in blocks of integers: each block has one large weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fine, self.coarse = nn.Linear(64, 64), nn.Linear(64, 64)
-        with torch.no_grad():
-            self.coarse.weight[:, ::16] = 40
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.coarse(torch.tanh(self.fine(x)))
-        return y
 
 
 @pytest.fixture(scope="module")
 def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers, the second of which loses more in blocks of integers: each block has one large weight."""
     unlike = tmp_path_factory.mktemp("check") / "net.onnx"
-    htp_export.export(Unlike().eval(), (torch.from_numpy(X),), unlike, verbose=False)
+    torch.manual_seed(0)
+    fine, coarse = nn.Linear(64, 64), nn.Linear(64, 64)
+    with torch.no_grad():
+        coarse.weight[:, ::16] = 40
+    net = composed(lambda self, x: self.coarse(torch.tanh(self.fine(x))), fine=fine, coarse=coarse)
+    htp_export.export(net.eval(), (torch.from_numpy(X),), unlike, verbose=False)
     return unlike
 
 

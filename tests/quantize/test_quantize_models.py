@@ -25,7 +25,7 @@ from htp_export.plans.rules import assigned
 from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
 from tests.exporting import of_type
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, composed, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, node_bytes, outputs
 
 Feed = dict[str, npt.NDArray[Any]]
@@ -69,21 +69,21 @@ FILES = [
 ]
 
 
+def inner(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(self.linear(x)).reshape(x.shape[0], -1, x.shape[-1])
+
+
 class Sizes(nn.Module):
     """Sizes of a tensor of one module, read in others; a weight that two modules read, and one in another layout."""
 
-    class Inner(nn.Module):
-        def __init__(self, linear: nn.Linear | None = None) -> None:
-            super().__init__()
-            self.linear = linear or nn.Linear(32, 32)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return torch.relu(self.linear(x)).reshape(x.shape[0], -1, x.shape[-1])
-
     def __init__(self, *, recurrent: bool = True) -> None:
         super().__init__()
-        self.first, self.norm = self.Inner(), nn.LayerNorm(32)
-        self.second = self.Inner(self.first.linear)
+        linear = nn.Linear(32, 32)
+        self.first, self.norm, self.second = (
+            composed(inner, linear=linear),
+            nn.LayerNorm(32),
+            composed(inner, linear=linear),
+        )
         self.lstm = nn.LSTM(32, 32, batch_first=True) if recurrent else None
         self.scale, self.head = nn.Parameter(torch.rand(32)), nn.Linear(32, 64, bias=False)
         self.table = nn.Embedding(64, 32)

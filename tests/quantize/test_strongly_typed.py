@@ -18,7 +18,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.weights.rebuilding import rebuilt
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Apply, composed, spread
 from tests.quantized import (
     IDS,
     Net,
@@ -93,15 +93,8 @@ class TestBlocks:
             assert np.array_equal(made.tensors[value].numpy(), value.const_value.numpy()), value.name
 
     def test_a_weight_that_two_products_share_is_dequantized_once(self, tmp_path: Path) -> None:
-        class Twice(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Linear(32, 32, bias=False)
-
-            def forward(self, x: torch.Tensor) -> torch.Tensor:
-                return self.table(torch.tanh(self.table(x)))
-
-        file = written(Twice(), (torch.randn(2, 32),), tmp_path / "twice.onnx", "dynamo", ["x"])
+        net = composed(lambda self, x: self.table(torch.tanh(self.table(x))), table=nn.Linear(32, 32, bias=False))
+        file = written(net, (torch.randn(2, 32),), tmp_path / "twice.onnx", "dynamo", ["x"])
         result = htp_export.quantize(file, {".": {"precision": "int4", "format": "qdq"}})
         assert [node.op_type for node in result.model.graph] == ["DequantizeLinear", "MatMul", "Tanh", "MatMul"]
 
@@ -124,14 +117,9 @@ class TestBlocks:
             htp_export.quantize(model, plan)
 
 
-class Convolved(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.relu(self.conv(x)).flatten(2)
-        return self.head((y @ y.transpose(1, 2)).mean(1))
+def product_of_convolved(self: Any, x: torch.Tensor) -> torch.Tensor:
+    y = torch.relu(self.conv(x)).flatten(2)
+    return self.head((y @ y.transpose(1, 2)).mean(1))
 
 
 class TestFloat8:
@@ -139,7 +127,8 @@ class TestFloat8:
         torch.manual_seed(0)
         x = torch.randn(2, 3, 6, 6)
         source, made = tmp_path / "conv.onnx", tmp_path / "made.onnx"
-        written(Convolved(), (x,), source, "dynamo", ["x"])
+        net = composed(product_of_convolved, conv=nn.Conv2d(3, 8, 3, padding=1), head=nn.Linear(8, 4))
+        written(net, (x,), source, "dynamo", ["x"])
         result = htp_export.quantize(source, {".": "fp8"}, made, data={"x": x.numpy()})
         kinds = [node.op_type for node in result.model.graph]
         assert kinds.count("QuantizeLinear") == 4  # what the convolution, the product (two) and the layer read
@@ -219,26 +208,20 @@ class TestCasts:
         assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
 
 
-class Attention(nn.Module):
+def attend(self: Any, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
     """Attention of ONNX Runtime with a cache, without rotation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(32, 64), nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Any:
-        length = key.shape[2] + x.shape[1]
-        total = torch.full((), length, dtype=torch.int32)
-        last = torch.full((x.shape[0],), length - 1, dtype=torch.int32)
-        sizes = (x.shape[0], key.shape[1], length, key.shape[3])
-        return torch.onnx.ops.symbolic_multi_out(
-            "com.microsoft::GroupQueryAttention",
-            [self.q(x), self.k(x), self.v(x), key, value, last, total],
-            {"num_heads": 4, "kv_num_heads": 2},
-            dtypes=[torch.float32] * 3,
-            shapes=[(x.shape[0], x.shape[1], 64), sizes, sizes],
-            version=1,
-        )
+    length = key.shape[2] + x.shape[1]
+    total = torch.full((), length, dtype=torch.int32)
+    last = torch.full((x.shape[0],), length - 1, dtype=torch.int32)
+    sizes = (x.shape[0], key.shape[1], length, key.shape[3])
+    return torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        [self.q(x), self.k(x), self.v(x), key, value, last, total],
+        {"num_heads": 4, "kv_num_heads": 2},
+        dtypes=[torch.float32] * 3,
+        shapes=[(x.shape[0], x.shape[1], 64), sizes, sizes],
+        version=1,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -246,12 +229,8 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     source = tmp_path_factory.mktemp("attention") / "attention.onnx"
     example = (torch.randn(1, 5, 32), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))
-    dims = {
-        "x": {1: torch.export.Dim.DYNAMIC},
-        "key": {2: torch.export.Dim.DYNAMIC},
-        "value": {2: torch.export.Dim.DYNAMIC},
-    }
-    net = spread(Attention().eval())
+    dims = {name: {axis: torch.export.Dim.DYNAMIC} for name, axis in (("x", 1), ("key", 2), ("value", 2))}
+    net = spread(composed(attend, q=nn.Linear(32, 64), k=nn.Linear(32, 32), v=nn.Linear(32, 32)).eval())
     htp_export.export(net, example, source, dynamic_shapes=dims, opset_version=21, verbose=False)
     return source
 
@@ -327,22 +306,10 @@ def test_a_second_call_quantizes_what_the_first_one_left(
         assert node.domain == "" or node.outputs[0].dtype is not None, node.name
 
 
-class Sized(nn.Module):
+def sized(self: Any, ids: torch.Tensor) -> torch.Tensor:
     """The size of what one module makes is read by another module and by the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.body, self.after, self.head = nn.Embedding(50, 8), nn.Linear(8, 8), Reader(), nn.Linear(8, 4)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        y = self.body(self.table(ids))
-        z = self.after(y)
-        return self.head(z.reshape(y.shape[0], y.shape[1], 8))
-
-
-class Reader(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x.reshape(x.shape[0] * x.shape[1], 8))
+    y = self.body(self.table(ids))
+    return self.head(self.after(y).reshape(y.shape[0], y.shape[1], 8))
 
 
 @BOTH
@@ -354,10 +321,10 @@ def test_sizes_are_read_of_the_tensor_that_was_there(chosen: str, exporter: str,
         if exporter == "dynamo"
         else {"input_names": ["ids"], "dynamic_axes": {"ids": {0: "batch", 1: "length"}}}
     )
-    net = tmp_path / "net.onnx"
-    htp_export.export(
-        spread(Sized().eval()), (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **options
-    )
+    after = Apply(lambda x: torch.relu(x.reshape(x.shape[0] * x.shape[1], 8)))
+    layers = {"body": nn.Linear(8, 8), "after": after, "head": nn.Linear(8, 4)}
+    net, model = tmp_path / "net.onnx", spread(composed(sized, table=nn.Embedding(50, 8), **layers).eval())
+    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **options)
     assert any(node.op_type == "Shape" for node in onnx.load(net).graph.node)
     htp_export.quantize(net, {chosen: "fp16"}, tmp_path / "half.onnx")
     assert_others_are_the_same(net, tmp_path / "half.onnx", chosen)

@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import shlex
-import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -27,29 +26,16 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError, SelectorError
 from htp_export.runtime.data import Samples
 from tests import documents
-from tests.nets import spread, x
-from tests.refusing import assert_refused
+from tests.nets import composed, spread, x
 
 Array = np.ndarray[Any, Any]
 ROOT = Path(__file__).parents[2]
 
 
-class Blocks(nn.Module):
-    """Two equal blocks, one of which has weights that few bits represent badly, and a head.
-
-    Feature 0 is always 0. The weights that it is multiplied with in ``blocks.1.0`` are large: they change no output,
-    and make the steps of all weights in their blocks large.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return self.head(x)
+def in_turn(self: Any, x: torch.Tensor) -> torch.Tensor:
+    for block in self.blocks:
+        x = x + block(x)
+    return self.head(x)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +46,14 @@ def data() -> list[dict[str, Array]]:
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two equal blocks, one of which has weights that few bits represent badly, and a head.
+
+    Feature 0 is always 0. The weights that it is multiplied with in ``blocks.1.0`` are large: they change no output,
+    and make the steps of all weights in their blocks large.
+    """
     torch.manual_seed(0)
-    model = Blocks().eval()
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+    model: Any = composed(in_turn, blocks=blocks, head=nn.Linear(32, 8)).eval()
     with torch.no_grad():
         model.blocks[0][2].weight[0] = 0
         model.blocks[0][2].bias[0] = 0
@@ -278,26 +270,6 @@ class TestSensitivity:
         expected = htp_export.sensitivity(file, ["int4", "fp16"], **given)
         assert printed == {"schema_version": 1, **json.loads(json.dumps(expected.to_dict()))}
 
-    @pytest.mark.parametrize(
-        ("words", "problem"),
-        [
-            (["--precision", "int9"], "there is no precision 'int9'"),
-            (["--precision", "fp32"], "changes nothing"),
-            (["--select", "nothing"], "matches no module"),
-            (["--select", "head", "--depth", "1"], "not both"),
-            (["--results", "none/runs.jsonl"], "its folder does not exist"),
-            (["--results", "net.onnx"], "is no journal of Optuna"),
-            (["--metric", "nowhere:accuracy"], "nowhere:accuracy"),
-        ],
-    )
-    def test_bad_input_ends_with_status_2(
-        self, file: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, words: list[str], problem: str
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        for each in file.parent.iterdir():
-            shutil.copy(each, tmp_path)
-        assert_refused(["sensitivity", "net.onnx", *words], problem, tmp_path, capsys)
-
 
 def measurer_of(file: Path, data: list[dict[str, Array]], *metric: Any) -> Measurer:
     tagged = htp_export.load(file)
@@ -397,31 +369,6 @@ class TestSearch:
         (tmp_path / "space.yaml").write_text("head: [int4, fp32]\n")
         assert main(["search", str(file), str(tmp_path / "space.yaml"), "--trials", "2", "-o", str(out)]) == 0
         assert "random" in capsys.readouterr().out
-
-    @pytest.mark.parametrize(
-        ("words", "problem"),
-        [
-            (["--choices", "int4", "space.yaml"], "--choices"),
-            (["--choices", "int9"], "there is no precision 'int9'"),
-            (["--choices", "int4", "--objective", "speed"], "objectives are some of error, size, latency, metric"),
-            (["--choices", "int4", "--objective", "metric"], "go together"),
-            (["--choices", "int4", "--sampler", "best"], "there is no sampler 'best'"),
-            (["--choices", "int4", "--storage", "none/study.log"], "its folder does not exist"),
-            (["--choices", "int4", "--storage", "nosql://x"], "cannot be opened"),
-            (["--choices", "int4", "-o", "."], "which is not of a search"),
-            (["nested.yaml"], "lies in"),
-            (["space.yaml"], "there is no precision"),
-        ],
-    )
-    def test_bad_input_ends_with_status_2_and_files_stay(
-        self, file: Path, tmp_path: Path, capsys: Any, monkeypatch: Any, words: list[str], problem: str
-    ) -> None:
-        monkeypatch.chdir(tmp_path)
-        for each in file.parent.iterdir():
-            shutil.copy(each, tmp_path)
-        (tmp_path / "space.yaml").write_text("head: [int4, int9]\n")
-        (tmp_path / "nested.yaml").write_text("blocks.1: [int4]\nblocks.1.0: [int8]\n")
-        assert_refused(["search", "net.onnx", *words, "--trials", "2"], problem, tmp_path, capsys)
 
     def test_errors_in_python(self, file: Path, tmp_path: Path) -> None:
         with pytest.raises(SelectorError):

@@ -16,7 +16,9 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
 from htp_export.files.stored import slots
+from tests.nets import composed
 
+pytest.importorskip("optuna")
 pytestmark = pytest.mark.slow
 
 Feed = dict[str, np.ndarray]
@@ -32,33 +34,6 @@ SPACE = [
 TRIALS = 40
 
 
-class Digits(nn.Module):
-    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem, self.wide = nn.Linear(64, 64), nn.Linear(64, 512)
-        self.narrow, self.head = nn.Linear(512, 64), nn.Linear(64, 10)
-
-    def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.stem(pixels))
-        x = torch.relu(self.narrow(torch.relu(self.wide(x))))
-        return self.head(x)
-
-
-class Texts(nn.Module):
-    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(200, 64)
-        self.encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
-        self.head = nn.Linear(64, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.encoder(self.table(tokens)).mean(1))
-
-
 def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps: int) -> nn.Module:
     torch.manual_seed(0)
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -70,11 +45,16 @@ def trained(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor, steps:
 
 
 def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A small classifier of images of 8 by 8 pixels, whose first layers matter more than the large one behind them."""
     datasets = pytest.importorskip("sklearn.datasets")
     found = datasets.load_digits()
     images, labels = torch.tensor(found.data, dtype=torch.float32) / 16, torch.tensor(found.target)
     torch.manual_seed(0)
-    model = trained(Digits(), images[:1200], labels[:1200], 60)
+    model: Any = composed(
+        lambda self, pixels: self.head(self.narrow(self.wide(self.stem(pixels).relu()).relu()).relu()),
+        stem=nn.Linear(64, 64), wide=nn.Linear(64, 512), narrow=nn.Linear(512, 64), head=nn.Linear(64, 10),
+    )  # fmt: skip
+    model = trained(model, images[:1200], labels[:1200], 60)
     with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
         assert not images[:, [0, 32]].any()
         model.stem.weight[:, [0, 32]] = 6
@@ -82,12 +62,18 @@ def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+    """A classifier of sequences of tokens: a table, an encoder with attention, and a head."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 196, (900, 12), generator=generator)
     labels = torch.randint(0, 4, (900,), generator=generator)
     tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
     torch.manual_seed(0)
-    model = trained(Texts(), tokens[:600], labels[:600], 40)
+    encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
+    model: Any = composed(
+        lambda self, tokens: self.head(self.encoder(self.table(tokens)).mean(1)),
+        table=nn.Embedding(200, 64), encoder=encoder, head=nn.Linear(64, 4),
+    )  # fmt: skip
+    model = trained(model, tokens[:600], labels[:600], 40)
     with torch.no_grad():
         for feature in (0, 32):  # one in each block of weights
             model.encoder.norm2.weight[feature] = model.encoder.norm2.bias[feature] = 0
@@ -149,7 +135,6 @@ def tensor_bytes(model: onnx.ModelProto) -> int:
 
 @pytest.mark.parametrize("name", list(NETS))
 def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
     net = Net(name, tmp_path, 20)
     original, made = onnx.load(net.file), tmp_path / "made.onnx"
     whole = net.accuracy([net.expected])
@@ -169,7 +154,6 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
     name: str, max_drop: float, tmp_path: Path
 ) -> None:
     nncf = pytest.importorskip("nncf")
-    pytest.importorskip("optuna")
     net = Net(name, tmp_path, 20)  # ONNX Runtime cannot load what NNCF makes of the texts in opset 21
     made = nncf.quantize_with_accuracy_control(
         onnx.load(net.file),
@@ -187,7 +171,6 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
 @pytest.mark.parametrize("name", list(NETS))
 def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(name: str, tmp_path: Path) -> None:
     onnxsim = pytest.importorskip("onnxsim")
-    pytest.importorskip("optuna")
     if not hasattr(onnxsim, "apply_mixed_precision_quantization"):
         pytest.skip("this onnxsim has no mixed precision")
     net = Net(name, tmp_path, 21)  # it needs DequantizeLinear with blocks
@@ -220,7 +203,6 @@ def resnet() -> tuple[nn.Module, Feed]:
 
 @pytest.mark.parametrize(("build", "depth"), [(bert, 3), (resnet, 3)])
 def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build: Any, depth: int, tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model, feed = build()

@@ -27,40 +27,23 @@ from htp_export.files.stored import slots
 from htp_export.format.model_metadata import read_provenance
 from htp_export.runtime.data import Samples
 from htp_export.weights.products import weights_of
-from tests.nets import x
+from tests.nets import composed, x
 
 Array = np.ndarray[Any, Any]
 
 
-class Residual(nn.Module):
+def residual() -> nn.Module:
     """Its result is its input and what two layers add."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Stack(nn.Module):
-    """Two residual blocks, of which the second one adds little, and a head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Residual() for _ in range(2))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+    parts = {"up": nn.Linear(32, 64), "down": nn.Linear(64, 32)}
+    return composed(lambda self, x: x + self.down(torch.relu(self.up(x))), **parts)
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two residual blocks, of which the second one adds little, and a head."""
     torch.manual_seed(0)
-    model = Stack().eval()
+    blocks = nn.Sequential(residual(), residual())
+    model: Any = composed(lambda self, x: self.head(self.blocks(x)), blocks=blocks, head=nn.Linear(32, 8)).eval()
     with torch.no_grad():
         model.blocks[1].down.weight *= 0.05
     path = tmp_path_factory.mktemp("space") / "net.onnx"
@@ -296,7 +279,7 @@ class TestSaidBefore:
 def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), Residual(), Residual(), nn.Linear(32, 8)).eval()
+    model = nn.Sequential(nn.Linear(16, 32), residual(), residual(), nn.Linear(32, 8)).eval()
     program = htp_export.export(model, (x(2, 16, seed=1),), verbose=False)
     problem = "modules '1.down' and '2.down' have the same channels, and may lose different shares of them"
     with pytest.raises(InputError, match=problem):

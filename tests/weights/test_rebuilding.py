@@ -25,48 +25,43 @@ from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.tagged import load
 from htp_export.weights.rebuilding import Rebuilt, rebuilt
 from tests.exporting import exported_once
-from tests.nets import spread, x
+from tests.nets import composed, spread, x
 
 
-class Residual(nn.Module):
+def convolve(self: Any, images: torch.Tensor) -> Any:
+    images = self.stem(images)
+    images = self.norm(self.up(torch.relu(images + self.block(images))))
+    return self.last(self.head(images.mean((2, 3))))
+
+
+def residual() -> nn.Module:
     """Convolutions of each kind with a normalisation after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8))
-        self.block = nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8))
-        self.up, self.norm = nn.ConvTranspose2d(8, 4, 2, 2), nn.BatchNorm2d(4)
-        self.head, self.last = nn.Linear(4, 5), nn.BatchNorm1d(5)
-
-    def forward(self, images: torch.Tensor) -> Any:
-        images = self.stem(images)
-        images = self.norm(self.up(torch.relu(images + self.block(images))))
-        return self.last(self.head(images.mean((2, 3))))
+    return composed(
+        convolve,
+        stem=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)),
+        block=nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8)),
+        up=nn.ConvTranspose2d(8, 4, 2, 2),
+        norm=nn.BatchNorm2d(4),
+        head=nn.Linear(4, 5),
+        last=nn.BatchNorm1d(5),
+    )
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """Gates in another order, two directions beside each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True), nn.Linear(16, 3)
-
-    def forward(self, sequence: torch.Tensor) -> Any:
-        return self.head(self.lstm(sequence)[0])
+    lstm = nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True)
+    return composed(lambda self, sequence: self.head(self.lstm(sequence)[0]), lstm=lstm, head=nn.Linear(16, 3))
 
 
-class Language(nn.Module):
+def language(name: str, **sizes: int) -> nn.Module:
     """A transformer that returns its last hidden state; the mask is folded."""
-
-    def __init__(self, name: str, **sizes: int) -> None:
-        super().__init__()
-        transformers = pytest.importorskip("transformers")
-        config = getattr(transformers, f"{name}Config")(vocab_size=100, **sizes)
-        config.use_cache = False
-        self.model = getattr(transformers, f"{name}Model")(config)
-
-    def forward(self, ids: torch.Tensor) -> Any:
-        return self.model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(vocab_size=100, **sizes)
+    config.use_cache = False
+    return composed(
+        lambda self, ids: self.model(ids, attention_mask=torch.ones_like(ids)).last_hidden_state,
+        model=getattr(transformers, f"{name}Model")(config),
+    )
 
 
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
@@ -81,11 +76,11 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tens
         lambda: nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 8)),
         lambda: {"input": x(2, 7, 64)},
     ),
-    "residual": (Residual, lambda: {"images": x(2, 3, 8, 8)}),
-    "recurrent": (Recurrent, lambda: {"sequence": x(2, 5, 6)}),
-    "bert": (lambda: Language("Bert", max_position_embeddings=32, **_BERT), _ids),
-    "gpt2": (lambda: Language("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32), _ids),
-    "llama": (lambda: Language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT), _ids),
+    "residual": (residual, lambda: {"images": x(2, 3, 8, 8)}),
+    "recurrent": (recurrent, lambda: {"sequence": x(2, 5, 6)}),
+    "bert": (lambda: language("Bert", max_position_embeddings=32, **_BERT), _ids),
+    "gpt2": (lambda: language("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32), _ids),
+    "llama": (lambda: language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT), _ids),
 }
 
 

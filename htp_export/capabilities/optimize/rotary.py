@@ -8,6 +8,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import Placed
+from htp_export.capabilities.optimize.passes.eliminate_whole_gathers import stacked
 from htp_export.capabilities.optimize.passes.merge_slices import part_of
 from htp_export.editing.editing import constant_array, multiple
 from htp_export.model.neighbours import producer_of
@@ -115,19 +116,11 @@ def _joined(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
 
 def _stacked(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
     """The tensors of whose features a tensor has one of each in turn: stacked along a new last dimension."""
-    node = producer_of(value, "Reshape")
-    joined = _joined(node.inputs[0], known) if node is not None else None
+    node, flat = producer_of(value, "Reshape"), known.shape(value)
     shape = known.shape(node.inputs[0]) if node is not None else None
-    flat = known.shape(value)
-    if joined is None or shape is None or flat is None or flat[:-1] != shape[:-2]:
+    if node is None or shape is None or flat is None or flat[:-1] != shape[:-2]:
         return None
-    parts = []
-    for each in joined:
-        unsqueeze = producer_of(each, "Unsqueeze")
-        if unsqueeze is None or unsqueeze.inputs[0] is None or shape[-1] != len(joined):
-            return None
-        parts.append(unsqueeze.inputs[0])
-    return parts
+    return stacked(node.inputs[0], known)
 
 
 def _negated(value: ir.Value) -> ir.Value | None:

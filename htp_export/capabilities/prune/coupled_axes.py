@@ -17,6 +17,7 @@ from htp_export.model.module_facts import stored_tensor
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of
 from htp_export.shapes.operators.elementwise import ELEMENTWISE
+from htp_export.shapes.operators.indexing import slice_bounds, sliced_axes
 from htp_export.shapes.symbolic import Symbolic
 
 Axis: TypeAlias = tuple[ir.Value, int]
@@ -226,30 +227,18 @@ def _beside(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 def changed_axes(node: ir.Node, shapes: Symbolic) -> list[int] | None:
     """The axes that a Concat, Split or Slice changes; None if that is not known."""
+    if node.op_type == "Slice":
+        return sliced_axes(node, shapes)
     rank = _rank(shapes, node.inputs[0])
-    if node.op_type != "Slice":
-        axis = node.attributes.get_int("axis", 0)
-        return [axis % rank] if rank else None
-    axes = node.attributes.get_ints("axes")
-    if axes is None and len(node.inputs) > 3 and node.inputs[3] is not None:
-        axes = shapes.constant(node.inputs[3])
-    elif axes is None:
-        starts = shapes.shape(node.inputs[1]) if len(node.inputs) > 1 else None
-        axes = range(starts[0]) if starts and isinstance(starts[0], int) else None
-    return None if axes is None or not rank else [axis % rank for axis in axes]
+    return [node.attributes.get_int("axis", 0) % rank] if rank else None
 
 
 def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | None:
     """The first index of a slice with steps of 1 along an axis; None if it is computed or has other steps."""
-    changed = changed_axes(node, shapes)
-    starts = node.attributes.get_ints("starts") or (shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None)
-    steps = shapes.constant(node.inputs[4]) if len(node.inputs) > 4 and node.inputs[4] is not None else None
-    if changed is None or starts is None or (len(node.inputs) > 4 and node.inputs[4] is not None and steps is None):
+    bounds = slice_bounds(node, shapes)
+    if bounds is None or bounds[axis][2] != 1:
         return None
-    place = changed.index(axis)
-    if steps is not None and steps[place] != 1:
-        return None
-    start = starts[place]
+    start = bounds[axis][0]
     return min(max(start + size if start < 0 else start, 0), size)
 
 

@@ -188,11 +188,8 @@ class Precision:
             self.check("engine", self.engine, (ENGINE, *sorted(plug_ins("quantize"))))
         self.check("method", self.method, _methods_of(self.engine))
         how = self.how
-        self.check("activation", self.activation, how.activations)
-        self.check("weight", self.weight, how.weights)
-        self.check("calibration", self.calibration, how.calibrations)
-        self.check("algorithm", self.algorithm, how.algorithms)
-        self.check("format", self.format, how.formats)
+        for name in ("activation", "weight", "calibration", "algorithm", "format"):
+            self.check(name, getattr(self, name), getattr(how, f"{name}s"))
         if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
         if (level := self.accuracy_level) is not None:

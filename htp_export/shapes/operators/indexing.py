@@ -38,20 +38,34 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
 def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
     starts, ends = known.contents(node.inputs[1]), known.contents(node.inputs[2])
-    axes = axes_of(node, known, place=3)
-    steps = axes_of(node, known, "steps", place=4)
+    axes, steps = sliced_axes(node, known), axes_of(node, known, "steps", place=4)
     if axes is None:
-        if len(node.inputs) > 3 and node.inputs[3] is not None:
-            return [[None] * len(shape)]
-        axes = list(range(len(shape)))
+        return [[None] * len(shape)]
     result: list[Dim | None] = list(shape)
-    for k, axis in enumerate(axes):
-        place = normalized(axis, len(shape))
+    for k, place in enumerate(axes):
         if starts is None or ends is None or (steps is None and len(node.inputs) > 4):
             result[place] = None
         else:
             result[place] = _slice_length(shape[place], starts[k], ends[k], steps[k] if steps else 1)
     return [result]
+
+
+def sliced_axes(node: Operation, known: Known) -> list[int] | None:
+    """The axes that a ``Slice`` cuts, counted from the front; None where they are not known."""
+    axes, rank = axes_of(node, known, place=3), known.rank(node.inputs[0])
+    if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
+        starts = known.shape(node.inputs[1])
+        axes = list(range(starts[0])) if starts and isinstance(starts[0], int) else None
+    return None if axes is None or rank is None else [normalized(axis, rank) for axis in axes]
+
+
+def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int]] | None:
+    """Axis that a ``Slice`` cuts → start, end and step, as they are written; None where they are not constant."""
+    axes, starts, ends = sliced_axes(node, known), axes_of(node, known, "starts", 1), axes_of(node, known, "ends", 2)
+    steps = axes_of(node, known, "steps", 4)
+    if axes is None or starts is None or ends is None or (steps is None and any(node.inputs[4:5])):
+        return None
+    return dict(zip(axes, zip(starts, ends, steps or [1] * len(axes), strict=True), strict=True))
 
 
 def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
@@ -99,16 +113,12 @@ def _gathered_contents(node: Operation, known: Known) -> Contents | None:
 
 @content_rule("Slice")
 def _sliced_contents(node: Operation, known: Known) -> Contents | None:
-    contents = known.contents(node.inputs[0])
-    starts, ends = known.constant(node.inputs[1]), known.constant(node.inputs[2])
-    axes, steps = axes_of(node, known, place=3), axes_of(node, known, "steps", place=4)
-    if contents is None or starts is None or ends is None:
-        return None
-    if (axes is None and len(node.inputs) > 3) or (steps is None and len(node.inputs) > 4):
+    contents, bounds = known.contents(node.inputs[0]), slice_bounds(node, known)
+    if contents is None or bounds is None:
         return None
     index = [slice(None)] * contents.ndim
-    for k, axis in enumerate(axes if axes is not None else range(len(starts))):
-        index[axis] = slice(max(starts[k], -contents.shape[axis]), ends[k], steps[k] if steps else 1)
+    for axis, (start, end, step) in bounds.items():
+        index[axis] = slice(max(start, -contents.shape[axis]), end, step)
     return contents[tuple(index)]
 
 

@@ -9,17 +9,13 @@ from htp_export.capabilities.optimize.registry import register
 from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
 
+_LARGEST = 1024
+"""Elements; the values of larger initializers would have to be read."""
+
 
 @register("eliminate_duplicate_constants", level="exact")
 class EliminateDuplicateConstants(ir.passes.InPlacePass):
-    """Makes ``Constant`` nodes initializers, and keeps one of equal initializers.
-
-    Args:
-        size_limit: Initializers of more elements are not compared: their values would have to be read.
-    """
-
-    def __init__(self, size_limit: int = 1024) -> None:
-        self._deduplicate = DeduplicateInitializersPass(size_limit)
+    """Makes ``Constant`` nodes initializers, and keeps one of equal initializers, but for large ones."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         lifted, found = lift_constants(model), list[tuple[Recipe, tuple[ir.Node, int]]]()
@@ -27,7 +23,7 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
             for value in graph.initializers.values():
                 if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
                     found.append((recipe_of(value), next(iter(value.uses()))))
-        deduplicated = self._deduplicate(model).modified
+        deduplicated = DeduplicateInitializersPass(_LARGEST)(model).modified
         stands_for: dict[ir.Value, list[Recipe]] = {}
         for recipe, (node, place) in found if deduplicated else ():
             kept = node.inputs[place]

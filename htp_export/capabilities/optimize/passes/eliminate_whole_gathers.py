@@ -28,7 +28,7 @@ class EliminateWholeGathers(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         source, indices = node.inputs[0], node.inputs[1]
         shape, grid = self.known.shape(source), self.known.shape(node.outputs[0])
-        parts = _parts(indices, self.known) if not node.attributes.get_int("batch_dims", 0) else None
+        parts = stacked(indices, self.known) if not node.attributes.get_int("batch_dims", 0) else None
         if source is None or shape is None or grid is None or parts is None or len(parts) != len(shape):
             return False
         axes = [_counted(part, size, grid, self.known) for part, size in zip(parts, shape, strict=True)]
@@ -43,14 +43,14 @@ class EliminateWholeGathers(NodePass):
         return True
 
 
-def _parts(indices: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
-    """The indices of each dimension, of the shape of the grid, that are joined along a last axis."""
-    joined, rank = producer_of(indices, "Concat"), known.rank(indices)
+def stacked(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
+    """The tensors that are stacked along a new last axis, as the indices of each dimension are."""
+    joined, rank = producer_of(value, "Concat"), known.rank(value)
     if joined is None or rank is None or normalized(joined.attributes["axis"].as_int(), rank) != rank - 1:
         return None
     parts = []
-    for value in joined.inputs:
-        unsqueeze = producer_of(value, "Unsqueeze")
+    for each in joined.inputs:
+        unsqueeze = producer_of(each, "Unsqueeze")
         axes = axes_of(unsqueeze, known) if unsqueeze is not None else None
         if unsqueeze is None or unsqueeze.inputs[0] is None or axes not in ([-1], [rank - 1]):
             return None

@@ -11,6 +11,7 @@ from htp_export.capabilities.optimize.registry import NodePass, decline, registe
 from htp_export.editing.editing import Array, add_initializer, is_constant, replace
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import batchnorm_folded, recipe_of
+from htp_export.weights.products import changed_when_written
 
 _LARGEST = 1e8
 """Factors of a channel; larger ones may make weights infinite, which stay finite where the results are scaled."""
@@ -36,15 +37,9 @@ class FuseConvBatchnorm(NodePass):
 
     def _fuse(self, conv: ir.Node, norm: ir.Node) -> None:
         weight: Any = conv.inputs[1]
-        tensor = weight.const_value
-        scale, shift = _scale_and_shift(norm, _bias(conv))
+        tensor, before = weight.const_value, _bias(conv)
+        scale, shift = _scale_and_shift(norm, before)
         column = scale.reshape(-1, *[1] * (len(tensor.shape) - 1))
-        lazy = ir.LazyTensor(
-            lambda: ir.tensor((tensor.numpy() * column).astype(np.float32)),
-            tensor.dtype,
-            ir.Shape(tensor.shape.numpy()),
-        )
-        before = _bias(conv)
         recipes = batchnorm_folded(
             recipe_of(weight),
             None if before is None else recipe_of(before),
@@ -52,7 +47,8 @@ class FuseConvBatchnorm(NodePass):
             norm.attributes.get_float("epsilon", 1e-5),
             column.shape,
         )
-        normalized = add_initializer(self.graph, lazy, f"{weight.name}_normalized", recipes[0])
+        scaled = changed_when_written(tensor, lambda array: (array * column).astype(np.float32), recipes[0])
+        normalized = add_initializer(self.graph, scaled, f"{weight.name}_normalized", recipes[0])
         bias = add_initializer(self.graph, ir.tensor(shift), f"{weight.name}_bias", recipes[1])
         replace(norm, [ir.node("Conv", [conv.inputs[0], normalized, bias], conv.attributes)])
 

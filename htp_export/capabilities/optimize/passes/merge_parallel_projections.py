@@ -12,10 +12,11 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.passes.fuse_matmul_add import product_and_bias
 from htp_export.capabilities.optimize.registry import decline, integers, register
-from htp_export.editing.editing import add_initializer, is_constant, remove_unused, replace
+from htp_export.editing.editing import Array, add_initializer, is_constant, remove_unused, replace
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
 from htp_export.shapes.operator_kinds import is_standard
+from htp_export.weights.products import changed_when_written
 
 _FEWEST = 3
 """Three layers are six nodes; merged they are two, and one slice each."""
@@ -141,12 +142,12 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name:
     tensors: list[Any] = [value.const_value for value in present]
     shape = list(tensors[0].shape.numpy())
     shape[axis] = sum(tensor.shape.numpy()[axis] for tensor in tensors)
-    joint = ir.LazyTensor(
-        lambda: ir.tensor(np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)),
-        tensors[0].dtype,
-        ir.Shape(shape),
-    )
-    return add_initializer(graph, joint, name, step("concat", *map(recipe_of, present), axis))
+
+    def concatenated(first: Array) -> Array:
+        return np.concatenate([first, *(tensor.numpy() for tensor in tensors[1:])], axis=axis)
+
+    recipe = step("concat", *map(recipe_of, present), axis)
+    return add_initializer(graph, changed_when_written(tensors[0], concatenated, recipe, shape), name, recipe)
 
 
 def _decline(graph: ir.Graph) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import onnx_ir as ir
@@ -13,6 +12,7 @@ from htp_export.editing.editing import is_boundary, remove_unused, replace, stan
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
 from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operators.indexing import slice_bounds
 from htp_export.shapes.symbolic import Symbolic
 
 _MOST_INDICES = 1 << 14
@@ -43,30 +43,10 @@ class MergeSlices(ir.passes.InPlacePass):
         return ir.passes.PassResult(model, modified)
 
 
-@dataclass(frozen=True)
-class Sliced:
-    """The input of a ``Slice``, and start, end and step for each dimension that it cuts."""
-
-    source: ir.Value
-    bounds: dict[int, tuple[int, int, int]]
-
-
-def sliced(node: ir.Node | None, known: Symbolic) -> Sliced | None:
-    """The bounds of a ``Slice``, if they are constant."""
-    if node is None or not is_standard(node, "Slice") or node.inputs[0] is None or len(node.inputs) < 3:
-        return None
-    rank = known.rank(node.inputs[0])
-    numbers = [known.constant(value) if value is not None else None for value in node.inputs[1:]]
-    starts, ends = numbers[:2]
-    if rank is None or starts is None or ends is None:
-        return None
-    is_given = [value is not None for value in node.inputs[3:]]
-    axes = numbers[2] if is_given[:1] == [True] else list(range(len(starts)))
-    steps = numbers[3] if is_given[1:] == [True] else [1] * len(starts)
-    if axes is None or steps is None:
-        return None
-    places = [normalized(axis, rank) for axis in axes]
-    return Sliced(node.inputs[0], dict(zip(places, zip(starts, ends, steps, strict=True), strict=True)))
+def _bounds(node: ir.Node | None, known: Symbolic) -> dict[int, tuple[int, int, int]] | None:
+    """Start, end and step for each dimension that a ``Slice`` cuts, if they are constant inputs of it."""
+    is_slice = node is not None and is_standard(node, "Slice") and len(node.inputs) > 2
+    return slice_bounds(node, known) if node is not None and is_slice else None
 
 
 class Part(NamedTuple):
@@ -91,12 +71,13 @@ def part_of(value: ir.Value | None, known: Symbolic) -> Part | None:
         shapes = [known.shape(each) for each in node.outputs[: [*node.outputs].index(value) + 1]]  # type: ignore[arg-type]
         sizes = [size for each in shapes if each is not None and isinstance(size := each[axis], int)]
         return Part(source, axis, sum(sizes[:-1]), sum(sizes), 1) if len(sizes) == len(shapes) else None
-    cut = sliced(node, known)
-    if cut is None or len(cut.bounds) != 1:
+    bounds = _bounds(node, known)
+    if bounds is None or len(bounds) != 1:
         return None
-    ((axis, bounds),) = cut.bounds.items()
-    size = shape[axis]
-    return Part(source, axis, *slice(*bounds).indices(size)) if isinstance(size, int) else None
+    ((axis, (start, end, step)),) = bounds.items()
+    if not isinstance(size := shape[axis], int):
+        return None
+    return Part(source, axis, *slice(max(start, -size), end, step).indices(size))  # Python clamps the others as ONNX
 
 
 def covers(parts: Sequence[Part], known: Symbolic) -> bool:
@@ -110,19 +91,21 @@ def covers(parts: Sequence[Part], known: Symbolic) -> bool:
 
 def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
     """Make one ``Slice`` of two in a row, if all that read the first one's result are slices of other dimensions."""
-    outer = sliced(node, known)
-    between = outer.source if outer is not None else None
-    inner = sliced(between.producer(), known) if between is not None else None
-    if outer is None or between is None or inner is None or is_boundary(between) or between.is_graph_output():
+    outer = _bounds(node, known)
+    between = node.inputs[0] if outer is not None else None
+    first = producer_of(between, "Slice")
+    inner = _bounds(first, known)
+    if outer is None or between is None or first is None or inner is None:
         return False
-    for use in between.uses():
-        cut = sliced(use.node, known)
-        if cut is None or not cut.bounds.keys().isdisjoint(inner.bounds):
-            return False
-    bounds = inner.bounds | outer.bounds
+    cuts = [_bounds(use.node, known) for use in between.uses()]
+    if is_boundary(between) or between.is_graph_output():
+        return False
+    if not all(cut is not None and cut.keys().isdisjoint(inner) for cut in cuts):
+        return False
+    bounds = inner | outer
     starts, ends, steps = zip(*bounds.values(), strict=True)
     columns = {"starts": starts, "ends": ends, "axes": [*bounds], "steps": steps}
-    replace(node, [ir.node("Slice", [inner.source, *(integers(node, n, what) for what, n in columns.items())])])
+    replace(node, [ir.node("Slice", [first.inputs[0], *(integers(node, n, what) for what, n in columns.items())])])
     return True
 
 
@@ -132,20 +115,14 @@ def _gather(node: ir.Node, known: Symbolic) -> bool:
         return False
     rank = known.rank(node.outputs[0])
     axis = None if rank is None else normalized(node.attributes["axis"].as_int(), rank)
-    indices: list[int] = []
-    sources: dict[ir.Value, None] = {}
-    for value in node.inputs:
-        cut = sliced(absorbed(value), known)
-        shape = known.shape(cut.source) if cut is not None else None
-        size = shape[axis] if shape is not None and axis is not None else None
-        if cut is None or axis is None or list(cut.bounds) != [axis] or not isinstance(size, int):
-            return False
-        sources[cut.source] = None
-        start, end, step = cut.bounds[axis]
-        indices += range(size)[max(start, -size) : end : step]  # Python clamps the other bounds as ONNX does
-    if len(sources) > 1 or not 0 < len(indices) <= _MOST_INDICES:
+    parts = [part_of(value if absorbed(value, "Slice") else None, known) for value in node.inputs]
+    (source, *others), found = {part and part.source for part in parts}, [part for part in parts if part is not None]
+    if others or any(part.axis != axis for part in found):
         return False
-    replace(node, [ir.node("Gather", [*sources, integers(node, indices, "indices")], {"axis": axis})])
+    indices = [index for part in found for index in range(*part[2:])]
+    if not 0 < len(indices) <= _MOST_INDICES:
+        return False
+    replace(node, [ir.node("Gather", [source, integers(node, indices, "indices")], {"axis": axis})])
     return True
 
 

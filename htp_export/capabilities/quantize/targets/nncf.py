@@ -5,14 +5,12 @@ Both quantize what they can, except for the nodes of an ``nncf.IgnoredScope``, b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.plan_exporting import Expressed, PlannedModel, TargetFile, names
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.method import Precision
 
 EXPRESSED: Expressed = {
     "static": {"activation": ("int8", "uint8"), "weight": ("int8", "uint8")},

@@ -6,10 +6,9 @@ the nodes of ``nodes_to_include`` alone; of these, ``MatMul`` with two-dimension
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.plan_exporting import (
     IN_BLOCKS,
     LEVELS,
@@ -19,9 +18,6 @@ from htp_export.capabilities.quantize.plan_exporting import (
     block_fields,
     names,
 )
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.method import Precision
 
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},

@@ -6,10 +6,11 @@ nothing, so that ``nodes_to_exclude`` has all other nodes, as ``node_block_list`
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.methods.static import CALIBRATIONS, TYPES
 from htp_export.capabilities.quantize.plan_exporting import (
     IN_BLOCKS,
@@ -20,9 +21,6 @@ from htp_export.capabilities.quantize.plan_exporting import (
     block_fields,
     names,
 )
-
-if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.method import Precision
 
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},
