@@ -26,7 +26,7 @@ from tests.nets import NETS, spread
 from tests.truth import inexact, owners_of, untagged
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of the tools, to their own developers
+    pytest.mark.filterwarnings("ignore")  # of the tools, to their own developers
 ]
 
 

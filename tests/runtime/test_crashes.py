@@ -72,8 +72,7 @@ LOAD = """
 
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("exporter", "dynamic"),
-    quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True)),
+    ("exporter", "dynamic"), quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True))
 )
 def test_a_float16_model_loads_as_its_notes_say(exporter: str, dynamic: bool, tmp_path: Path) -> None:
     words, noted = [], []

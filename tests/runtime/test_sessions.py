@@ -16,13 +16,7 @@ import torch
 import htp_export
 from htp_export.errors import InputError, OnnxRuntimeError
 from htp_export.runtime.runner import Runner
-from htp_export.runtime.sessions import (
-    OptionChanges,
-    RunnableModel,
-    Session,
-    SessionSettings,
-    as_written,
-)
+from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings, as_written
 
 HEADER = '<ir_version: 10, opset_import: ["": 20]>'
 

@@ -307,11 +307,7 @@ def test_the_commands_and_a_pipeline_do_the_same(tmp_path: Path, capsys: pytest.
     assert [value.name for value in htp_export.load(tmp_path / "made.onnx").model.graph.outputs][1:] == ["h"]
 
 
-STEER_REFUSED = [
-    ("two#0:out[1]", "the same tensor for :in\\[x\\]"),
-    ("two#0:in[scale]", None),
-    (".:in[scale]", None),
-]
+STEER_REFUSED = [("two#0:out[1]", "the same tensor for :in\\[x\\]"), ("two#0:in[scale]", None), (".:in[scale]", None)]
 
 
 @pytest.mark.parametrize(("place", "problem"), STEER_REFUSED)

@@ -188,10 +188,7 @@ def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array |
 
 
 def _compared(
-    before: Model,
-    after: Model,
-    feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
-    names: tuple[str, str],
+    before: Model, after: Model, feeds: tuple[Mapping[str, Array], Mapping[str, Array]], names: tuple[str, str]
 ) -> AlignmentEvidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs."""
     evidence, summary = AlignmentEvidence(), before[1]

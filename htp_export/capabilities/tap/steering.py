@@ -26,11 +26,7 @@ from htp_export.results.columns import many
 
 @names_model_faults("model")
 def steer(
-    model: ModelSource,
-    places: Places,
-    output: str | os.PathLike[str] | None = None,
-    *,
-    share_weights: bool = False,
+    model: ModelSource, places: Places, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False
 ) -> Tapped:
     """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
 
