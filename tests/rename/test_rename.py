@@ -6,7 +6,6 @@ import functools
 import io
 import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,22 +24,16 @@ from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporter.test_exactness import small
-from tests.exporting import SharedFiles
+from tests.exporting import BOTH, SharedFiles, quick
 from tests.functions.test_functions import arrays, equal, run
 from tests.nets import spread
 
-BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-
-
 MODELS = ["bert", "gpt2", "resnet", "vit"]
-MORE_NETS = [
-    "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru", "loop_of_three",
-    "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
+QUICK = ("called_twice", "names_that_end_alike", "uneven_calls")
+NAMES = [
+    *QUICK, "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru",
+    "loop_of_three", "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
 ]  # fmt: skip
-
-
-def slow(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 @functools.cache
@@ -137,7 +130,7 @@ def check_names(file: Any) -> ir.Model:
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["called_twice", "names_that_end_alike", "uneven_calls", *slow(MORE_NETS)])
+@pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
     name: str, exporter: str, shared_files: SharedFiles
 ) -> None:
@@ -187,7 +180,7 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
     reason="torch knows one way to name FX nodes",
 )
-@pytest.mark.parametrize("name", ["siblings", *slow(MODELS)])
+@pytest.mark.parametrize("name", quick(["siblings", *MODELS], "siblings"))
 def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
     model, kwargs = made(name) if name in MODELS else nets.NETS[name].build()
     outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
