@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections import OrderedDict
 
 import numpy as np
 import onnx
@@ -26,16 +27,8 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(x)))
 
 
-class Net(nn.Module):
-    def __init__(self, **children: nn.Module) -> None:
-        super().__init__()
-        for name, child in children.items():
-            self.add_module(name, child)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for child in self.children():
-            x = child(x)
-        return x
+def row(**children: nn.Module) -> nn.Module:
+    return nn.Sequential(OrderedDict(children))
 
 
 _EXPORTED: dict[str, htp_export.TaggedModel] = {}
@@ -49,7 +42,7 @@ def _file(net: nn.Module) -> onnx.ModelProto:
 
 def model(**children: nn.Module) -> htp_export.TaggedModel:
     """A net of these modules, exported once."""
-    net = spread(Net(**children)).eval()
+    net = spread(row(**children)).eval()
     if str(net) not in _EXPORTED:
         _EXPORTED[str(net)] = htp_export.load(_file(net))
     return _EXPORTED[str(net)]
@@ -135,7 +128,7 @@ def test_a_subtree_that_was_renamed_or_is_under_a_new_prefix_has_moved():
     assert found.moved == {"b": "a", "b.up": "a.up", "b.act": "a.act", "b.down": "a.down"}
     assert [module.path for module in found.topmost()] == ["b"]
     assert (found.added, found.removed) == ([], [])
-    found = htp_export.diff(before, model(body=Net(a=Block(), tail=nn.Tanh()), head=nn.Linear(8, 8)))
+    found = htp_export.diff(before, model(body=row(a=Block(), tail=nn.Tanh()), head=nn.Linear(8, 8)))
     assert (found.moved["body.a"], found.moved["body.tail"]) == ("a", "tail")
     assert found.added == ["body", "head"]
 

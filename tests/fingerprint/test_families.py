@@ -308,9 +308,6 @@ def test_prints_and_is_plain_data(files, tmp_path, capsys):
     assert "BertLayer" in printed
     assert main(["fingerprint", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"][0]["modules"] == [f"encoder.layer.{k}" for k in range(2)]
-    assert main(["fingerprint", str(tmp_path)]) == 2
-    with pytest.raises(TypeError):
-        htp_export.fingerprint(3)
 
 
 @pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])

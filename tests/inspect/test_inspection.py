@@ -533,21 +533,6 @@ def test_commands_take_a_model_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert "graph by ONNX export" in shown.err
 
 
-def test_a_command_wants_one_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "net.onnx"
-    htp_export.export(nn.ReLU().eval(), (torch.randn(2),), file, verbose=False)
-    for words, said in (
-        ([], "name an ONNX file, a model, or --entry"),
-        ([str(file), "--entry", "a:b"], "give one model"),
-        ([str(file), "--task", "fill-mask"], "--task is for a model without a file"),
-        ([str(tmp_path / "gone.onnx")], "gone.onnx: cannot be read"),
-    ):
-        assert main(["tree", *words]) == 2
-        assert said in capsys.readouterr().err
-    assert main(["view", "--entry", "a:b", "--netron"]) == 2
-    assert "--netron are for an ONNX file" in capsys.readouterr().err
-
-
 def test_files_of_graphs_in_other_domains_are_still_written(tmp_path: Path):
     node = ir.node("ATen", [ir.val("x", ir.DataType.FLOAT, [2])], domain="aten")
     graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": 20, "aten": 1})

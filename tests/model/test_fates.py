@@ -23,15 +23,6 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
     return [metadata(node) for node in nodes_of(file) if node.op_type == op_type]
 
 
-# --- fates ---------------------------------------------------
-
-
-@BOTH
-def test_modules_are_listed_in_the_order_of_named_modules(exporter: str, shared_files: SharedFiles) -> None:
-    model, _ = NETS["nested_sequentials"].build()
-    assert list(tree_of(shared_files.read("nested_sequentials", exporter))) == [p for p, _ in model.named_modules()]
-
-
 # --- calls, owners, reasons ---------------------------------------------------
 
 

@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.command.main import main
-from htp_export.errors import InputError, SelectorError, UntaggedModelError
+from htp_export.errors import InputError, UntaggedModelError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
@@ -364,8 +364,6 @@ class TestForms:
         assert {module for node in mapped.nodes for module in node.modules} == {"rnn", "head"}
         assert {name.partition(".")[0] for name in mapped.parameters} == {"rnn", "emb", "head"}  # tied: it is read
         assert {node.modules for node in mapped.parameters["emb.weight"].nodes} == {("head",)}
-        with pytest.raises(SelectorError):
-            htp_export.nodes(file, select="nowhere")
 
     def test_plain_data_is_json_and_nodes_have_their_names(self, mapped):
         data = json.loads(json.dumps(mapped.to_dict()))

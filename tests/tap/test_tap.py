@@ -205,12 +205,8 @@ def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_an
     assert htp_export.verify(model, joined, kwargs=inputs).ok
 
 
+# Places that cannot be read, or that are not there, are in test_wrong_input.py.
 REFUSED: list[tuple[Any, dict[str, Any], str]] = [
-    ("two.fc", {}, "says no side; write 'two.fc:in' or 'two.fc:out'"),
-    ("tow:out", {}, "matches no module; nearest: 'two'"),
-    ("two#2:out", {}, "'two' ran 2 times, counted from 0"),
-    ("act:out[1]", {}, "'act' has no such output; it has: 0"),
-    ("act:in[x]", {}, "'act' has no such input; it has: input"),
     ({"scale": "act:out"}, {}, "has a tensor 'scale' already"),
     ({"h": "two:out"}, {}, "'h' names 2 tensors"),
     ({"h": ["act:out", "two#0:in"]}, {"concat": 0}, "tensors differ in axis 1 too"),
