@@ -12,7 +12,6 @@ import pytest
 
 from htp_export.model.tagged import load
 from htp_export.shapes import inference, operators
-from htp_export.shapes.operators import shape_rule, type_rule
 from htp_export.shapes.sizes import Size, divide, not_negative, smaller_of, symbol
 from htp_export.shapes.symbolic import Symbolic
 
@@ -237,23 +236,6 @@ def test_functions_that_call_each_other_twice_are_not_walked_without_end(monkeyp
     model = parsed("net (float[n] x) => (float[a] y) { y = own.f0(x) z = Neg(x) }" + functions + last)
     known = Symbolic(model.graph, functions=model.functions)
     assert [str(dim) for dim in known.shape(model.graph.node(1).outputs[0])] == ["n"]
-
-
-def test_a_rule_is_registered_by_a_decorator():
-    @shape_rule("Twice", domain="tests.own")
-    def twice(node, known):
-        shape = known.shape(node.inputs[0])
-        return None if shape is None else [[*shape[:-1], 2 * shape[-1]]]
-
-    @type_rule("Twice", domain="tests.own")
-    def type_of_first(node, known):
-        return known.dtype(node.inputs[0])
-
-    x = ir.val("x", ir.DataType.FLOAT16, ["n", 3])
-    node = ir.node("Twice", [x], domain="tests.own", outputs=[ir.Value(name="y")])
-    known = Symbolic(ir.Graph([x], node.outputs, nodes=[node], opset_imports={"": 20, "tests.own": 1}))
-    described = known.described(node.outputs[0])
-    assert (described.dtype, described.shape.dims) == (ir.DataType.FLOAT16, (ir.SymbolicDim("n"), 6))
 
 
 def test_every_file_of_the_folder_of_rules_is_read(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import json
 import re
 import tempfile
 from collections import Counter, defaultdict
@@ -20,9 +21,10 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.format.leaves import named_tensors_in
 from htp_export.huggingface import example_calls
-from tests.decoders import decoder
+from tests.decoders import decoder, prompt
 from tests.exporting import SharedFiles, quick
 from tools.sweep_models import subjects
 
@@ -222,6 +224,29 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
             count, refused = held(program, seen, again, feed)
             assert count > 4 * len(refused)
         assert htp_export.verify(call.model, tapped, kwargs=copy.deepcopy(kwargs)).ok
+
+
+@pytest.mark.slow
+def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files: SharedFiles, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model = decoder("mistral")
+    steered = htp_export.steer(shared_files.decoder("mistral"), "model.layers.0:out")  # by a vector that nobody gives
+    places = ["model.layers.1:in", "model.layers.1:out"]
+    tapped = htp_export.tap(steered, {"hidden_states": places}, tmp_path / "model.onnx", concat=-1)
+    config = genai_config(tapped.model, model.config, model.generation_config)
+    (tmp_path / "genai_config.json").write_text(json.dumps(config))
+    loaded = genai.Model(str(tmp_path))
+    settings = genai.GeneratorParams(loaded)
+    settings.set_search_options(max_length=12, min_length=12)
+    generator = genai.Generator(loaded, settings)
+    generator.append_tokens(prompt()[0].astype(np.int32))
+    for length in (None, -1):
+        generator.generate_next_token()
+        seen = seen_in(model, {"input_ids": torch.tensor([[*map(int, generator.get_sequence(0)[:-1])]])})
+        taken = [seen["model.layers.1#0:in[hidden_states]"], seen["model.layers.1#0:out[0]"]]
+        found = generator.get_output("hidden_states")
+        np.testing.assert_allclose(found[:, length:], torch.cat(taken, -1).numpy()[:, length:], atol=1e-4)
 
 
 # --- steer ------------------------------------------------------------------------------------------------
