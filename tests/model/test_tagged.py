@@ -219,8 +219,6 @@ def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(ke
 
 
 class Block(nn.Module):
-    """One of the modules of ``Net``."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(4, 4)
@@ -230,16 +228,12 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Two blocks in a list."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block(), Block()])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.exp()
+        return self.blocks[1](self.blocks[0](x)).exp()
 
 
 @pytest.mark.parametrize("dynamo", [True, False])

@@ -57,14 +57,11 @@ def merged(
     Nodes keep their owners. In which call of a module they ran is left out, as each graph counts calls for itself. The
     graphs come in the order in which they run; ``hierarchy`` is the module tree of the whole, with the calls.
     """
-    whole = _Whole(hierarchy)
-    for piece in pieces:
-        whole.add(piece)
-    return whole.model(parameters)
+    return _Whole(pieces, hierarchy).model(parameters)
 
 
 class _Whole:
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    def __init__(self, pieces: Sequence[Piece], hierarchy: Hierarchy) -> None:
         self._known = dict(hierarchy)
         self._called = hierarchy.called
         self._nodes: list[ir.Node] = []
@@ -73,8 +70,10 @@ class _Whole:
         self._initializers: dict[str, ir.Value] = {}
         self._opsets: dict[str, int] = {}
         self._made: list[dict[str, ir.Value]] = []  # for each piece: name of a tensor in it → the tensor
+        for piece in pieces:
+            self._add(piece)
 
-    def add(self, piece: Piece) -> None:
+    def _add(self, piece: Piece) -> None:
         copy = piece.model.clone()
         graph = copy.graph
         self._opsets = {**graph.opset_imports, **self._opsets}
