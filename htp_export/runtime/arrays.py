@@ -93,6 +93,11 @@ class StoredArray:
 
     array: Array
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the values in bytes."""
+        return int(self.array.nbytes)
+
 
 class ArrayStore:
     """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""
