@@ -31,7 +31,7 @@ def diff_command(
     with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
         difference = diff(before, after)
     if output is not None:
-        write_text(output, difference_page(difference, before, after))
+        write_text(output, difference_page(difference, before.name, after.name))
     report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))
     if output is not None and not as_json and (written := written_page(output)):
         show_written(written)

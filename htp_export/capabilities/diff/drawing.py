@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -17,7 +15,6 @@ from htp_export.drawing.command_words import in_both, tag_note
 from htp_export.drawing.folding import gathered, repeats
 from htp_export.drawing.module_table import flat_table
 from htp_export.format import tags
-from htp_export.model.tagged import ModelSource, load
 from htp_export.results.columns import MODULE
 from htp_export.results.result import plain
 from htp_export.results.tag_facts import TagFacts
@@ -82,16 +79,14 @@ def comparison_page(
     return document(f"{before} → {after}", data, template="diff.html", style=style, scripts=scripts)
 
 
-def difference_page(difference: ModelDifference, before: ModelSource, after: ModelSource) -> str:
-    """The page of what differs between two files, with what each knows about its tags."""
-    names = [Path(source).name if isinstance(source, str | os.PathLike) else "model" for source in (before, after)]
-    opened = [load(source) for source in (before, after)]
-    files = [(name, tagged.tag_facts) for name, tagged in zip(names, opened, strict=True)]
+def difference_page(difference: ModelDifference, before: str, after: str) -> str:
+    """The page of what differs between two files with these names, with what each knows about its tags."""
+    files = list(zip((before, after), difference.tags, strict=True))
     notes = [f"{name}: {in_both(facts.advice)}" for name, facts in files if facts.advice]
     if not difference.by_module:
         notes.append("One of the files has no module tags: only the whole is compared.")
     columns = ("nodes", "parameters", "weight_bytes")
-    return comparison_page(difference.modules.values(), names[0], names[1], columns, notes, files)
+    return comparison_page(difference.modules.values(), before, after, columns, notes, files)
 
 
 def _repeats(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
