@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError
 from tests import handmade
-from tests.exporting import BOTH, SharedFiles
+from tests.exporting import BOTH, SharedFiles, open_sizes
 from tests.nets import EXPORTERS, NETS, spread, x
 from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
@@ -135,10 +135,7 @@ class Two(nn.Module):
 
 @BOTH
 def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter: str, tmp_path: Path) -> None:
-    dims = {0: "batch", 1: "length"}
-    options: dict[str, Any] = {"dynamic_shapes": {"x": dims}}
-    if exporter == "torchscript":
-        options = {"input_names": ["x"], "dynamic_axes": {"x": dims}}
+    options = open_sizes(exporter, x={0: "batch", 1: "length"})
     model = spread(Two()).eval()
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 3, 4)}, exporter, **options)
     result = htp_export.extract(file, "scaled", tmp_path / "part.onnx")

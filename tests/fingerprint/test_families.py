@@ -17,7 +17,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
-from tests.exporting import exported, of_type, quick
+from tests.exporting import exported, of_type, open_sizes, quick
 from tests.nets import spread
 from tests.written import weight, written
 
@@ -218,8 +218,7 @@ def test_a_module_that_runs_again_counts_each_time():
 @pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
 def test_a_causal_mask_is_computed_where_sizes_are_open(exporter, tmp_path):
     model, inputs = of_type("qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100)
-    axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
-    options = {"dynamic_shapes": axes} if exporter == "dynamo" else {"dynamic_axes": axes, "input_names": [*inputs]}
+    options = open_sizes(exporter, **{name: {0: "batch", 1: "sequence"} for name in inputs})
     found = htp_export.fingerprint(exported(model, inputs, exporter, tmp_path, **options))
     assert found.family == "decoder"
     assert "input input_ids [batch, sequence] is tokens: it is looked up in a table of vectors" in found.evidence
