@@ -79,8 +79,9 @@ class _Whole:
         self._opsets = {**graph.opset_imports, **self._opsets}
         nodes, inputs, outputs = list(graph), list(graph.inputs), list(graph.outputs)
         initializers = dict(graph.initializers)
-        named = {str(value.name): value for node in nodes for value in node.outputs if value.name}
-        self._made.append(named)
+        self._made.append({str(value.name): value for node in nodes for value in node.outputs if value.name})
+        for node in graph.all_nodes():
+            self._own(node, piece)
         graph.outputs.clear()
         graph.inputs.clear()
         graph.initializers.clear()
@@ -89,8 +90,6 @@ class _Whole:
             self._take(value, piece)
         for name, value in initializers.items():
             self._hold(tags.below(piece.prefix, name), value)
-        for node in nodes:
-            self._own(node, piece)
         self._nodes += nodes
         self._outputs += [value for value in outputs if value.producer() is not None]
         self._know(copy, piece.prefix)
@@ -120,18 +119,13 @@ class _Whole:
 
     def _own(self, node: ir.Node, piece: Piece) -> None:
         node.name = f"{piece.name}/{node.name}"
-        for value in node.outputs:
+        for value in (*node.outputs, *(value for body in subgraphs(node) for value in body.inputs)):
             if value.name:
                 value.name = f"{piece.name}/{value.name}"
         owners = [tags.below(piece.prefix, path) for path in tags.owners_of(node.metadata_props)]
         if owners:
             reason = node.metadata_props.get(tags.REASON, "")
             tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self._called))
-        for body in subgraphs(node):
-            for value in body.inputs:
-                value.name = f"{piece.name}/{value.name}"
-            for inner in body:
-                self._own(inner, piece)
 
     def _know(self, model: ir.Model, prefix: str) -> None:
         """What became of the modules of a part."""
