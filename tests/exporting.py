@@ -37,6 +37,11 @@ converts_loops = pytest.mark.xfail(
 )
 
 
+def open_sizes(exporter: str, **axes: dict[int, str]) -> dict[str, Any]:
+    """Options of an export whose inputs have open sizes: input → axis → name."""
+    return {"dynamic_shapes": axes} if exporter == "dynamo" else {"dynamic_axes": axes, "input_names": [*axes]}
+
+
 def exported(
     model: torch.nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path, **options: Any
 ) -> onnx.ModelProto:

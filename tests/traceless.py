@@ -67,24 +67,24 @@ class Doubled(torch.autograd.Function):
         return gradients[0] * 2
 
 
-class WithFunction(nn.Module):
-    """A custom ``autograd.Function``, with an operator in it that ONNX has no translation of."""
+class WithHead(nn.Module):
+    """A block and a head, between which the nets below do what cannot be traced."""
 
     def __init__(self) -> None:
         super().__init__()
         self.block, self.head = Block(), nn.Linear(4, 3)
+
+
+class WithFunction(WithHead):
+    """A custom ``autograd.Function``, with an operator in it that ONNX has no translation of."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(Doubled.apply(self.block(x)))
         return result
 
 
-class Prints(nn.Module):
+class Prints(WithHead):
     """``print`` and NumPy in ``forward``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.block(x)
@@ -108,15 +108,11 @@ class Watched(nn.Module):
         return result
 
 
-class Deceiving(nn.Module):
+class Deceiving(WithHead):
     """What ``torch.fx`` traces of it is another branch than the one that runs."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.block(x)
+        h: torch.Tensor = self.head(self.block(x))
         print("bytes", h.detach().numpy().tobytes())
         return h * 2 if isinstance(h, torch.Tensor) else h
 
@@ -146,12 +142,8 @@ class WithChoosing(nn.Module):
         return result
 
 
-class Repeating(nn.Module):
+class Repeating(WithHead):
     """A Python loop over a tensor, as often as its values say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.head = Block(), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for row in x:
@@ -207,19 +199,6 @@ class Counting(nn.Module):
             for place in range(each % 3 + 1):
                 y = y + place
         return y.sigmoid()
-
-
-class CountingDetector(Detector):
-    """Its non-maximum suppression goes through the numbers of boxes, and is written in ``forward`` itself."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores, *edges = self.head(self.backbone(x))[0].flatten(1)
-        boxes = torch.stack(edges, -1).exp()
-        kept: list[int] = []
-        for each in scores.sigmoid().argsort(descending=True).tolist():
-            if all(bool((boxes[each] - boxes[other]).abs().sum() > 1) for other in kept):
-                kept.append(each)
-        return boxes[torch.tensor(kept)]
 
 
 class SearchingDetector(Detector):

@@ -149,6 +149,11 @@ def dtype_name(dtype: ir.DataType) -> str:
     return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
+def type_and_shape(value: ir.Value) -> str:
+    """The type and shape of a tensor: ``FLOAT[batch,16]``."""
+    return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"
+
+
 class _Sums(NamedTuple):
     """Module path → what it is first to hold; kind → what is at or below it; and what of that others hold, too."""
 

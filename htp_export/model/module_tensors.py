@@ -96,8 +96,6 @@ def _why_gone(region: Region, name: str | None) -> str:
         took = f"it was merged with {others}" if others else "the modules that it lies between were merged"
         before = "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
         return f"{took}; {before}; if torch merged it, export with dynamo=True, optimize=False"
-    if region.info.fate.is_folded:
-        return "it is a constant, which was folded"
     return "the file has no tensor of this value: it is a constant, was merged with others, or nothing needs it"
 
 
@@ -139,8 +137,7 @@ def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> lis
     if place.call is not None and place.call not in calls:
         raise SelectorError(place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0")
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
-    found = [tensor for tensor in wanted if tensor.first or place.name]
-    found = [tensor for tensor in found if _is_at(tensor, place)]
+    found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "none that the file knows"

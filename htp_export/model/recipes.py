@@ -282,7 +282,4 @@ def batchnorm_folded(
     gamma, beta, mean, variance = norm
     scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))
     before = step("neg", mean) if bias is None else step("sub", bias, mean)
-    return (
-        step("mul", weight, step("reshape", scale, list(column))),
-        step("add", step("mul", before, scale), beta),
-    )
+    return (step("mul", weight, step("reshape", scale, list(column))), step("add", step("mul", before, scale), beta))

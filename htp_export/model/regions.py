@@ -29,6 +29,11 @@ def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
         yield from function.all_nodes()
 
 
+def name_of_node(node: ir.Node) -> str:
+    """The name of a node, or of its first output where it has none."""
+    return node.name or next((value.name for value in node.outputs if value.name), "")
+
+
 def twins_of(model: ir.Model, copy: ir.Model) -> dict[ir.Node, ir.Node]:
     """Node of a model → the same node of a copy of it: ``clone`` keeps the order."""
     return dict(zip(all_nodes(model), all_nodes(copy), strict=True))

@@ -8,9 +8,8 @@ the PyTorch model.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import onnx_ir as ir
 
@@ -218,7 +217,7 @@ class _Namer:
             self._tensors[value] = used.unused(wanted)
 
     def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
-        for node in _canonical_order(graph, self._key):
+        for node in _canonical_order(graph):
             yield node
             for _, body in bodies_of(node):
                 yield from self._ordered(body)
@@ -235,10 +234,6 @@ class _Namer:
         if len(owners) != 1:
             return tags.common_ancestor(owners), ""
         return owners[0], f"@{int(call)}/" if call.isdecimal() else ""
-
-    def _key(self, node: ir.Node) -> Any:
-        path, call = self._place(node)
-        return tags.path_order(path), call, node.domain, node.op_type, len(node.inputs), sorted(node.attributes)
 
 
 def _beginnings(name: str) -> Iterator[str]:
@@ -285,20 +280,17 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
 # --- an order of nodes that depends on the graph alone: not on names, and not on the order in the file ---
 
 
-def _canonical_order(graph: ir.Graph, key: Callable[[ir.Node], Any]) -> list[ir.Node]:
+def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
     """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
 
     From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
     order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
-    results nothing needs come last, ordered by ``key``.
+    results nothing needs come last, as they are in the file.
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:
         _reach(value.producer(), graph, order)
-    unneeded = [node for node in graph if node not in order]
-    for node in sorted((node for node in unneeded if not any(value.uses() for value in node.outputs)), key=key):
-        _reach(node, graph, order)
-    for node in unneeded:  # on a cycle, in a graph that is not valid
+    for node in graph:
         _reach(node, graph, order)
     return list(order)
 
@@ -343,7 +335,7 @@ def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
 
 def _read_in(body: ir.Graph) -> Iterator[ir.Value]:
     """What a subgraph reads, in its canonical order: also what is its own, or lies several graphs above."""
-    for node in _canonical_order(body, lambda node: node.op_type):
+    for node in _canonical_order(body):
         yield from (value for value in node.inputs if value is not None)
         for _, inner in bodies_of(node):
             yield from _read_in(inner)

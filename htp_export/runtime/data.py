@@ -157,8 +157,6 @@ def _files(path: str | os.PathLike[str]) -> list[Run]:
     files = sorted(folder.glob("*.npz")) if folder.is_dir() else [folder]
     if not files:
         raise FileError(folder, "is a folder without .npz files; write them with numpy.savez")
-    if folder.suffix == ".json":
-        raise FileError(folder, "is no .npz file of arrays; shapes in JSON are given as shapes (--shapes)")
     if folder.suffix != ".npz" and not folder.exists():
         raise FileError(folder, f"there is no such file or folder; data are {_FORMS}")
     for file in files:

@@ -8,12 +8,11 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from htp_export.errors import described
 from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, objects, small_array, small_contents
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.operators import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
-from htp_export.shapes.sizes import Dim, is_unnamed
+from htp_export.shapes.sizes import Dim
 
 _MOST_TRIPS = 2**31
 """A loop that only its condition ends has a trip count of so much or more, which says nothing of its results."""
@@ -39,7 +38,6 @@ class Inference(Known):
         self._attributes: Mapping[str, ir.Attr] = {}
         self._depth = 0
         self._visits = 0
-        self._reasons: dict[ir.Value, str] = {}
 
     def walk(self, graph: ir.Graph | ir.Function) -> None:
         """Visit the nodes of a graph in order."""
@@ -52,7 +50,7 @@ class Inference(Known):
         self._visits += self._depth > 0
         function = self._functions.get(node.op_identifier()) if self._functions else None
         if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
-            self._conclude(operation, (), "more than a walk over the graph can look at")
+            self._conclude(operation, ())
         elif function is not None and function not in self._calling:
             self.call(function, operation)
         elif operation.op_type in CONTROL_FLOW and operation.domain == "":
@@ -92,7 +90,7 @@ class Inference(Known):
         results = [self.fact(value) or Fact() for value in function.outputs]
         self._calling.pop()
         self._attributes, self._opsets, self._in_function = saved
-        self._conclude(operation, results, "its function does not tell")
+        self._conclude(operation, results)
 
     def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
         """Walk over the subgraph of an attribute, which runs so many times if that is known; what it gives back."""
@@ -102,20 +100,6 @@ class Inference(Known):
         self.walk(graph)
         self._depth -= 1
         return [self.fact(value) or Fact() for value in graph.outputs]
-
-    def why(self, value: ir.Value) -> str:
-        """Why the shape of a tensor is not known, or not all of it; empty where it is."""
-        shape, seen = self.shape(value), set[ir.Value]()
-        if shape is not None and not any(map(is_unnamed, shape)):
-            return ""
-        while True:  # to the first node on the way that did not tell
-            seen.add(value)
-            producer = value.producer()
-            before = [v for v in (producer.inputs if producer is not None else ()) if v is not None and v not in seen]
-            unknown = next((v for v in before if (s := self.shape(v)) is None or any(map(is_unnamed, s))), None)
-            if unknown is None:
-                return self._reasons.get(value, f"tensor {value.name!r}: the file does not say its shape")
-            value = unknown
 
     def either(self, first: Fact, second: Fact) -> Fact:
         """What is true of two tensors, as those that two branches give."""
@@ -202,17 +186,15 @@ class Inference(Known):
         run = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[operation.op_type]
         try:
             results = run(operation)
-        except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-            self._conclude(operation, (), described(error))
-        else:
-            self._conclude(operation, results, "its subgraphs do not tell")
+        except _NOT_VALID:
+            results = []
+        self._conclude(operation, results)
 
-    def _conclude(self, operation: Operation, results: Sequence[Fact], reason: str) -> None:
+    def _conclude(self, operation: Operation, results: Sequence[Fact]) -> None:
         """Note what a function or a subgraph gave, under the names that the node gives it."""
         for place, value in enumerate(operation.outputs):
             fact = results[place] if place < len(results) else Fact()
             self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
-            self._note(operation, value, reason)
 
     def _constant(self, operation: Operation) -> None:
         value = operation.outputs[0]
@@ -221,8 +203,7 @@ class Inference(Known):
         self._contents.pop(value, None)
         self._arrays.pop(value, None)
         tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
-        if tensor is None:
-            self._note(operation, value, "its value is not written as ONNX has it")
+        if tensor is None:  # its value is not written as ONNX has it
             return
         self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
         if isinstance(operation, _Called):
@@ -235,10 +216,10 @@ class Inference(Known):
             if self._depth:  # it may be visited again
                 self._types.pop(value, None)
         if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
-            self._conclude(operation, (), "an attribute is known only where its function is called")
+            self._conclude(operation, ())  # an attribute is known only where its function is called
             return
         typed = True
-        shapes, reason = _safely(rules.shape, operation, self)
+        shapes = _safely(rules.shape, operation, self)
         for place, value in enumerate(outputs):
             self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
             if value.type is None or self._in_function:
@@ -247,7 +228,7 @@ class Inference(Known):
                 if dtype is not None:
                     self._types[value] = dtype
         if len(outputs) == 1 and rules.contents is not None:
-            contents, _ = _safely(rules.contents, operation, self)
+            contents = _safely(rules.contents, operation, self)
             if contents is not None and small_contents(contents):
                 self._contents[outputs[0]] = contents
                 del self._arrays[outputs[0]]  # they are those of the contents
@@ -256,12 +237,12 @@ class Inference(Known):
             return
         known = shapes is not None and len(shapes) >= sum(bool(value.name) for value in outputs)
         if not known or not typed or any(shape is None or None in shape for shape in shapes or ()):
-            self._ask_onnx(operation, shapes or (), reason)
+            self._ask_onnx(operation, shapes or ())
 
     def _type_of(self, operation: Operation, place: int) -> ir.DataType | None:
         rule = rules_of(operation.domain, operation.op_type).type if place == 0 else None
         if rule is not None:
-            return _safely(rule, operation, self)[0]
+            return _safely(rule, operation, self)
         source = type_source(operation.op_type, self._version(operation), operation.domain, place)
         if source is None or isinstance(source, ir.DataType):
             return source
@@ -280,9 +261,9 @@ class Inference(Known):
             self.state(value, Fact(kind, array.shape, None, array))
         return True
 
-    def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None], reason: str) -> None:
+    def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None]) -> None:
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
-        results, its_reason = inferred(operation, self._version(operation), list(map(self.fact, operation.inputs)))
+        results = inferred(operation, self._version(operation), list(map(self.fact, operation.inputs)))
         for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
             dims = shapes[place] if place < len(shapes) else None
             if dims is None:
@@ -292,28 +273,21 @@ class Inference(Known):
             self._shapes[value] = self._settled(value, dims)
             if kind is not None and (self._types.get(value) is None or self._in_function):
                 self._types[value] = kind
-            self._note(operation, value, reason or its_reason)
 
     def _version(self, operation: Operation) -> int:
         return self._opsets.get(operation.domain, 0)
 
-    def _note(self, operation: Operation, value: ir.Value, reason: str) -> None:
-        self._reasons.pop(value, None)
-        shape = self._shapes.get(value)
-        if value.name and (shape is None or any(not isinstance(dim, int) for dim in shape)):
-            self._reasons[value] = f"node {operation.name or value.name!r} ({operation.op_type}): {reason}"
+
+_NOT_VALID = (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError)
+"""What a rule raises for a node that is not as the definition of its operator has it."""
 
 
-def _safely(
-    rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
-) -> tuple[_T | None, str]:
-    """What a rule says, and else why not: a node that is not as its operator's definition has it is none of its."""
-    if rule is None:
-        return None, ""
+def _safely(rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known) -> _T | None:
+    """What a rule says; None for a node that is not valid."""
     try:
-        return rule(node, known), ""
-    except (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError) as error:
-        return None, described(error)
+        return None if rule is None else rule(node, known)
+    except _NOT_VALID:
+        return None
 
 
 def _forgetful(fact: Fact | None) -> Fact:

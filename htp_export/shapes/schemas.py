@@ -27,19 +27,19 @@ _GROWING = frozenset(("ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneH
 _NOT_EVALUATED = RANDOM | {"Dropout"}
 
 
-def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> tuple[list[Result], str]:
-    """Types and shapes of the outputs, as far as the operator's schema tells them, and else the reason why not."""
+def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Result]:
+    """Types and shapes of the outputs, as far as the operator's schema tells them."""
     nothing: list[Result] = [(None, None)] * len(node.outputs)
     schema = _schema(node.op_type, version, node.domain)
     if schema is None:
-        return nothing, "there is no rule for this operator, and no schema of it"
+        return nothing
     names: dict[str, Dim] = {}
     types, data = dict[str, onnx.TypeProto](), dict[str, onnx.TensorProto]()
     for place, known in enumerate(inputs):
         if known is None:
             continue
         if known.type is None:
-            return nothing, f"the type of input {place} is not known"
+            return nothing
         types[f"i{place}"] = _type_proto(known.type, known.shape, names)
         if known.array is not None:
             data[f"i{place}"] = ir.to_proto(ir.Tensor(known.array, dtype=known.type.dtype))
@@ -47,9 +47,9 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> tu
     proto = _node_proto(node, inputs)
     try:
         protos = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, KeyError) as e:
-        return nothing, str(e).strip().partition("\n")[0]  # a node that is not as its schema wants it
-    return [_read(protos.get(name), names) for name in proto.output], "sizes depend on values that are not known"
+    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, KeyError):
+        return nothing  # a node that is not as its schema wants it
+    return [_read(protos.get(name), names) for name in proto.output]
 
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
@@ -61,7 +61,7 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> l
         return None
     broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
     if node.op_type in _GROWING or broadcast > MOST_ELEMENTS:
-        for _, shape in inferred(node, version, inputs)[0]:
+        for _, shape in inferred(node, version, inputs):
             sizes = [dim for dim in shape or (None,) if isinstance(dim, int)]
             if shape is None or len(sizes) < len(shape) or math.prod(sizes) > MOST_ELEMENTS:
                 return None

@@ -20,7 +20,7 @@ class Symbolic(Inference):
     """What is known of the tensors of one graph, and of the subgraphs in it.
 
     It is made of the graph as it is. A tensor that a pass adds is looked at when it is first asked for. What cannot be
-    inferred is not known, and `why` tells the reason; no error is raised for it.
+    inferred is not known; no error is raised for it.
 
     Args:
         graph: A graph of a model, in topological order.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any
 
@@ -11,6 +12,8 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.capabilities.carry import likenesses, origins
+from htp_export.capabilities.carry.graph_summary import summarize
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
@@ -412,3 +415,30 @@ def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path
     assert owners(result.model) == owners(encoder())
     onnx.checker.check_model(ir.to_proto(result.model))  # which wants them in order
     assert result.model.clone()
+
+
+# --- limits ---------------------------------------------------
+
+
+def test_values_outside_of_the_sample_count_too():
+    array = np.zeros(likenesses._PLACES * 4, dtype=np.float32)
+    array[1:4] = 1, 2, 3
+    assert likenesses.is_distinctive(array)
+
+
+def test_constants_of_many_plain_numbers_are_told_apart():
+    header = '<ir_version: 10, opset_import: ["": 20]> g () => (int64[40] y)'
+    texts = [
+        f"{header} {{ c = Constant <value_ints = [{', '.join([str(k)] * 40)}]> () y = Identity (c) }}" for k in "12"
+    ]
+    first, second = (summarize(ir.from_onnx_text(text))[0].nodes[0].attributes for text in texts)
+    assert first != second
+
+
+@pytest.mark.parametrize("beyond", [0, 1])
+def test_a_map_in_a_file_is_unfolded_up_to_a_size(monkeypatch, beyond):
+    mapped = stripped(htp_export.embed_map(encoder()))
+    size = len(origins.zlib.decompress(origins.base64.b85decode(mapped.metadata_props["htp.map"])))
+    monkeypatch.setattr(origins, "_LARGEST", size - beyond)
+    with pytest.raises(InputError, match="it is too large") if beyond else contextlib.nullcontext():
+        assert owners(htp_export.carry(mapped).model) == owners(encoder())

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import onnx.version_converter
 import onnx_ir as ir
@@ -26,7 +25,7 @@ from tests.nets import NETS, spread
 from tests.truth import inexact, owners_of, untagged
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # of the tools, to their own developers
+    pytest.mark.filterwarnings("ignore")  # of the tools, to their own developers
 ]
 
 
@@ -377,9 +376,3 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
 def test_a_library_that_is_not_installed_is_named_with_what_to_install():
     with pytest.raises(InputError, match=r'pip install "htp-export\[tools\]"'):
         library("no_such_library_at_all")
-
-
-def test_inputs_of_a_run_may_lie_in_a_file(attention, tmp_path):
-    name = onnx.load(attention[2]).graph.input[0].name
-    np.savez(tmp_path / "run.npz", **{name: attention[1]["x"].numpy()})
-    assert tools.quantize_static(attention[2], data=tmp_path / "run.npz").nodes > 50

@@ -285,7 +285,7 @@ WRONG: list[tuple[str | list[str], str]] = [
         "shape.npz: input 'x': is float [2, 3], and the model wants float [16, 16]",
     ),
     ("compare net.onnx net.onnx --data empty", "empty: is a folder without .npz files; write them with numpy.savez"),
-    ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of arrays; shapes in JSON are given as"),
+    ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of plain arrays"),
     ("compare net.onnx net.onnx --data many --shapes ok.json", "--shapes are those of random inputs, and --data have"),
     ("profile net.onnx --data {module}:gives_nothing", "{module}:gives_nothing: returns NoneType, and data are arrays"),
     ("profile net.onnx --data {module}:array", "{module}:array: returns ndarray, and data are arrays by input name"),
@@ -373,6 +373,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
     ("nosuch", "No such command 'nosuch'."),
     ("tree", "name an ONNX file, a model, or --entry"),
+    ("tree net.onnx --entry a:b", "give one model"),
+    ("tree net.onnx --task fill-mask", "--task is for a model without a file"),
+    ("view --entry a:b --netron -o o.html", "--netron are for an ONNX file"),
     ("tree net.onnx extra", "extra"),
     ("tree --nosuch net.onnx", "No such option: --nosuch"),
     *(

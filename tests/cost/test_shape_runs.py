@@ -120,8 +120,7 @@ def test_a_shape_that_is_not_known_is_noted_with_the_node_that_does_not_tell() -
     net (float[2, 3] x) => (float y) { m = my.own.Mystery(x) y = Relu(m) }
     """
     assert htp_export.cost(parsed(text)).notes[-1] == (
-        "2 tensors have no known shape; they are missing from bytes and peaks "
-        "(node 'm' (Mystery): there is no rule for this operator, and no schema of it)"
+        "2 tensors have no known shape; they are missing from bytes and peaks (first 'm', made by Mystery)"
     )
 
 

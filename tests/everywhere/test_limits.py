@@ -57,9 +57,6 @@ def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> No
     assert str(shape[2]) == "(65*n)//64" if not beyond else sizes.is_unnamed(shape[2])
 
 
-# --- patterns, hashes, tables ---------------------------------------------------------------------------
-
-
 # --- calls ----------------------------------------------------------------------------------------------
 
 

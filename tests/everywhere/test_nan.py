@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnxruntime import InferenceSession
 from torch import nn
 
 import htp_export
@@ -24,15 +25,19 @@ def example(seed: int = 0, *, broken: bool = False) -> dict[str, Any]:
     return {"input": x.numpy()}
 
 
-def exported(folder: Path, *, broken: bool = False) -> Path:
+class Log(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.log()
+
+
+def exported(folder: Path, *more: nn.Module, broken: bool = False) -> Path:
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval()
+    net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8), *more).eval()
     if broken:
         with torch.no_grad():
             net[0].weight[5, 0] = NAN
-    path = folder / f"net_{broken}.onnx"
-    htp_export.export(net, (torch.from_numpy(example()["input"]),), path, verbose=False)
-    return path
+    htp_export.export(net, (torch.from_numpy(example()["input"]),), folder / "net.onnx", verbose=False)
+    return folder / "net.onnx"
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One weight of the first layer is NaN."""
     return exported(tmp_path_factory.mktemp("nan"), broken=True)
+
+
+@pytest.fixture(scope="module")
+def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A part of what it returns is NaN."""
+    return exported(tmp_path_factory.mktemp("nan"), Log())
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
@@ -74,21 +85,16 @@ def test_a_metric_without_a_number_is_refused(file: Path) -> None:
         )
 
 
-def test_a_metric_of_outputs_with_nan_says_which(broken: Path) -> None:
+@pytest.mark.parametrize("by_metric", [False, True])
+def test_outputs_without_a_number_have_no_error_and_no_metric(by_metric: bool, broken: Path) -> None:
+    options: dict[str, Any] = {"objectives": ["metric"], "metric": lambda runs: float(runs[0]["linear_1"].sum())}
     with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
-        htp_export.search(
-            broken,
-            ["fp16"],
-            objectives=["metric"],
-            data=example(),
-            metric=lambda runs: float(runs[0]["linear_1"].sum()),
-            trials=3,
-        )
+        htp_export.search(broken, ["fp16"], data=example(), trials=3, **options if by_metric else {})
 
 
 def test_search_says_which_choices_have_no_number(file: Path) -> None:
     pytest.importorskip("optuna")
-    expected = htp_export_outputs(file)
+    expected = InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[0]
 
     def metric(outputs: Any) -> float:
         return 1.0 if np.array_equal(outputs[0]["linear_1"], expected) else NAN
@@ -98,12 +104,6 @@ def test_search_says_which_choices_have_no_number(file: Path) -> None:
     )
     assert [note for note in found.notes if note.startswith("2 in fp16: the metric returned nan")]
     assert all(set(trial.plan.values()) == {"fp32"} for trial in found.trials)
-
-
-def htp_export_outputs(file: Path) -> Any:
-    import onnxruntime
-
-    return onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[0]
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8-dynamic", "int8-weights", "int4"])
@@ -133,39 +133,14 @@ def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:
     assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
 
 
-def test_outputs_without_a_number_have_no_error(broken: Path) -> None:
-    with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
-        htp_export.search(broken, ["fp16"], data=example(), trials=3)
-
-
-class Partly(nn.Module):
-    """A part of what it returns is NaN."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.relu(self.first(x))).log()
-
-
-@pytest.fixture(scope="module")
-def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    path = tmp_path_factory.mktemp("nan") / "partly.onnx"
-    htp_export.export(Partly().eval(), (torch.from_numpy(example()["input"]),), path, verbose=False)
-    return path
-
-
 def test_outputs_with_some_nan_are_said_beside_their_errors(partly: Path) -> None:
-    data = {"x": example()["input"]}
-    found = htp_export.sensitivity(partly, ["fp16"], data=data)
+    found = htp_export.sensitivity(partly, ["fp16"], data=example())
     assert found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
-    assert htp_export.search(partly, ["fp16"], data=data, trials=3).notes[0] == found.notes[0]
+    assert htp_export.search(partly, ["fp16"], data=example(), trials=3).notes[0] == found.notes[0]
 
 
 def test_outputs_with_nan_are_said_where_passes_were_verified(file: Path, partly: Path) -> None:
-    found = htp_export.optimize(partly, verify=True, data={"x": example()["input"]})
+    found = htp_export.optimize(partly, verify=True, data=example())
     assert found.nan == ("log",)
     assert found.summary.endswith(
         "outputs differ by 0 at most; of elements that are NaN before and after, in 'log', nothing is known"

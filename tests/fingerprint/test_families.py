@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
-from tests.exporting import exported, of_type
+from tests.exporting import exported, of_type, open_sizes, quick
 from tests.nets import spread
 from tests.written import weight, written
 
@@ -84,67 +85,47 @@ class Cell(nn.Module):
         return torch.stack(states, 1)
 
 
-CASES: dict[str, tuple[str, str, Callable[[], Made]]] = {
-    "bert": ("encoder", "torchscript", lambda: of_type("bert", **SMALL, vocab_size=100)),
-    "gpt2": (
-        "decoder",
-        "torchscript",
-        lambda: of_type("gpt2", n_embd=16, n_layer=2, n_head=2, vocab_size=100, bos_token_id=0, eos_token_id=0),
-    ),
-    "bart": (
-        "encoder-decoder",
-        "torchscript",
-        lambda: of_type(
-            "bart",
-            d_model=16,
-            vocab_size=100,
-            **{f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")},
-        ),
-    ),
-    "vit": ("vision transformer", "torchscript", lambda: of_type("vit", **SMALL, image_size=32)),
-    "resnet": (
-        "CNN",
-        "torchscript",
-        lambda: of_type("resnet", embedding_size=8, hidden_sizes=[8, 16], depths=[2, 1], layer_type="basic"),
-    ),
-    "wav2vec2": (
-        "speech",
-        "torchscript",
-        lambda: of_type("wav2vec2", **SMALL, conv_dim=[8] * 7, num_conv_pos_embedding_groups=4),
-    ),
-    "clip": (
-        "multimodal",
-        "torchscript",
-        lambda: of_type(
-            "clip",
-            **{f"{side}_config.{key}": n for side in ("text", "vision") for key, n in SMALL.items()},
-            **{"text_config.vocab_size": 100, "vision_config.image_size": 32, "vision_config.patch_size": 16},
-            **{"text_config.eos_token_id": 99, "text_config.bos_token_id": 0, "text_config.pad_token_id": 1},
-        ),
-    ),
+# Type of transformers → its family, and what makes it small.
+TYPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("encoder", {**SMALL, "vocab_size": 100}),
+    "gpt2": ("decoder", {
+        "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0,
+    }),
+    "bart": ("encoder-decoder", {
+        "d_model": 16, "vocab_size": 100,
+        **{f"{side}_{key}": 2 for side in ("encoder", "decoder") for key in ("layers", "attention_heads")},
+    }),
+    "vit": ("vision transformer", {**SMALL, "image_size": 32}),
+    "resnet": ("CNN", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [2, 1], "layer_type": "basic"}),
+    "wav2vec2": ("speech", {**SMALL, "conv_dim": [8] * 7, "num_conv_pos_embedding_groups": 4}),
+    "clip": ("multimodal", {
+        **{f"{side}_config.{key}": n for side in ("text", "vision") for key, n in SMALL.items()},
+        "text_config.vocab_size": 100, "vision_config.image_size": 32, "vision_config.patch_size": 16,
+        "text_config.eos_token_id": 99, "text_config.bos_token_id": 0, "text_config.pad_token_id": 1,
+    }),
+}  # fmt: skip
+OWN: dict[str, tuple[str, str, Callable[[], Made]]] = {
     "unet": (
-        "diffusion-like",
-        "dynamo",
+        *("diffusion-like", "dynamo"),
         lambda: (TimeUnet(), {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([3.0])}),
     ),
     "experts": ("mixture", "torchscript", lambda: (Experts(), {"x": torch.randn(3, 8)})),
     "lstm": ("recurrent", "torchscript", lambda: (Recurrent(), {"tokens": torch.randint(0, 30, (2, 5))})),
     "unrolled": ("recurrent", "dynamo", lambda: (Cell(), {"x": torch.randn(2, 6, 4)})),
 }
+FAMILY = {name: family for name, (family, *_) in (*TYPES.items(), *OWN.items())}
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Name of a case → its file, each exported once."""
-    made: dict[str, onnx.ModelProto] = {}
 
+    @functools.cache
     def file(name: str) -> onnx.ModelProto:
-        if name not in made:
-            _, exporter, build = CASES[name]
-            model, inputs = build()
-            names = {} if exporter == "dynamo" else {"input_names": [*inputs]}
-            made[name] = exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names)
-        return made[name]
+        _, exporter, build = OWN.get(name) or ("", "torchscript", lambda: of_type(name, **TYPES[name][1]))
+        model, inputs = build()
+        names = {} if exporter == "dynamo" else {"input_names": [*inputs]}
+        return exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names)
 
     return file
 
@@ -160,11 +141,10 @@ def bare(proto: onnx.ModelProto) -> onnx.ModelProto:
     return copy
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n == "clip" else []) for n in CASES])
+@pytest.mark.parametrize("name", quick(FAMILY, *(FAMILY.keys() - {"clip"})))
 def test_the_family_with_tags_and_without(name, files):
-    expected = CASES[name][0]
     found = [htp_export.fingerprint(model).family for model in (files(name), bare(files(name)))]
-    assert found == [expected, expected]
+    assert found == [FAMILY[name]] * 2
 
 
 @pytest.mark.parametrize(
@@ -238,8 +218,7 @@ def test_a_module_that_runs_again_counts_each_time():
 @pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
 def test_a_causal_mask_is_computed_where_sizes_are_open(exporter, tmp_path):
     model, inputs = of_type("qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100)
-    axes = {name: {0: "batch", 1: "sequence"} for name in inputs}
-    options = {"dynamic_shapes": axes} if exporter == "dynamo" else {"dynamic_axes": axes, "input_names": [*inputs]}
+    options = open_sizes(exporter, **{name: {0: "batch", 1: "sequence"} for name in inputs})
     found = htp_export.fingerprint(exported(model, inputs, exporter, tmp_path, **options))
     assert found.family == "decoder"
     assert "input input_ids [batch, sequence] is tokens: it is looked up in a table of vectors" in found.evidence
@@ -308,9 +287,6 @@ def test_prints_and_is_plain_data(files, tmp_path, capsys):
     assert "BertLayer" in printed
     assert main(["fingerprint", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["blocks"][0]["modules"] == [f"encoder.layer.{k}" for k in range(2)]
-    assert main(["fingerprint", str(tmp_path)]) == 2
-    with pytest.raises(TypeError):
-        htp_export.fingerprint(3)
 
 
 @pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])

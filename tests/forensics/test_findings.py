@@ -366,9 +366,6 @@ def test_the_command_prints_tables_and_json(tmp_path, capsys):
     assert "act" in capsys.readouterr().out
     assert main(["forensics", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kinds"] == {"identity": 1}
-    path.write_bytes(b"no model")
-    for file in (path, tmp_path / "nowhere.onnx"):
-        assert main(["forensics", str(file)]) == 2
 
 
 def test_every_kind_says_which_pass_changes_it_or_why_none_does():

@@ -141,16 +141,6 @@ def run(page: Path, folder: Path) -> str:
     return ended.stdout.strip()
 
 
-@pytest.mark.slow
-def test_the_snippets_of_the_readme_run_from_top_to_bottom(tmp_path):
-    snippets = re.findall(r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(snippets) >= 5
-    program = tmp_path / "snippets.py"
-    program.write_text("\n".join(snippets), encoding="utf-8")
-    run = subprocess.run([sys.executable, program], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-
-
 def test_every_public_name_stands_on_a_page_of_the_api():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md")]
     named = re.findall(r"^::: htp_export\.((?:lora\.)?\w+)$", "\n".join(pages), re.MULTILINE)

@@ -256,6 +256,8 @@ def test_plans_become_values_of_modules_in_one_place():
 ONE_PLACE = {
     "what became of a module": ("model.fates", r"def (find_fates|fate_of)\b"),
     "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
+    "merged work at boundaries": ("model.boundaries", r".*(?<!planned)\.others\("),  # a plan has others of its own
+    "sessions of ONNX Runtime": ("runtime.sessions", r".*\.InferenceSession\("),
     "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
     "hashes of what a model says": ("model.hashes", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
     "hashes of what regions compute": ("model.hashes", r"class \w*Hash(er|es)\b"),

@@ -7,8 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import htp_export
 
 ROOT = Path(htp_export.__file__).parents[1]
@@ -44,22 +42,9 @@ def faults(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("source", "count"),
-    [
-        ("path.read_text()", 1),
-        ("path.write_text(text)", 2),
-        ("path.write_text(text, encoding='utf-8', newline='')", 0),
-        ("path.open('w')", 1),
-        ("path.open('wb')", 0),
-        ("tempfile.TemporaryDirectory()", 1),
-    ],
-)
-def test_faults_are_found(source: str, count: int) -> None:
-    assert len(faults(source)) == count
-
-
 def test_the_package_has_none() -> None:
+    planted = "a.read_text() a.write_text(b) a.open('w') a.open('wb') a.write_text(b, encoding='utf-8', newline='')"
+    assert [len(faults(each)) for each in planted.replace(", ", ",").split()] == [1, 2, 1, 0, 0]
     found = [
         f"{file.relative_to(ROOT).as_posix()}:{each}" for file in FILES for each in faults(file.read_text("utf-8"))
     ]

@@ -26,18 +26,12 @@ PUBLIC = [
 ]  # fmt: skip
 
 
-def test_public_names_are_these():
-    assert sorted(htp_export.__all__) == PUBLIC
-
-
 RESULTS = {name: getattr(results, name) for name in results.__all__}
 
 
-def test_all_public_names_can_be_imported_at_once_and_shadow_no_builtin():
-    assert not set(htp_export.__all__) & set(dir(builtins))
-
-
-def test_public_names_are_there_and_documented():
+def test_public_names_are_these_shadow_no_builtin_and_are_documented():
+    assert sorted(htp_export.__all__) == PUBLIC
+    assert not set(PUBLIC) & set(dir(builtins))
     assert [name for name in PUBLIC if not getattr(htp_export, name).__doc__] == []
     assert [name for name, each in RESULTS.items() if not each.__doc__] == []
 

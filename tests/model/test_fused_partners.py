@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
 import torch
 from torch import nn
@@ -22,6 +21,7 @@ from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import BOTH, exported
 from tests.graphs import Builder
+from tests.handmade import stripped
 from tests.nets import EXPORTERS, NETS, Apply, spread, x
 from tests.truth import inexact
 
@@ -57,15 +57,6 @@ class Merged(nn.Module):
         return self.last(self.chain(self.first(x)))
 
 
-def bare(file: onnx.ModelProto) -> onnx.ModelProto:
-    """The file as a tool leaves it that takes the metadata off the nodes."""
-    copy = onnx.ModelProto()
-    copy.CopyFrom(file)
-    for node in copy.graph.node:
-        del node.metadata_props[:]
-    return copy
-
-
 def partners(model: Any) -> dict[str, tuple[str, ...]]:
     tree = htp_export.load(model).hierarchy
     return {path: tree[path].fused_with for path in tree if tree[path].fate == "fused"}
@@ -84,7 +75,7 @@ def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(
     for path, others in found.items():
         assert 1 <= len(others) < 12
         assert any(tagged[other].nodes for other in (path, *others)), path
-    assert partners(htp_export.carry(file, bare(file)).model) == found
+    assert partners(htp_export.carry(file, stripped(tagged.model)).model) == found
     if exporter == "dynamo":
         assert inexact(model, kwargs, file) == []
         assert set(found) == {f"chain.turns.{place}" for place in range(count)}
@@ -129,31 +120,26 @@ def test_where_that_goes_far_the_innermost_known_module_around_it_is_named() -> 
 
 
 class Told(FateEvidence[str]):
-    """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``."""
+    """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``.
 
-    def __init__(
-        self,
-        known: str = "x y",
-        *,
-        has_nodes: bool = True,
-        settled: Outcome | None = None,
-        without_work: Fate | None = None,
-        partners: list[str] | None = None,
-    ) -> None:
+    ``said``: what the methods ``settled``, ``without_work`` and ``partners`` give back; None as a rule.
+    """
+
+    def __init__(self, known: str = "x y", *, has_nodes: bool = True, **said: Any) -> None:
         work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
         nodes: list[tuple[list[str], list[str]]] = [(["in"], ["x"]), (["x"], ["y"]), (["y"], ["out"])]
         works = [work((path,)) for path in ("up", "m" if has_nodes else "up", "down")]
         super().__init__(Boundaries(nodes, works, {"in", "x", "y", "out"}.__contains__, {"out"}))
-        self._known, self._settled, self._without_work, self._partners = known, settled, without_work, partners
+        self._known, self._said = known, said
 
-    def settled(self, path: str) -> Outcome | None:
-        return self._settled
+    def settled(self, path: str) -> Any:
+        return self._said.get("settled")
 
-    def without_work(self, path: str) -> Fate | None:
-        return self._without_work
+    def without_work(self, path: str) -> Any:
+        return self._said.get("without_work")
 
-    def partners(self, path: str) -> list[str] | None:
-        return self._partners
+    def partners(self, path: str) -> Any:
+        return self._said.get("partners")
 
     def ran(self, path: str) -> bool:
         return True

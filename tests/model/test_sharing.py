@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -103,13 +100,6 @@ def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
     boundaries = Boundaries([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}.__contains__, {"y"})
     assert list(boundaries.of(["a.x"])) == [("x", OUTSIDE, False)]
     assert list(boundaries.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
-
-
-def test_the_rule_for_merged_work_is_applied_in_one_place() -> None:
-    package = Path(htp_export.__file__).parent
-    calls = re.compile(r"(?<!planned)\.others\(")  # a plan has others of its own
-    applied = {path.name for path in package.rglob("*.py") if calls.search(path.read_text(encoding="utf-8"))}
-    assert applied == {"boundaries.py"}
 
 
 @BOTH

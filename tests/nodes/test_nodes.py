@@ -6,7 +6,6 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -17,14 +16,14 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.command.main import main
-from htp_export.errors import InputError, SelectorError, UntaggedModelError
+from htp_export.errors import InputError, UntaggedModelError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
 from tests import handmade
-from tests.nets import NETS, spread, x
-
-EXPORTERS = ["dynamo", "torchscript"]
+from tests.exporting import BOTH, quick
+from tests.extract.test_cutting import exported_to
+from tests.nets import EXPORTERS, NETS, spread, x
 
 
 class Net(nn.Module):
@@ -42,11 +41,6 @@ class Net(nn.Module):
         return self.head(self.down(self.bn(self.conv(hidden.transpose(1, 2))).transpose(1, 2)))
 
 
-def exported(model: nn.Module, kwargs: dict[str, Any], exporter: str, path: Path) -> Path:
-    htp_export.export(model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False)
-    return path
-
-
 @pytest.fixture(scope="module")
 def net():
     return spread(Net()).eval()
@@ -55,7 +49,7 @@ def net():
 @pytest.fixture(scope="module", params=EXPORTERS)
 def file(request, net, tmp_path_factory):
     path = tmp_path_factory.mktemp("map") / "net.onnx"
-    return exported(net, {"ids": torch.arange(8).reshape(1, 8)}, request.param, path)
+    return exported_to(path, net, {"ids": torch.arange(8).reshape(1, 8)}, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -90,13 +84,10 @@ class TestNodes:
         assert {use.how for use in node.parameters} == {("merged",)}
 
     def test_the_lines_of_python_are_there_where_the_exporter_wrote_them(self, mapped):
-        stacks = {node.modules: node.stack for node in mapped.nodes if node.operator == "Relu"}
-        [stack] = stacks.values()
-        if stack:
-            assert Path(stack[-1].file).name == "test_nodes.py"
-            assert ".relu()" in stack[-1].code
         [node] = [node for node in mapped.nodes if node.operator == "Relu"]
-        assert node.source == (f"{stack[-1].file}:{stack[-1].line}" if stack else "")
+        for line in node.stack[-1:]:
+            assert (Path(line.file).name, ".relu()" in line.code) == ("test_nodes.py", True)
+        assert node.source == "".join(f"{line.file}:{line.line}" for line in node.stack[-1:])
 
     def test_calls_are_those_of_modules_that_ran_several_times(self, tmp_path):
         mapped = htp_export.nodes(handmade.called_twice())
@@ -143,15 +134,15 @@ class TestParameters:
         assert weight.nodes == mapped.parameters["up.weight"].nodes == mapped.modules["up"].nodes[:1]
 
     def test_matrices_of_a_cell_that_are_alike_are_told_apart(self, tmp_path):
-        file = exported(spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "torchscript")
         found = htp_export.nodes(file)
         assert uses(found)["weight_ih_l0"] == {"reordered reshaped"}
         assert found.parameters["weight_ih_l0"].initializers != found.parameters["weight_hh_l0"].initializers
 
-    @pytest.mark.parametrize("exporter", EXPORTERS)
+    @BOTH
     def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
         model = spread(nn.LSTM(3, 4, num_layers=2, bidirectional=True)).eval()
-        file = exported(model, {"input": x(5, 2, 3)}, exporter, tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", model, {"input": x(5, 2, 3)}, exporter)
         found = htp_export.nodes(file)
         assert uses(found) == {
             name: {"reordered reshaped joined" if "weight" in name else "reordered joined reshaped"}
@@ -167,7 +158,7 @@ class TestParameters:
         model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
         model.register_parameter("unused", nn.Parameter(torch.ones(7)))
         mapped = htp_export.nodes(
-            exported(spread(model).eval(), {"input": x(2, 3)}, "torchscript", tmp_path / "m.onnx")
+            exported_to(tmp_path / "m.onnx", spread(model).eval(), {"input": x(2, 3)}, "torchscript")
         )
         assert mapped.parameters["unused"].initializers == ()
         assert mapped.parameters["unused"].nodes == ()
@@ -181,24 +172,24 @@ class TestParameters:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.table(torch.arange(5))
 
-        file = exported(spread(Positions()).eval(), {"x": x(2, 5, 4)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", spread(Positions()).eval(), {"x": x(2, 5, 4)}, "torchscript")
         htp_export.optimize(file, tmp_path / "folded.onnx")
         assert uses(htp_export.nodes(tmp_path / "folded.onnx")) == {"table.weight": {"sliced reshaped"}}
 
     def test_equal_weights_that_are_stored_once_are_those_of_both_modules(self, tmp_path):
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).eval()
         model[2].load_state_dict(model[0].state_dict())
-        file = exported(model, {"input": x(2, 3)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", model, {"input": x(2, 3)}, "torchscript")
         htp_export.optimize(file, tmp_path / "small.onnx")
         mapped = htp_export.nodes(tmp_path / "small.onnx")
         read = {node.modules: [str(use) for use in node.parameters] for node in mapped.nodes}
         assert read["0",] == ["0.weight", "0.bias"]
         assert read["2",] == ["2.weight", "2.bias"]
 
-    @pytest.mark.parametrize("exporter", EXPORTERS)
+    @BOTH
     def test_of_equal_weights_with_one_shape_each_is_that_of_its_name(self, exporter, tmp_path):
         model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4)).eval()  # weights of ones, biases of zeros
-        mapped = htp_export.nodes(exported(model, {"input": x(2, 4)}, exporter, tmp_path / "m.onnx"))
+        mapped = htp_export.nodes(exported_to(tmp_path / "m.onnx", model, {"input": x(2, 4)}, exporter))
         [kept] = mapped.parameters["2.weight"].initializers
         assert kept.how == ()
         assert kept == mapped.parameters["0.weight"].initializers[0]
@@ -215,15 +206,14 @@ class TestParameters:
 
 
 VALUES = [
-    "cells", "child_of_two_parents", "equal_siblings", "lstm", "modules_in_branches", "multihead_attention",
-    "nested_sequentials", "transformer_encoder", "two_names", "two_parents", "weight_norm",
+    "cells", "child_of_two_parents", "conv_bn_relu", "equal_siblings", "lstm", "modules_in_branches",
+    "multihead_attention", "nested_sequentials", "tied_weights", "transformer_encoder", "two_names", "two_parents",
+    "weight_norm",
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize(
-    "name", ["conv_bn_relu", "tied_weights", *(pytest.param(name, marks=pytest.mark.slow) for name in VALUES)]
-)
+@BOTH
+@pytest.mark.parametrize("name", quick(VALUES, "conv_bn_relu", "tied_weights"))
 def test_what_is_said_of_a_parameter_is_true_of_its_values(name, exporter, shared_files):
     """Initializers that are a parameter as it is, or transposed, have its numbers."""
     if exporter in NETS[name].skip:
@@ -262,7 +252,7 @@ class TestOtherFiles:
     def test_nodes_of_functions_read_the_weights_of_each_call(self, tmp_path):
         block = lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh())  # noqa: E731 - the same class each time
         model = spread(nn.Sequential(block(), block())).eval()
-        file = exported(model, {"input": x(2, 3, 4)}, "torchscript", tmp_path / "flat.onnx")
+        file = exported_to(tmp_path / "flat.onnx", model, {"input": x(2, 3, 4)}, "torchscript")
         htp_export.functions(file, ["0", "1"], tmp_path / "nested.onnx")
         flat, nested = htp_export.nodes(file), htp_export.nodes(tmp_path / "nested.onnx")
         assert uses(nested) == uses(flat)
@@ -291,7 +281,7 @@ class TestOtherFiles:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (self.q(x) * self.k(x)).tanh() + self.v(x)
 
-        file = exported(spread(Attention()).eval(), {"x": x(2, 5, 8)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", spread(Attention()).eval(), {"x": x(2, 5, 8)}, "torchscript")
         result = htp_export.optimize(file, passes=["merge_parallel_projections"], level="tolerant")
         mapped = htp_export.nodes(result.tagged)
         [product] = [node for node in mapped.nodes if node.operator in ("MatMul", "Gemm")]
@@ -305,7 +295,7 @@ class TestOtherFiles:
     @pytest.mark.parametrize(("precision", "operator"), [("int4", "MatMulNBits"), ("int8", "MatMul")])
     def test_a_quantized_weight_is_that_of_its_parameter_and_scales_are_not(self, precision, operator, tmp_path):
         model = spread(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))).eval()
-        file = exported(model, {"input": x(2, 3, 32)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", model, {"input": x(2, 3, 32)}, "torchscript")
         given = {str(htp_export.load(file).model.graph.inputs[0].name): x(2, 3, 32).numpy()}
         result = htp_export.quantize(file, {"**": precision}, data=[given])
         mapped = htp_export.nodes(result.tagged)
@@ -318,7 +308,7 @@ class TestOtherFiles:
 
     def test_a_weight_that_another_tool_quantized_is_that_of_its_parameter(self, tmp_path):
         model = spread(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))).eval()
-        file = exported(model, {"input": x(2, 3, 32)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(tmp_path / "m.onnx", model, {"input": x(2, 3, 32)}, "torchscript")
         quantization = pytest.importorskip("onnxruntime.quantization")
         quantization.quantize_dynamic(file, tmp_path / "q.onnx", per_channel=True)
         carried = htp_export.carry(file, tmp_path / "q.onnx").tagged
@@ -342,7 +332,9 @@ class TestOtherFiles:
         assert found == {**merged, "3.weight": {""}, "3.bias": {""}}
 
     def test_a_quantized_bias_of_32_bits_is_that_of_its_parameter(self, tmp_path):
-        file = exported(spread(nn.Conv2d(3, 8, 3)).eval(), {"input": x(1, 3, 8, 8)}, "torchscript", tmp_path / "m.onnx")
+        file = exported_to(
+            tmp_path / "m.onnx", spread(nn.Conv2d(3, 8, 3)).eval(), {"input": x(1, 3, 8, 8)}, "torchscript"
+        )
         model = ir.load(file)
         bias = model.graph.initializers.pop("bias")
         scale = ir.Value(name="bias_quantized_scale", const_value=ir.tensor(np.float32(0.01)))
@@ -372,8 +364,6 @@ class TestForms:
         assert {module for node in mapped.nodes for module in node.modules} == {"rnn", "head"}
         assert {name.partition(".")[0] for name in mapped.parameters} == {"rnn", "emb", "head"}  # tied: it is read
         assert {node.modules for node in mapped.parameters["emb.weight"].nodes} == {("head",)}
-        with pytest.raises(SelectorError):
-            htp_export.nodes(file, select="nowhere")
 
     def test_plain_data_is_json_and_nodes_have_their_names(self, mapped):
         data = json.loads(json.dumps(mapped.to_dict()))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import json
 import random
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +22,20 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
-from tests.exporter.test_exactness import small
-from tests.exporting import SharedFiles
+from tests.exporting import BOTH, SharedFiles, quick
 from tests.functions.test_functions import arrays, equal, run
 from tests.nets import spread
 
-BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-
-
-MODELS = ["bert", "gpt2", "resnet", "vit"]
-MORE_NETS = [
-    "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru", "loop_of_three",
-    "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
+QUICK = ("called_twice", "names_that_end_alike", "uneven_calls")
+NAMES = [
+    *QUICK, "called_from_outside", "calls_itself", "child_of_two_parents", "cond", "conv_bn_relu", "gru",
+    "loop_of_three", "mask_made_in_every_layer", "modules_in_branches", "odd_keys", "siblings", "tied_weights",
 ]  # fmt: skip
-
-
-def slow(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@functools.cache
-def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    model, kwargs = small(name)
-    return spread(model).eval(), kwargs
 
 
 def is_parameter(name: str, tagged: htp_export.TaggedModel) -> bool:
     """Whether a tensor has the name of a parameter, or of something else that a module holds."""
-    held = {tags.below(path, each) for path, module in (tagged.parameters or {}).items() for each in module.shapes}
-    return name in held or (name.rpartition(".")[0] in tagged and "." in name)
+    return name in (tagged.declared or ()) or (name.rpartition(".")[0] in tagged and "." in name)
 
 
 def scrambled(model: Any, seed: int) -> ir.Model:
@@ -137,7 +120,7 @@ def check_names(file: Any) -> ir.Model:
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["called_twice", "names_that_end_alike", "uneven_calls", *slow(MORE_NETS)])
+@pytest.mark.parametrize("name", quick(NAMES, *QUICK))
 def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
     name: str, exporter: str, shared_files: SharedFiles
 ) -> None:
@@ -187,9 +170,8 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
     reason="torch knows one way to name FX nodes",
 )
-@pytest.mark.parametrize("name", ["siblings", *slow(MODELS)])
-def test_names_stay_when_torch_calls_its_fx_nodes_otherwise(name: str) -> None:
-    model, kwargs = made(name) if name in MODELS else nets.NETS[name].build()
+def test_names_stay_when_torch_calls_its_fx_nodes_otherwise() -> None:
+    model, kwargs = nets.NETS["siblings"].build()
     outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
     models = []
     for canonical in (False, True):
@@ -264,10 +246,6 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert result["tensors"]["linear"] == "/0/fc/Gemm_output_0"
     assert main(["rename", "torch.onnx", "-o", "torch.onnx", "--in-place"]) == 0
     assert node_names(htp_export.load("torch.onnx").model) == BLOCKS
-    capsys.readouterr()
-    assert main(["rename", "torch.onnx", "-o", "x.onnx", "--style", "short"]) == 2
-    assert "no style of names 'short'" in " ".join(capsys.readouterr().err.split())
-    assert not Path("x.onnx").exists()
 
 
 def test_the_command_export_names_too(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from htp_export.errors import UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
-from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
+from tests.handmade import branching, called_twice, encoder, model, stripped, tagged_node, value, weight, with_function
 from tests.nets import spread
 from tests.rename.test_rename import Block, check_names, node_names, wiring
 
@@ -294,18 +294,12 @@ def test_a_model_in_memory_is_not_changed(file: Path) -> None:
 
 def test_a_map_describes_the_named_model(file: Path) -> None:
     named = htp_export.rename(htp_export.embed_map(file)).model
-    bare = named.clone()
-    for node in bare.graph:
-        node.metadata_props.clear()
-    assert htp_export.carry(bare).recovered == {"tensor": 10}
+    assert htp_export.carry(stripped(named)).recovered == {"tensor": 10}
 
 
 def test_a_model_without_tags_is_refused(file: Path) -> None:
-    bare = htp_export.load(file).model.clone()
-    for node in bare.graph:
-        node.metadata_props.clear()
     with pytest.raises(UntaggedModelError, match=r"lost their module tags; .*carry"):
-        htp_export.rename(bare)
+        htp_export.rename(stripped(htp_export.load(file).model))
 
 
 # --- after other operations, and before them ---
@@ -317,11 +311,8 @@ def test_carry_works_between_a_model_and_its_named_copy_and_after_a_tool(file: P
         return [tagged.owners_of(node) for node in tagged.nodes]
 
     named = htp_export.rename(file, tmp_path / "named.onnx")
-    bare = named.model.clone()
-    for node in bare.graph:
-        node.metadata_props.clear()
-    assert owners(htp_export.carry(file, bare).model) == owners(file)
-    assert htp_export.carry(named, bare).recovered == {"tensor": 10}
+    assert owners(htp_export.carry(file, stripped(named.model)).model) == owners(file)
+    assert htp_export.carry(named, stripped(named.model)).recovered == {"tensor": 10}
     result = htp_export.tools.onnxruntime(tmp_path / "named.onnx", level="basic")
     assert [node.name for node in result.model.graph] == node_names(named.model)
     assert owners(result) == owners(file)

@@ -16,7 +16,7 @@ from torch import nn
 
 import htp_export
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
-from tests.exporting import quick
+from tests.exporting import open_sizes, quick
 from tests.nets import spread
 
 
@@ -38,14 +38,9 @@ PLANS = (".", "encoder", "encoder.self_attn", "encoder.linear1,encoder.linear2",
 
 def exported(file: Path, exporter: str, *, dynamic: bool) -> Path:
     model, tokens = spread(Encoder().eval()), torch.arange(24).reshape(2, 12)
-    given: dict[str, object] = {}
-    if dynamic and exporter == "dynamo":
-        given = {"dynamic_shapes": ({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},)}
-    elif dynamic:
-        given = {"dynamic_axes": {"tokens": {0: "batch", 1: "length"}}}
-    htp_export.export(
-        model, (tokens,), file, dynamo=exporter == "dynamo", input_names=["tokens"], verbose=False, **given
-    )
+    given = open_sizes(exporter, tokens={0: "batch", 1: "length"}) if dynamic else {}
+    given = {"input_names": ["tokens"], **given}
+    htp_export.export(model, (tokens,), file, dynamo=exporter == "dynamo", verbose=False, **given)
     return file
 
 
@@ -72,8 +67,7 @@ LOAD = """
 
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("exporter", "dynamic"),
-    quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True)),
+    ("exporter", "dynamic"), quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True))
 )
 def test_a_float16_model_loads_as_its_notes_say(exporter: str, dynamic: bool, tmp_path: Path) -> None:
     words, noted = [], []

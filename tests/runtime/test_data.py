@@ -109,7 +109,6 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them() -
         ({"x": np.ones((2, 3))}, InputError, "input 'x': is double .2, 3., and the model wants float .batch, 3."),
         ("nowhere.npz", FileError, "nowhere.npz: cannot be read"),
         ("nowhere", FileError, "nowhere: there is no such file or folder; data are arrays by input name"),
-        ("shapes.json", FileError, "shapes.json: is no .npz file of arrays; shapes in JSON are given as shapes"),
         ("{code}.py:runs", ModelSourceError, "an entry names a module, not its file: {code}:runs"),
         ("{code}:nosuch", ModelSourceError, "has no function 'nosuch'"),
         ("{code}:nothing", ModelSourceError, "{code}:nothing: returns NoneType, and data are"),

@@ -6,9 +6,11 @@ import contextlib
 import copy
 import functools
 import inspect
+import json
 import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.format.leaves import named_tensors_in
 from htp_export.huggingface import example_calls
-from tests.decoders import decoder
+from tests.decoders import decoder, prompt
 from tests.exporting import SharedFiles, quick
 from tools.sweep_models import subjects
 
@@ -41,55 +44,27 @@ def seen_in(model: Any, kwargs: Mapping[str, Any]) -> Hooked:
 def hooks(model: nn.Module) -> Iterator[Hooked]:
     """Place → what forward hooks see there: arguments that are tensors, and results."""
     seen: Hooked = {}
-    counts: dict[str, int] = {}
-    handles = []
+    counts, running = Counter[str](), defaultdict[str, list[int]](list)
 
-    def before(path: str, module: nn.Module) -> Callable[..., None]:
-        parameters = inspect.signature(module.forward)
+    def before(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        number = counts[path]
+        counts[path] += 1
+        running[path].append(number)
+        for name, value in inspect.signature(module.forward).bind(*args, **kwargs).arguments.items():
+            if isinstance(value, torch.Tensor):
+                seen[f"{path}#{number}:in[{name}]"] = value.detach().clone()
 
-        def note(_: nn.Module, args: Any, kwargs: Any) -> None:
-            number = counts[path] = counts.get(path, -1) + 1
-            for name, value in parameters.bind(*args, **kwargs).arguments.items():
-                if isinstance(value, torch.Tensor):
-                    seen[f"{path}#{number}:in[{name}]"] = value.detach().clone()
+    def after(path: str, _: nn.Module, __: Any, ___: Any, result: Any) -> None:
+        number, given = running[path].pop(), result.values() if isinstance(result, Mapping) else result
+        leaves = [*given] if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
+        for place, value in enumerate(leaves) if all(isinstance(each, torch.Tensor) for each in leaves) else ():
+            seen[f"{path}#{number}:out[{place}]"] = value.detach().clone()
 
-        return note
-
-    def after(path: str) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any, ___: Any, result: Any) -> None:
-            leaves = [result] if isinstance(result, torch.Tensor) else []
-            if isinstance(result, Mapping):
-                result = tuple(result.values())
-            if isinstance(result, tuple | list) and all(isinstance(each, torch.Tensor) for each in result):
-                leaves = list(result)
-            for place, value in enumerate(leaves):
-                seen[f"{path}#{open_calls[path].pop() if place == 0 else last[path]}:out[{place}]"] = (
-                    value.detach().clone()
-                )
-
-        return note
-
-    open_calls: dict[str, list[int]] = {}
-    last: dict[str, int] = {}
-
-    def opened(path: str) -> Callable[..., None]:
-        def note(_: nn.Module, __: Any) -> None:
-            last[path] = last.get(path, -1) + 1
-            open_calls.setdefault(path, []).append(last[path])
-
-        return note
-
-    for path, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(opened(path)),
-            module.register_forward_pre_hook(before(path, module), with_kwargs=True),
-            module.register_forward_hook(after(path), with_kwargs=True),
-        ]
-    try:
+    with contextlib.ExitStack() as handles:
+        for path, module in model.named_modules():
+            for register, note in ((module.register_forward_pre_hook, before), (module.register_forward_hook, after)):
+                handles.callback(register(functools.partial(note, path), with_kwargs=True).remove)
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def session_of(model: Any) -> Any:
@@ -155,11 +130,8 @@ def held(model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol:
             np.testing.assert_array_equal(found[name], expected, err_msg=place)
     declared = {value.name: value for value in tapped.model.graph.outputs}
     for name, place in zip(places, wanted, strict=True):
-        shape = declared[name].shape
-        assert shape is not None, place
-        assert len(shape) == seen[place].ndim, place
-        known_sizes = [(dim, size) for dim, size in zip(shape, seen[place].shape, strict=True) if isinstance(dim, int)]
-        assert all(dim == size for dim, size in known_sizes), place
+        sizes = zip(declared[name].shape, seen[place].shape, strict=True)
+        assert all(dim == size for dim, size in sizes if isinstance(dim, int)), place
     return len(wanted), refused
 
 
@@ -254,6 +226,29 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
         assert htp_export.verify(call.model, tapped, kwargs=copy.deepcopy(kwargs)).ok
 
 
+@pytest.mark.slow
+def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files: SharedFiles, tmp_path: Path) -> None:
+    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    model = decoder("mistral")
+    steered = htp_export.steer(shared_files.decoder("mistral"), "model.layers.0:out")  # by a vector that nobody gives
+    places = ["model.layers.1:in", "model.layers.1:out"]
+    tapped = htp_export.tap(steered, {"hidden_states": places}, tmp_path / "model.onnx", concat=-1)
+    config = genai_config(tapped.model, model.config, model.generation_config)
+    (tmp_path / "genai_config.json").write_text(json.dumps(config))
+    loaded = genai.Model(str(tmp_path))
+    settings = genai.GeneratorParams(loaded)
+    settings.set_search_options(max_length=12, min_length=12)
+    generator = genai.Generator(loaded, settings)
+    generator.append_tokens(prompt()[0].astype(np.int32))
+    for length in (None, -1):
+        generator.generate_next_token()
+        seen = seen_in(model, {"input_ids": torch.tensor([[*map(int, generator.get_sequence(0)[:-1])]])})
+        taken = [seen["model.layers.1#0:in[hidden_states]"], seen["model.layers.1#0:out[0]"]]
+        found = generator.get_output("hidden_states")
+        np.testing.assert_allclose(found[:, length:], torch.cat(taken, -1).numpy()[:, length:], atol=1e-4)
+
+
 # --- steer ------------------------------------------------------------------------------------------------
 
 
@@ -278,27 +273,21 @@ def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter: str, l
         for each in session.get_overridable_initializers()
     }
     assert list(vectors) == [f"{place}.steer" for place in places]
-    handles = []
-    for place in places:
-        path, _, side = place.partition(":")
-        vector = torch.from_numpy(vectors[f"{place}.steer"])
-        module = model.get_submodule(path)
-        if side == "out":
-            handles.append(module.register_forward_hook(lambda _m, _a, result, v=vector: result + v))
-        else:
-            handles.append(module.register_forward_pre_hook(lambda _m, args, v=vector: (args[0] + v, *args[1:])))
-    try:
-        with torch.no_grad():
+    with contextlib.ExitStack() as handles:
+        for place in places:
+            path, _, side = place.partition(":")
+            module, vector = model.get_submodule(path), torch.from_numpy(vectors[f"{place}.steer"])
+            if side == "out":
+                handle = module.register_forward_hook(lambda _m, _a, result, v=vector: result + v)
+            else:
+                handle = module.register_forward_pre_hook(lambda _m, args, v=vector: (args[0] + v, *args[1:]))
+            handles.callback(handle.remove)
+        with hooks(model) as seen, torch.no_grad():
             expected = model(**kwargs)
-        found = session.run(None, {**feed, **vectors})
-        np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
-        assert np.abs(found[0] - plain[0]).max() > 0.01
-        if level is None:
-            tapped = htp_export.tap(steered, ["encoder.layer.0:out", "encoder.layer.1:in"])
-            with hooks(model) as seen, torch.no_grad():
-                model(**kwargs)
-            values = session_of(tapped.model).run([each.name for each in tapped.tensors], {**feed, **vectors})
-            np.testing.assert_allclose(values[0], seen["encoder.layer.0#0:out[0]"], atol=1e-4)
-    finally:
-        for handle in handles:
-            handle.remove()
+    found = session.run(None, {**feed, **vectors})
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-4)
+    assert np.abs(found[0] - plain[0]).max() > 0.01
+    if level is None:
+        tapped = htp_export.tap(steered, ["encoder.layer.0:out", "encoder.layer.1:in"])
+        values = session_of(tapped.model).run([each.name for each in tapped.tensors], {**feed, **vectors})
+        np.testing.assert_allclose(values[0], seen["encoder.layer.0#0:out[0]"], atol=1e-4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.capabilities.diff.comparison_page import comparison_page
+from htp_export.capabilities.diff.drawing import comparison_page
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import si
 from tests import handmade

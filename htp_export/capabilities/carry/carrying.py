@@ -24,6 +24,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.regions import name_of_node
 from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
 from htp_export.process.argument_types import is_torch_module
 from htp_export.process.restoring import no_collection
@@ -292,7 +293,7 @@ def _carried(
         nodes=len(found.nodes),
         kept=sum(entry.kept for entry in found.owned),
         recovered=dict(recovered.most_common()),
-        unknown=[node.name or str(node.outputs[0].name if node.outputs else "") for node in unknown],
+        unknown=[*map(name_of_node, unknown)],
         modules=_modules(found, hierarchy),
         fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
         contamination=contamination,

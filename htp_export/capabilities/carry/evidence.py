@@ -41,6 +41,8 @@ _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
 _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
 
+_NO_TENSORS = ("Sequence", "SplitToSequence", "Optional")  # what these operators give has no values to compare
+
 
 def weights_then_values(
     before: Model, after: Model, data: Mapping[str, Any] | None, seed: int = 0
@@ -97,7 +99,7 @@ def renamed_weights(before: Model, after: Model) -> dict[int, Likeness]:
 def _unnamed(own: Model, other: Model) -> dict[object, list[int]]:
     """Type and shape → the large weights of the main graph that the other model does not have by name."""
     (model, summary), (_, others) = own, other
-    found: defaultdict[object, list[int]] = defaultdict(list)
+    found = defaultdict[object, list[int]](list)
     for index, value in enumerate(summary.values):
         is_large = value.kind == "initializer" and not value.content and not value.scope
         if is_large and value.name not in others.by_name and value.name in model.graph.initializers:
@@ -188,10 +190,7 @@ def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array |
 
 
 def _compared(
-    before: Model,
-    after: Model,
-    feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
-    names: tuple[str, str],
+    before: Model, after: Model, feeds: tuple[Mapping[str, Array], Mapping[str, Array]], names: tuple[str, str]
 ) -> AlignmentEvidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs."""
     evidence, summary = AlignmentEvidence(), before[1]
@@ -234,7 +233,7 @@ def _tensors_of_run(
             continue
         if value.kind == "input":
             yield index, feed[value.name]
-        elif value.kind == "node" and _gives_tensors(summary.nodes[summary.maker[index]].op):
+        elif value.kind == "node" and not base_op(summary.nodes[summary.maker[index]].op).startswith(_NO_TENSORS):
             sizes[value.name] = bytes_of.get(value.name)
     largest = max((size for size in sizes.values() if size is not None), default=0)
     runner = Runner(model, name, SessionSettings())
@@ -243,11 +242,6 @@ def _tensors_of_run(
         arrays = runner.run(feed, wanted)
         for tensor in wanted:
             yield summary.find(tensor), arrays.pop(tensor)
-
-
-def _gives_tensors(op: str) -> bool:
-    """Whether an operator gives tensors; sequences and optionals have no values to compare."""
-    return not base_op(op).startswith(("Sequence", "SplitToSequence", "Optional"))
 
 
 def _exact(model: ir.Model) -> ir.Model:

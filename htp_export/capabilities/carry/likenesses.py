@@ -290,11 +290,9 @@ def _is_whole(array: Array) -> bool:
 
 
 def _facts(array: Array) -> Array:
-    """Numbers that are the same in every layout: mean, root mean square and largest of what is finite."""
+    """Numbers that are the same in every layout: mean, root mean square and largest of what is finite, and no mask."""
     numbers = array.reshape(-1).astype(np.float64)
-    if not np.isfinite(numbers).all():
-        numbers = numbers[np.isfinite(numbers)]
-    numbers = numbers if not numbers.size or np.abs(numbers).max() < 1e30 else numbers[np.abs(numbers) < 1e30]
+    numbers = numbers[np.abs(numbers) < 1e30]
     if not numbers.size:
         return np.full(3, math.inf)
     return np.array([numbers.mean(), math.sqrt(np.square(numbers).mean()), np.abs(numbers).max()])

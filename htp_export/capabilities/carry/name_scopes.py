@@ -55,7 +55,11 @@ class NameScopes:
             direct[scope].add(owner)
         named = self._named(inside, direct)
         self._has_known = frozenset(inside)
-        self._stands_for = {scope: module for scope, module in named if _only_there(scope, module, nodes)}
+        self._stands_for = {
+            scope: module
+            for scope, module in named
+            if all(other[: len(scope)] == scope for other, owner in nodes if is_under(owner, module))
+        }
 
     def _named(
         self, inside: Mapping[Scope, Sequence[str]], direct: Mapping[Scope, set[str]]
@@ -82,7 +86,3 @@ class NameScopes:
             return None
         child = f"{above}.{scope[-1]}" if above else scope[-1]
         return child if child in self._modules else None
-
-
-def _only_there(scope: Scope, module: str, nodes: Sequence[tuple[Scope, str]]) -> bool:
-    return all(other[: len(scope)] == scope for other, owner in nodes if is_under(owner, module))

@@ -138,7 +138,10 @@ def tag(
 
 
 class _CarriedEvidence(FateEvidence[int]):
-    """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model."""
+    """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model.
+
+    ``known`` has the numbers of original tensors.
+    """
 
     def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
         super().__init__(_boundaries_of(alignment.after, works))
@@ -179,19 +182,15 @@ class _CarriedEvidence(FateEvidence[int]):
         return frozenset(known), frozenset(leaving - inputs - {NOTHING})
 
     def counterpart(self, tensor: int) -> int:
-        """The original number of a value that is exactly the original tensor."""
         return self._alignment.counterpart[tensor] if self._alignment.exact[tensor] else NOTHING
 
     def known(self, path: str) -> Collection[int]:
-        """The numbers of the original inputs and outputs of a module."""
         return self._known(path)[0]
 
     def ran(self, path: str) -> bool:
-        """Whether a module ran."""
         return path in self._old and self._old[path].calls > 0
 
     def settled(self, path: str) -> Outcome | None:
-        """The original fate of a module that had no nodes."""
         info = self._old[path]
         is_open = info.fate.does_work and path in self._before.below
         return None if is_open else Outcome(info.fate, info.fused_with)
@@ -226,7 +225,6 @@ class _CarriedEvidence(FateEvidence[int]):
         return dict.fromkeys(owner for neighbour in neighbours for owner in self._before.works[neighbour].owners)
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the original nodes on the other side of the boundaries of modules."""
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 

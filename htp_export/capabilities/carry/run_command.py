@@ -64,10 +64,7 @@ def _check_settings(tool: str, settings: Mapping[str, Any]) -> None:
     run = getattr(tools, tool)
     try:
         inspect.signature(run).bind(None, **settings)
-    except TypeError as error:
-        raise InputError(f"{tool}: {error}") from error
-    for name, value in settings.items():
-        try:
+        for name, value in settings.items():
             check_type(name, value, parameter_type(run, name))
-        except InputError as error:
-            raise InputError(f"{tool}: {error}") from error
+    except (TypeError, InputError) as error:
+        raise InputError(f"{tool}: {error}") from error

@@ -136,8 +136,8 @@ class RunStep:
 class Run:
     """One run of a model: its nodes in order, those of functions in place of the calls.
 
-    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown`` says why the first
-    shape that is not known is not.
+    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown`` is the first tensor
+    whose shape is not known.
     """
 
     steps: Sequence[RunStep]
@@ -281,7 +281,8 @@ class _Runner(Inference):
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
         numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
         if numbers is None and value.name and not self.first_unknown:
-            self.first_unknown = self.why(value) or f"tensor {value.name!r}: sizes that the inputs do not tell"
+            node = value.producer()
+            self.first_unknown = f"first {value.name!r}" + ("" if node is None else f", made by {node.op_type}")
         return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
 
 

@@ -25,15 +25,13 @@ def diff_command(
 ) -> None:
     """Show what differs between two files, by module."""
     from htp_export.capabilities.diff.differing import diff
-    from htp_export.capabilities.diff.drawing import render
+    from htp_export.capabilities.diff.drawing import difference_page, render
+    from htp_export.files.text_files import write_text
 
     with Steps(quiet=as_json).step(f"comparing {before} and {after}"):
         difference = diff(before, after)
     if output is not None:
-        from htp_export.capabilities.diff.comparison_page import difference_page
-        from htp_export.files.text_files import write_text
-
-        write_text(output, difference_page(difference, before, after))
+        write_text(output, difference_page(difference, before.name, after.name))
     report(difference, as_json, lambda: render(difference, depth=depth, only_changed=only_changed))
     if output is not None and not as_json and (written := written_page(output)):
         show_written(written)

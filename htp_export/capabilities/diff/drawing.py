@@ -1,18 +1,23 @@
-"""Differences between two files, drawn for a terminal or a pipe."""
+"""Differences between two files, drawn for a terminal or a pipe; and a page of both module trees, aligned by path."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.capabilities.diff.differing import DIFFERENCE_COLUMNS, ModelDifference, ModuleDifference, byte_lines
-from htp_export.drawing.command_words import tag_note
-from htp_export.drawing.folding import gathered
+from htp_export.drawing.command_words import in_both, tag_note
+from htp_export.drawing.folding import gathered, repeats
 from htp_export.drawing.module_table import flat_table
 from htp_export.format import tags
 from htp_export.results.columns import MODULE
+from htp_export.results.result import plain
+from htp_export.results.tag_facts import TagFacts
 
 _SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
 
@@ -43,3 +48,58 @@ def _alike(module: ModuleDifference) -> object:
     sizes = (*module.nodes, *module.parameters, *byte_lines(module))
     operators = tuple(module.operators.items())
     return (module.simple_class, module.status, sizes, operators, module.moved_from and module.path)
+
+
+def comparison_page(
+    rows: Iterable[Any],
+    before: str,
+    after: str,
+    columns: Sequence[str] = ("nodes", "parameters"),
+    notes: Sequence[str] = (),
+    files: Sequence[tuple[str, TagFacts]] = (),
+) -> str:
+    """The page of two models with these names; ``rows`` are `ModuleDifference`, each after those above it.
+
+    ``columns`` are the fields that are columns: all are shown of the module that is selected.
+    """
+    from htp_export.capabilities.view.page.document import document, tags_data
+
+    names = ("path", "status", "before", "after")
+    drawn = [{name: plain(getattr(row, name)) for name in names} for row in rows]
+    data = {
+        "before": before,
+        "after": after,
+        "columns": list(columns),
+        "notes": list(notes),
+        "files": [{"name": name, **tags_data(facts)} for name, facts in files],
+        "repeats": _repeats(drawn),
+        "rows": drawn,
+    }
+    style, scripts = ("page.css", "diff.css"), ("sizes.js", "reasons.js", "diff.js")
+    return document(f"{before} → {after}", data, template="diff.html", style=style, scripts=scripts)
+
+
+def difference_page(difference: ModelDifference, before: str, after: str) -> str:
+    """The page of what differs between two files with these names, with what each knows about its tags."""
+    files = list(zip((before, after), difference.tags, strict=True))
+    notes = [f"{name}: {in_both(facts.advice)}" for name, facts in files if facts.advice]
+    if not difference.by_module:
+        notes.append("One of the files has no module tags: only the whole is compared.")
+    columns = ("nodes", "parameters", "weight_bytes")
+    return comparison_page(difference.modules.values(), before, after, columns, notes, files)
+
+
+def _repeats(rows: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Positions of siblings that are alike and changed alike; which tensors are wired how does not count."""
+    by_path = {row["path"]: row for row in rows}
+    place = {path: position for position, path in enumerate(by_path)}
+    parents = {path: tags.nearest_above(path, by_path) for path in by_path}
+
+    def alike(path: str) -> Hashable:
+        row = by_path[path]
+        sides = [
+            side and {name: side[name] for name in side if name != "path"} for side in (row["before"], row["after"])
+        ]
+        return json.dumps([row["status"], sides], sort_keys=True)
+
+    return [[place[path] for path in run] for run in repeats(parents, alike)]

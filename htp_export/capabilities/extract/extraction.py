@@ -20,6 +20,7 @@ from htp_export.format.call_tree import Instance
 from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import type_and_shape
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 
 
@@ -101,7 +102,7 @@ def extract(
     part = Cutter(tagged).cut(path, call)
     extracted = cut_model(tagged, part)
     ends = (extracted.graph.inputs, extracted.graph.outputs)
-    inputs, outputs = ({str(value.name): _type_and_shape(value) for value in values} for values in ends)
+    inputs, outputs = ({str(value.name): type_and_shape(value) for value in values} for values in ends)
     signature = tagged.signature(part.path, call)
     arguments = signature.inputs if signature is not None else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if part.path else ()
@@ -110,10 +111,6 @@ def extract(
     nodes = sum(1 for _ in extracted.graph.all_nodes())
     file = None if output is None else Path(output)
     return Extraction(extracted, part.path, call, inputs, outputs, nodes, outside, file)
-
-
-def _type_and_shape(value: ir.Value) -> str:
-    return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,8 @@ class SplicedCalls:
 
     def _copied_sources(self, path: str, copy: int) -> list[_Source]:
         """The calls of a module in one copy of the replacement."""
-        source_path = next((key for key, host_path in self.paths.items() if host_path == path), None)
-        if path == self._path:
-            source_path = self._top
+        placed = next((key for key, host_path in self.paths.items() if host_path == path), None)
+        source_path = self._top if path == self._path else placed
         if source_path is None:
             return []
         ran = self._replacement.hierarchy[source_path].calls if source_path in self._replacement.hierarchy else 0
@@ -119,18 +118,18 @@ class SplicedCalls:
 
     def _caller(self, source: _Source) -> Instance | None:
         """The call that made a call, as it is now; its number is -1 where that is not known."""
-        if source.copy < 0:
-            caller = self._host.calls.caller(source.call)
-            return None if caller is None else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
-        caller = self._replacement.calls.caller(source.call)
-        if caller is not None and caller.call < 0:
-            return Instance(self._path, -1)
-        inside = None if caller is None else self._now.get(_Source(source.copy, caller))
-        if inside is not None:
-            return inside
-        if source.call.path != self._top:
-            return self._now[_Source(source.copy, Instance(self._top))]
-        caller = self._host.calls.caller(Instance(self._path, source.copy))
+        call = source.call
+        if source.copy >= 0:
+            caller = self._replacement.calls.caller(call)
+            if caller is not None and caller.call < 0:
+                return Instance(self._path, -1)
+            inside = None if caller is None else self._now.get(_Source(source.copy, caller))
+            if inside is not None:
+                return inside
+            if call.path != self._top:
+                return self._now[_Source(source.copy, Instance(self._top))]
+            call = Instance(self._path, source.copy)
+        caller = self._host.calls.caller(call)
         return None if caller is None else self._now.get(_Source(-1, caller), Instance(caller.path, -1))
 
     # --- the module tree --------------------------------------------------------------------------------------

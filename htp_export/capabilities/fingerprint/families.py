@@ -20,7 +20,7 @@ from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.regions import Region
+from htp_export.model.regions import Region, name_of_node
 from htp_export.model.tagged import ModelSource
 from htp_export.results.columns import many
 from htp_export.results.result import Result
@@ -105,9 +105,7 @@ def _holds_weights(nodes: Iterable[ir.Node]) -> bool:
 
 
 def _starts(parts: Iterable[Sequence[ir.Node]]) -> tuple[str, ...]:
-    from htp_export.capabilities.forensics.finding import node_name
-
-    return tuple(node_name(nodes[0]) for nodes in parts)
+    return tuple(name_of_node(nodes[0]) for nodes in parts)
 
 
 def _pieces(facts: GraphFacts) -> Iterator[Block]:

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import onnx_ir as ir
-
 from htp_export.format import tags
 from htp_export.results.columns import Column
 from htp_export.results.result import Modules, Result, Table
@@ -189,10 +187,3 @@ def _summed(kind: str, findings: tuple[Finding, ...]) -> KindSummary:
     fix = f"{fixed[0].fixed_by}{level}" if fixed else ""
     nodes = {name for finding in findings for name in finding.nodes}
     return KindSummary(title_of(kind), len(findings), len(nodes), fix, not_fixed)
-
-
-def node_name(node: ir.Node) -> str:
-    """The name of a node, or of its first output where it has none."""
-    if node.name:
-        return node.name
-    return next((value.name for value in node.outputs if value.name), node.op_type)

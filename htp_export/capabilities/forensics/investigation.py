@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics, node_name
+from htp_export.capabilities.forensics.finding import KINDS, Finding, Forensics
 from htp_export.capabilities.forensics.patterns import large_duplicates, unchanged
 from htp_export.editing.editing import bytes_of
 from htp_export.editing.flattening import read_flat
@@ -19,7 +19,7 @@ from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.neighbours import Groups
-from htp_export.model.regions import twins_of
+from htp_export.model.regions import name_of_node, twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ class _Investigation:
         for rewrite in rewrites(difference, one_by_one=info.name == ONE_BY_ONE):
             origins = copy.origins_of(rewrite.removed)
             copy.origins.update(dict.fromkeys(rewrite.added, origins))
-            kind, names = self._kind_of(info.name, rewrite), frozenset(map(node_name, origins))
+            kind, names = self._kind_of(info.name, rewrite), frozenset(map(name_of_node, origins))
             again = kind == info.name and names in self._known  # a pass of a lower level changes them, too
             if not (again or set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}):
                 weights = rewrite.inputs[:1] if kind == "identity_weight" else []
@@ -191,7 +191,7 @@ class _Investigation:
             known[finding.kind].update(finding.nodes)
         for each in found:
             nodes = copy.origins_of(each.nodes)
-            names = {node_name(node) for node in nodes}
+            names = {name_of_node(node) for node in nodes}
             if nodes and known[each.kind].isdisjoint(names):
                 known[each.kind].update(names)
                 self._add(each.kind, nodes, why=each.why or self._why(each.kind, level), detail=each.detail)
@@ -208,7 +208,7 @@ class _Investigation:
         tensors: Sequence[str] = (),
     ) -> None:
         nodes = sorted(nodes, key=self._places.__getitem__)
-        module, names = self._facts.module_of(nodes), tuple(map(node_name, nodes))
+        module, names = self._facts.module_of(nodes), tuple(map(name_of_node, nodes))
         finding = Finding(kind, module, names, fixed_by, why, detail, tuple(tensors), level)
         self._found.append((self._places[nodes[0]] if nodes else 0, finding))
         self._known.add(frozenset(names))

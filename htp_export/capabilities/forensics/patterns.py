@@ -151,19 +151,11 @@ def _single_steps(facts: GraphFacts) -> Iterator[_Found]:
 
 
 def _affine(facts: GraphFacts, node: ir.Node) -> Iterator[ir.Node]:
-    """The ``Mul`` and ``Add`` of weights behind a node; there may be a ``Cast`` between."""
-    casts: list[ir.Node] = []
-    wanted = ["Mul", "Add"]
-    while wanted and (reader := only_consumer(node.outputs[0], "Cast", *wanted)) is not None:
-        node = reader
-        if reader.op_type == "Cast":
-            casts.append(reader)
-            continue
-        if facts.with_constant(reader) is None:
-            return
-        yield from (*casts, reader)
-        casts.clear()
-        wanted = wanted[wanted.index(reader.op_type) + 1 :]
+    """The ``Mul`` and ``Add`` of weights behind a node."""
+    for op in ("Mul", "Add"):
+        reader = only_consumer(node.outputs[0], op)
+        if reader is not None and facts.with_constant(reader) is not None:
+            yield (node := reader)
 
 
 def _casts(facts: GraphFacts) -> Iterator[_Found]:

@@ -57,14 +57,11 @@ def merged(
     Nodes keep their owners. In which call of a module they ran is left out, as each graph counts calls for itself. The
     graphs come in the order in which they run; ``hierarchy`` is the module tree of the whole, with the calls.
     """
-    whole = _Whole(hierarchy)
-    for piece in pieces:
-        whole.add(piece)
-    return whole.model(parameters)
+    return _Whole(pieces, hierarchy).model(parameters)
 
 
 class _Whole:
-    def __init__(self, hierarchy: Hierarchy) -> None:
+    def __init__(self, pieces: Sequence[Piece], hierarchy: Hierarchy) -> None:
         self._known = dict(hierarchy)
         self._called = hierarchy.called
         self._nodes: list[ir.Node] = []
@@ -73,15 +70,18 @@ class _Whole:
         self._initializers: dict[str, ir.Value] = {}
         self._opsets: dict[str, int] = {}
         self._made: list[dict[str, ir.Value]] = []  # for each piece: name of a tensor in it → the tensor
+        for piece in pieces:
+            self._add(piece)
 
-    def add(self, piece: Piece) -> None:
+    def _add(self, piece: Piece) -> None:
         copy = piece.model.clone()
         graph = copy.graph
         self._opsets = {**graph.opset_imports, **self._opsets}
         nodes, inputs, outputs = list(graph), list(graph.inputs), list(graph.outputs)
         initializers = dict(graph.initializers)
-        named = {str(value.name): value for node in nodes for value in node.outputs if value.name}
-        self._made.append(named)
+        self._made.append({str(value.name): value for node in nodes for value in node.outputs if value.name})
+        for node in graph.all_nodes():
+            self._own(node, piece)
         graph.outputs.clear()
         graph.inputs.clear()
         graph.initializers.clear()
@@ -90,8 +90,6 @@ class _Whole:
             self._take(value, piece)
         for name, value in initializers.items():
             self._hold(tags.below(piece.prefix, name), value)
-        for node in nodes:
-            self._own(node, piece)
         self._nodes += nodes
         self._outputs += [value for value in outputs if value.producer() is not None]
         self._know(copy, piece.prefix)
@@ -121,18 +119,13 @@ class _Whole:
 
     def _own(self, node: ir.Node, piece: Piece) -> None:
         node.name = f"{piece.name}/{node.name}"
-        for value in node.outputs:
+        for value in (*node.outputs, *(value for body in subgraphs(node) for value in body.inputs)):
             if value.name:
                 value.name = f"{piece.name}/{value.name}"
         owners = [tags.below(piece.prefix, path) for path in tags.owners_of(node.metadata_props)]
         if owners:
             reason = node.metadata_props.get(tags.REASON, "")
             tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self._called))
-        for body in subgraphs(node):
-            for value in body.inputs:
-                value.name = f"{piece.name}/{value.name}"
-            for inner in body:
-                self._own(inner, piece)
 
     def _know(self, model: ir.Model, prefix: str) -> None:
         """What became of the modules of a part."""

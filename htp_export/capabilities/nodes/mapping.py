@@ -20,6 +20,7 @@ from htp_export.format import tags
 from htp_export.format.torch_metadata import source_lines
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name, stored_tensor
+from htp_export.model.regions import name_of_node
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import operator_of
@@ -111,7 +112,7 @@ class _Mapper:
             if hierarchy[path].calls > 1:
                 calls[path] += (number,)
         return MappedNode(
-            name=_name(node),
+            name=name_of_node(node),
             operator=operator_of(node),
             modules=work.owners,
             calls=dict(calls),
@@ -127,7 +128,7 @@ class _Mapper:
         if node.graph is None or node.graph is self._tagged.model.graph:
             return ""
         holders = self._tagged.index.holders(node.graph)
-        return self._functions.get(node.graph) or (_name(holders[0]) if holders else "")
+        return self._functions.get(node.graph) or (name_of_node(holders[0]) if holders else "")
 
     def _uses(self, node: ir.Node, owners: Sequence[str]) -> Iterator[ParameterUse]:
         for source in self._read_by(node):
@@ -163,7 +164,3 @@ class _Mapper:
             for place in self._places.places[value]
         )
         return MappedInitializer(name, tuple(tensor.shape.numpy()), dtype_name(tensor.dtype), parameters, tuple(nodes))
-
-
-def _name(node: ir.Node) -> str:
-    return node.name or next((value.name for value in node.outputs if value.name), "")

@@ -18,6 +18,7 @@ from htp_export.format.call_tree import Instance
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
@@ -26,11 +27,7 @@ from htp_export.results.columns import many
 
 @names_model_faults("model")
 def steer(
-    model: ModelSource,
-    places: Places,
-    output: str | os.PathLike[str] | None = None,
-    *,
-    share_weights: bool = False,
+    model: ModelSource, places: Places, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False
 ) -> Tapped:
     """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
 
@@ -88,7 +85,7 @@ class _Steering:
         kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in known}
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
-            listed = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in known)
+            listed = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in known)
             raise InputError(
                 f"{name!r}: a vector needs floating-point tensors of one type and last size, and has {listed}"
             )

@@ -19,6 +19,7 @@ from htp_export.format import tags
 from htp_export.format.model_metadata import Tap, write_taps
 from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
+from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names
@@ -46,9 +47,7 @@ class TappedTensor:
     @classmethod
     def of(cls, value: ir.Value, places: Sequence[ModuleTensor]) -> TappedTensor:
         """The same of a value of the graph."""
-        shape = "" if value.shape is None else str(value.shape)
-        kind = f"{value.dtype.name if value.dtype else 'unknown type'}{shape}"
-        return cls(str(value.name), tuple(place.place for place in places), kind)
+        return cls(str(value.name), tuple(place.place for place in places), type_and_shape(value))
 
 
 TAP_COLUMNS: tuple[Column[TappedTensor], ...] = (
@@ -196,7 +195,7 @@ def untap(
     if not gone:
         raise InputError("the model has no taps")
     values = {value.name: value for value in tagged.model.graph.outputs}
-    removed = [TappedTensor(name, taps[name].places, TappedTensor.of(values[name], ()).kind) for name in gone]
+    removed = [TappedTensor(name, taps[name].places, type_and_shape(values[name])) for name in gone]
     kept = {name for other, tap in taps.items() if other not in gone for name in tap.made}
     remove_outputs(tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept])
     write_taps(tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone})
@@ -256,7 +255,7 @@ def _concatenated(
 ) -> ir.Value:
     """The tensors along an axis of theirs, made by a node of the root: it belongs to no module."""
     typed = [_typed(tagged, value) for value in values]
-    kinds = ", ".join(f"{value.name}: {TappedTensor.of(value, ()).kind}" for value in typed)
+    kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
     shapes = [value.shape for value in typed if value.shape is not None]
     if len({len(shape) for shape in shapes}) != 1 or len(shapes) < len(typed) or len({v.dtype for v in typed}) > 1:
         raise InputError(f"{name!r}: tensors of different type or rank cannot be put together: {kinds}")

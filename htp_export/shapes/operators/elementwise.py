@@ -103,18 +103,8 @@ def _inverted(truth: bool | None) -> bool | None:
     return None if truth is None else not truth
 
 
-def _chosen(condition: bool, a: Any, b: Any) -> Any:
-    return a if condition else b
-
-
-def _larger(a: Dim, b: Dim) -> Dim | None:
-    less = _less(a, b)
-    return None if less is None else b if less else a
-
-
-def _smaller(a: Dim, b: Dim) -> Dim | None:
-    less = _less(a, b)
-    return None if less is None else a if less else b
+def _chosen(condition: bool | None, a: Any, b: Any) -> Any:
+    return None if condition is None else a if condition else b
 
 
 @content_rule("Identity")
@@ -143,8 +133,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "GreaterOrEqual": lambda a, b: _inverted(_less(a, b)),
     "Less": _less,
     "LessOrEqual": lambda a, b: _inverted(_less(b, a)),
-    "Max": _larger,
-    "Min": _smaller,
+    "Max": lambda a, b: _chosen(_less(a, b), b, a),
+    "Min": lambda a, b: _chosen(_less(a, b), a, b),
     "Mul": lambda a, b: a * b,
     "Neg": lambda a: -a,
     "Not": lambda a: not a,

@@ -55,10 +55,8 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
             result.append(divide(dim + strides[k] - 1, strides[k]))
             continue
         room = dim - reach + (0 if auto == "VALID" else pads[k] + pads[k + spatial])
-        if node.attributes.get_int("ceil_mode", 0):
-            result.append(divide(room, strides[k]) + 1 if isinstance(room, int) and room % strides[k] == 0 else None)
-        else:
-            result.append(divide(room, strides[k]) + 1)
+        is_even = isinstance(room, int) and room % strides[k] == 0
+        result.append(None if node.attributes.get_int("ceil_mode", 0) and not is_even else divide(room, strides[k]) + 1)
     return [result] * len(node.outputs)
 
 

@@ -43,14 +43,7 @@ def quantize_dynamic(_source: Path, _target: Path, /, **options: Any) -> None:
 
 
 @adapter
-def quantize_static(
-    _source: Path,
-    _target: Path,
-    /,
-    *,
-    data: Data | None = None,
-    **options: Any,
-) -> None:
+def quantize_static(_source: Path, _target: Path, /, *, data: Data | None = None, **options: Any) -> None:
     """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
