@@ -127,13 +127,6 @@ class _Dropping(io.TextIOBase):
         if self.shown is None and sys.stderr is not self:
             sys.stderr.flush()
 
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        """No terminal: libraries then draw no progress bars and use no colours."""
-        return False
-
 
 class _Warnings(logging.Handler):
     """Shows what htp_export logs as lines of the command."""
