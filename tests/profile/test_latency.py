@@ -330,9 +330,3 @@ class TestCommandLine:
         assert result["unattributed_ms"] == 0
         operators = {"Neg", "Transpose", "MatMul", "Add", "Mul", "Relu"}
         assert {kernel["op_type"] for kernel in result["kernels"]} == operators
-
-    def test_inputs_come_from_npz_or_shapes(self, file, capsys):
-        np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
-        Path("shapes.json").write_text('{"x": [2, 4]}')
-        for given in (["--data", "inputs.npz"], ["--shapes", "shapes.json"]):
-            assert main(["profile", file, "--runs", "1", *given]) == 0

@@ -18,10 +18,10 @@ import pytest
 from htp_export.command.commands import command_groups, command_names
 from htp_export.command.main import main
 from tools import docs_site, gpu, matrix
-from tools.compare_tools import median_times, plot, shown, shown_latency
+from tools.compare_tools import plot, shown_latency
 from tools.docs_site import commands_page
 from tools.latency import paired
-from tools.scatter import Dot, correlation, scatter
+from tools.scatter import correlation
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_one" /><testcase classname="tests.test_a" name="test_two" />
@@ -216,14 +216,6 @@ def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control() 
     assert "r = -1.00 over 4 files" in texts
 
 
-def test_dots_with_fewer_nodes_are_further_left_and_faster_ones_lower() -> None:
-    dots = [Dot("one", "a", 0.5, 0.5, (0.4, 0.6)), Dot("two", "a", 1.0, 1.5, (1.4, 1.6))]
-    drawn = ET.fromstring(scatter({"panel": dots}, {"panel": (0.9, 1.1)}, "note"))
-    one, two = [circle for circle in drawn.iter(f"{SVG}circle") if circle.find(f"{SVG}title") is not None]
-    assert float(one.get("cx", 0)) < float(two.get("cx", 0))
-    assert float(one.get("cy", 0)) > float(two.get("cy", 0))
-
-
 def test_pairs_are_timed_in_turn_and_their_first_ones_left_out() -> None:
     ran: list[str] = []
 
@@ -234,15 +226,3 @@ def test_pairs_are_timed_in_turn_and_their_first_ones_left_out() -> None:
     assert paired(timed, "base", "other", 11) == {"median": 0.5, "spread": (0.5, 0.5)}
     assert ran[:4] == ["other", "base", "base", "other"]
     assert len(ran) == 26
-
-
-def test_times_are_told_as_parts_of_onnxslims() -> None:
-    rows = [
-        {"bytes": 1_000_000, "onnxslim": {"nodes": 3, "seconds": 2.0, "cpu_seconds": 1.0, "bytes": 10},
-         "tolerant": {"nodes": 2, "seconds": seconds, "cpu_seconds": 0.9, "bytes": 250_000}}
-        for seconds in (1.0, 1.5, 6.0)
-    ]  # fmt: skip
-    assert shown(rows[0]["tolerant"], rows[0]) == (
-        "2, 1.00 s, 0.90 s of processor (0.50 and 0.90 of onnxslim's), 0 MB (0.25 of the file)"
-    )
-    assert "tolerant             0.75, on the processor 0.90" in median_times(rows, ["onnxslim", "tolerant"])
