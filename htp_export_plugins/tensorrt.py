@@ -1,8 +1,8 @@
 """TensorRT as an engine of ``profile``: what ``trtexec`` measured, by the names that it made of the nodes'.
 
 ``--exportLayerInfo`` writes ``{"Layers": [...]}``, of names or, with ``--profilingVerbosity=detailed``, of objects with
-``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. ``--exportProfile`` writes ``{"count": runs}``,
-then ``{"name", "timeMs", "averageMs", ...}`` for each layer, in which ``timeMs`` is of all runs.
+``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. ``--exportProfile`` writes a list:
+``{"count": runs}``, then ``{"name", "timeMs", "averageMs", ...}`` for each layer; ``timeMs`` is of all runs.
 """
 
 from __future__ import annotations
