@@ -89,7 +89,10 @@ class Activations(Static):
         if control is not None and precision.max_drop is not None:
             budget = control.budget(work.model, precision.max_drop, precision.name)
             precision = dataclasses.replace(precision, options={**precision.options, "max_drop": budget})
-            metric = _metric(work, part)
+
+            def metric(made: onnx.ModelProto) -> float:
+                return control.with_part(work.model, part, made)
+
         nncf, given = _nncf(), part.proto()
         _put_onnx_first(given)  # NNCF takes the first one for the opset of ONNX
         expected, wide = _measured(part, given, runs)
@@ -212,12 +215,6 @@ def _nncf(module: str = "") -> Any:
 def _check_switches(precision: Precision, names: Iterable[str]) -> None:
     for name in names:
         precision.check(name, precision.options.get(name, False), (False, True))
-
-
-def _metric(work: Work, part: Submodel) -> Metric:
-    control = work.validation
-    assert control is not None
-    return lambda made: control.with_part(work.model, part, made)
 
 
 def _controlled(

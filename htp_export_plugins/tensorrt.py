@@ -1,9 +1,8 @@
 """TensorRT as an engine of ``profile``: what ``trtexec`` measured, by the names that it made of the nodes'.
 
-The file of ``--exportLayerInfo`` is ``{"Layers": [...]}``, of names, or with ``--profilingVerbosity=detailed`` of
-objects with ``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. That of ``--exportProfile`` is a list:
-``{"count": runs}``, then ``{"name", "timeMs", "averageMs", "medianMs", "percentage"}`` for each layer, in which
-``timeMs`` is of all runs.
+``--exportLayerInfo`` writes ``{"Layers": [...]}``, of names or, with ``--profilingVerbosity=detailed``, of objects with
+``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. ``--exportProfile`` writes a list:
+``{"count": runs}``, then ``{"name", "timeMs", "averageMs", ...}`` for each layer; ``timeMs`` is of all runs.
 """
 
 from __future__ import annotations
@@ -50,11 +49,12 @@ def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: 
     """
     if isinstance(files, str | os.PathLike) or len(files) != 2:
         raise InputError("tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile")
-    engine = _read_engine(*files)
-    untimed = [layer.name for layer in engine.layers if layer.ms is None]
+    of_layers, of_times = (os.fspath(file) for file in files)
+    layers, runs = _read_engine(of_layers, of_times)
+    untimed = [layer.name for layer in layers if layer.ms is None]
     notes = (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",) if untimed else ()
-    kernels = _layer_kernels(engine, tagged, name)
-    return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=engine.runs, notes=notes)
+    kernels = _layer_kernels(layers, tagged, of_layers, name)
+    return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=runs, notes=notes)
 
 
 @dataclass(frozen=True)
@@ -69,44 +69,30 @@ class Layer:
     ms: float | None = None
 
 
-@dataclass(frozen=True)
-class _Engine:
-    """The layers of an engine in the order of execution, those that only the profile has last; 0 runs if unknown."""
-
-    file: str
-    layers: tuple[Layer, ...]
-    runs: int
-
-
-def _read_engine(layers: str | os.PathLike[str], times: str | os.PathLike[str]) -> _Engine:
-    """Read what ``--exportLayerInfo`` and what ``--exportProfile`` wrote of one engine."""
-    listed = _read(layers, "--exportLayerInfo", _layers)
+def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
+    """The layers in the order of execution, those that only the profile has last; and the runs, 0 if unknown."""
+    listed = _read(layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"])))
     timed, runs = _read(times, "--exportProfile", _times)
     given: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:
         given[name].append(ms)
     found = [replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None) for layer in listed]
     if all(layer.ms is None for layer in found):
-        problem = f"has no time for any layer of {os.fspath(layers)}, but one for {timed[0][0]!r}"
-        raise FileError(os.fspath(times), f"{problem}; both files have to be of the same engine")
-    rest = [Layer(name, ms=ms) for name, left in given.items() for ms in left]
-    return _Engine(os.fspath(layers), (*found, *rest), runs)
+        problem = f"has no time for any layer of {layers}, but one for {timed[0][0]!r}"
+        raise FileError(times, f"{problem}; both files have to be of the same engine")
+    return [*found, *(Layer(name, ms=ms) for name, left in given.items() for ms in left)], runs
 
 
 _Read = TypeVar("_Read")
 
 
-def _read(path: str | os.PathLike[str], option: str, read_content: Callable[[Any], _Read]) -> _Read:
+def _read(path: str, option: str, read_content: Callable[[Any], _Read]) -> _Read:
     """What a file says; a `FileError` if it is none that trtexec writes with an option."""
     content = read_json(path)
     try:
         return read_content(content)
     except (AttributeError, LookupError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise FileError(os.fspath(path), f"is not what trtexec {option} writes: {described(error)}") from error
-
-
-def _layers(content: Any) -> list[Layer]:
-    return [_layer(entry) for entry in content["Layers"]]
+        raise FileError(path, f"is not what trtexec {option} writes: {described(error)}") from error
 
 
 def _layer(entry: Any) -> Layer:
@@ -209,7 +195,7 @@ _MADE_OF = re.compile(r"\[ONNX Layer: (.+?)\](?=[\x1e\x1f\s\[]|$)", re.DOTALL)
 _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
-def _layer_kernels(engine: _Engine, tagged: TaggedModel, name: str) -> tuple[Kernel, ...]:
+def _layer_kernels(layers: Sequence[Layer], tagged: TaggedModel, file: str, name: str) -> tuple[Kernel, ...]:
     """Return the layers that have times, with their owners; a `FileError` if none is made of a node of the model.
 
     What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between
@@ -217,23 +203,16 @@ def _layer_kernels(engine: _Engine, tagged: TaggedModel, name: str) -> tuple[Ker
     Other layers were inserted, and belong to the modules of their consumers, or else to those of their producers.
     """
     names = EngineNames(tagged)
-    told = [_told(layer, names) for layer in engine.layers]
+    told = [_told(layer, names) for layer in layers]
     regions = _Regions(names, {node for nodes in told for node in nodes}, tagged)
-    made_of = [nodes or regions.of(layer) for layer, nodes in zip(engine.layers, told, strict=True)]
+    made_of = [nodes or regions.of(layer) for layer, nodes in zip(layers, told, strict=True)]
     if not any(made_of):
-        first = ", ".join(repr(layer.name) for layer in engine.layers[:3])
-        raise FileError(engine.file, f"no layer is made of a node of {name}: {first}; it is of another model")
-    entries = [
-        Entry(
-            Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0),
-            nodes,
-            layer.inputs,
-            layer.outputs,
-        )
-        for layer, nodes in zip(engine.layers, made_of, strict=True)
-    ]
+        first = ", ".join(repr(layer.name) for layer in layers[:3])
+        raise FileError(file, f"no layer is made of a node of {name}: {first}; it is of another model")
+    run = [Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0) for layer in layers]
+    entries = [Entry(run[k], made_of[k], layer.inputs, layer.outputs) for k, layer in enumerate(layers)]
     kernels = entry_kernels(entries, tagged)
-    return tuple(kernel for kernel, layer in zip(kernels, engine.layers, strict=True) if layer.ms is not None)
+    return tuple(kernel for kernel, layer in zip(kernels, layers, strict=True) if layer.ms is not None)
 
 
 def _told(layer: Layer, names: EngineNames) -> list[ir.Node]:

@@ -1,4 +1,4 @@
-"""Take the screens of the page that docs/view.md shows, and that tests/view/test_view_screens.py compares.
+"""Take the screens of the page that docs/view.md shows, and that tests/view/test_view_choice.py compares.
 
     python -m tools.screens [pane] [width] [theme]
 

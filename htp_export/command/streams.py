@@ -1,8 +1,8 @@
 """stdout and stderr of a command: characters that they can encode, and nothing that libraries print.
 
-A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII. Guides and signs of htp_export, of rich and typer
-have a counterpart in ASCII; other characters, which stand in names of files and modules, are escaped as in Python.
-So are control characters in any encoding: names in files are not trusted, and terminals interpret some characters.
+A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII: signs of htp_export, rich and typer get a
+counterpart, other characters are escaped as in Python, and so are control characters in any encoding: terminals
+interpret some, and names in files are not trusted.
 """
 
 from __future__ import annotations
@@ -126,13 +126,6 @@ class _Dropping(io.TextIOBase):
     def flush(self) -> None:
         if self.shown is None and sys.stderr is not self:
             sys.stderr.flush()
-
-    def writable(self) -> bool:
-        return True
-
-    def isatty(self) -> bool:
-        """No terminal: libraries then draw no progress bars and use no colours."""
-        return False
 
 
 class _Warnings(logging.Handler):

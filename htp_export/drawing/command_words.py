@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from htp_export.results.tag_facts import TagFacts, tag_lines
@@ -33,6 +34,8 @@ _COMMANDS = {
 }
 """Python → command, the longer of two that begin alike first."""
 
+_PYTHON = re.compile("|".join(map(re.escape, _COMMANDS)))
+
 
 def in_commands(text: str) -> str:
     """A message with commands in place of Python.
@@ -41,9 +44,7 @@ def in_commands(text: str) -> str:
         >>> in_commands("htp_export.carry(before, after) brings them back")
         'htp-export carry BEFORE AFTER -o OUT brings them back'
     """
-    for python, command in _COMMANDS.items():
-        text = text.replace(python, command)
-    return text
+    return _PYTHON.sub(lambda match: _COMMANDS[match[0]], text)
 
 
 def in_both(text: str) -> str:
@@ -55,14 +56,12 @@ def in_both(text: str) -> str:
         >>> in_both("htp_export.carry(before, after) brings them back.")
         'htp-export carry BEFORE AFTER -o OUT (in Python: htp_export.carry(before, after)) brings them back.'
     """
-    for python, command in _COMMANDS.items():
-        if python in text:
-            before, after = text.split(python, 1)
-            advice = f"{command} (in Python: {python})"
-            if before.endswith(" with "):
-                advice = f"{command}, or in Python with {python}"
-            return f"{in_both(before)}{advice}{in_both(after)}"
-    return text
+
+    def both(match: re.Match[str]) -> str:
+        beside = f", or in Python with {match[0]}" if text[: match.start()].endswith(" with ") else None
+        return _COMMANDS[match[0]] + (beside or f" (in Python: {match[0]})")
+
+    return _PYTHON.sub(both, text)
 
 
 def tag_note(*facts: TagFacts | None) -> list[Text]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
 from htp_export.drawing.command_words import in_commands
@@ -139,6 +140,21 @@ def flat_table(columns: Sequence[Column[R]], rows: Iterable[R], gap: int = _GAP)
 def equal_cells(columns: Sequence[Column[M]]) -> Callable[[M], Hashable]:
     """What rows have in common that show the same in some columns."""
     return lambda row: tuple(column.cell(row) for column in columns)
+
+
+def merged(rows: Sequence[R], means: Iterable[str] = (), most: Iterable[str] = ()) -> R:
+    """One row for alike ones, in which some numbers are the mean and some the largest of those that are known."""
+
+    def known(name: str) -> list[float]:
+        return [value for row in rows if (value := getattr(row, name)) is not None]
+
+    def largest(values: list[float]) -> float | None:
+        return next((value for value in values if math.isnan(value)), max(values, default=None))
+
+    numbers = {name: math.fsum(values) / len(values) if (values := known(name)) else None for name in means}
+    first: Any = rows[0]
+    row: R = replace(first, **numbers, **{name: largest(known(name)) for name in most})
+    return row
 
 
 def with_lines(table: RenderableType, lines: Iterable[str], *more: RenderableType) -> RenderableType:

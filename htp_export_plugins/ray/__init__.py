@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+import yaml
 
 from htp_export.capabilities.partition.partitions import Partition
 from htp_export.errors import InputError
@@ -39,15 +40,7 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
 
 
 def _configuration(stages: int) -> str:
-    lines = [
-        "# Start in this folder: serve run serve.yaml",
-        "applications:",
-        "  - name: stages",
-        "    route_prefix: /",
-        "    import_path: serve_app:build",
-        "    args: {}",
-        "    deployments:",
-    ]
-    for name, options in deployments(stages).items():
-        lines += [f"      - name: {name}", *(f"        {key}: {json.dumps(each)}" for key, each in options.items())]
-    return "\n".join(lines) + "\n"
+    listed = [{"name": name, **options} for name, options in deployments(stages).items()]
+    application = {"name": "stages", "route_prefix": "/", "import_path": "serve_app:build", "args": {}}
+    content = {"applications": [{**application, "deployments": listed}]}
+    return f"# Start in this folder: serve run serve.yaml\n{yaml.safe_dump(content, sort_keys=False)}"

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-import torch
 
 import htp_export
 from htp_export.command.main import main
@@ -147,13 +146,6 @@ class TestExport:
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
 
-    def test_json_is_all_that_is_on_stdout(self, folder, capsys):
-        assert main([*BERT, "--torchscript", "-o", "bert.onnx", "--json", "--verify"]) == 0
-        result = json.loads(capsys.readouterr().out)
-        assert result["file"] == "bert.onnx"
-        assert result["modules"]["pooler.dense"]["class_name"] == "torch.nn.modules.linear.Linear"
-        assert result["verify"]["ok"] is True
-
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
     @pytest.mark.parametrize(("factory", "names"), [("positional", ["x", "scale"]), ("named", ["x"])])
     def test_entry_gives_a_model_of_ones_own(self, folder, exporter, factory, names):
@@ -278,10 +270,6 @@ class TestVerify:
             "its module '(root)' is a Net, not a BertModel\n"
         )
 
-    def test_another_seed_is_another_model(self, exported, capsys):
-        assert main(["verify", str(exported), *BERT[1:], "--seed", "1"]) == 2
-        assert "it has other weights" in capsys.readouterr().err
-
     def test_a_model_of_ones_own_has_the_weights_of_the_seed(self, folder):
         assert main([*entry(folder, "named"), "-o", "net.onnx", "--seed", "3", "--quiet"]) == 0
         named = ["--entry", f"nets_{folder.name}:named"]
@@ -303,28 +291,6 @@ def test_debug_shows_the_traceback(folder, capsys):  # other wrong inputs are in
     assert "Traceback" in capsys.readouterr().err
 
 
-class TestTree:
-    @pytest.fixture
-    def file(self, folder):
-        net = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), torch.nn.Linear(4, 2))
-        net.eval()
-        htp_export.export(net, (torch.randn(2, 4),), "net.onnx", verbose=False)
-        return "net.onnx"
-
-    @pytest.mark.parametrize(
-        ("options", "paths"),
-        [
-            ([], ["", "0", "0.0", "0.1", "1"]),
-            (["--depth", "1"], ["", "0", "1"]),
-            (["--select", "class:Linear"], ["", "0", "0.0", "1"]),
-            (["--select", "0.*", "--select", "!class:ReLU"], ["", "0", "0.0"]),
-        ],
-    )
-    def test_json_has_the_modules_asked_for(self, file, capsys, options, paths):
-        assert main(["tree", file, "--json", *options]) == 0
-        assert list(json.loads(capsys.readouterr().out)["modules"]) == paths
-
-
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"htp-export {htp_export.__version__}\n"
@@ -343,22 +309,6 @@ def test_without_a_command_the_help_is_shown(capsys, words, listed):
 def test_an_unknown_command_names_the_nearest(capsys, words, nearest):
     assert main(words.split()) == 2
     assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
-
-
-def test_carry_and_run_write_tagged_files(tmp_path, capsys):
-    from tests.handmade import encoder
-
-    htp_export.load(encoder()).save(tmp_path / "before.onnx")
-    plain = encoder()
-    for node in plain.graph:
-        node.metadata_props.clear()
-    htp_export.load(plain).save(tmp_path / "after.onnx")
-    files = [str(tmp_path / "before.onnx"), str(tmp_path / "after.onnx")]
-    assert main(["carry", *files, "-o", str(tmp_path / "carried.onnx"), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["recovered"] == {"tensor": 7}
-    assert not htp_export.load(tmp_path / "carried.onnx").untagged
-    assert main(["run", "onnxruntime", files[0], "-o", str(tmp_path / "fast.onnx"), "--set", "level=basic"]) == 0
-    assert "all with owners" in capsys.readouterr().out
 
 
 def test_carry_runs_both_files_on_inputs(tmp_path, capsys):

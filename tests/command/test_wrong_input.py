@@ -71,6 +71,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "modules.json": b'{"modules": 3}',
         "rules.yaml": b"layer.0: int9\n",
         "steps.yaml": b"- nosuch\n",
+        "key.yaml": b"step: []\n",
+        "twice.yaml": b"[optimize: {level: exact, level: tolerant}]\n",
+        "errors.json": b'{"modules": {"": {"max_abs": 1}}}',
         f"made_{folder.name}.py": FACTORY.encode(),
     }
     for name, content in texts.items():
@@ -205,7 +208,11 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --shapes text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
     ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
-    ("cost net.onnx --dims batch=99999999999999999999999", "'batch'"),
+    (
+        "cost net.onnx --dims batch=99999999999999999999999",
+        "this model has no open dimensions, and so none named 'batc",
+    ),
+    ("tree net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     # names
     (
         "tap net.onnx layer.7:out -o o.onnx",
@@ -224,6 +231,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     (["tree", ""], "SOURCE is empty: give a value"),
     ("extract net.onnx layer.0 --call 99999999999999999999 -o o.onnx", "has no call 99999999999999999999"),
     ("tree net.onnx --columns nosuch", "there is no column 'nosuch'; there are class"),
+    ("cost net.onnx --sort nosuch", "there is no column 'nosuch'; there are class"),
     ("tree net.onnx --select nosuch", "selector 'nosuch': matches no module"),
     ("cost net.onnx --select re:(", "selector 're:(': missing )"),
     ("run nosuch net.onnx -o o.onnx", "there is no tool 'nosuch'; there are float16"),
@@ -243,6 +251,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("partition net.onnx 0 -o stages", "a model has one stage or more, not 0"),
     ("partition net.onnx -o stages", "Missing argument"),
     ("partition net.onnx 2 -o stages --balance nowhere.json", "nowhere.json: cannot be read"),
+    ("partition net.onnx 2 -o stages --balance bad.json", "bad.json: is not JSON"),
+    ("partition net.onnx 2 -o stages --balance list.json", "list.json: holds no JSON object of module path"),
+    ("partition net.onnx 2 -o stages --balance text.json", "text.json: module 'x' has no number"),
     ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
     # outputs
     ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
@@ -252,6 +263,14 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("optimize net.onnx", "give a file, and with -o the file to write"),
     ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
+    ("view net.onnx --profile bad.json -o p.html", "bad.json: is not JSON"),
+    ("view net.onnx -o nowhere/p.html", "nowhere/p.html: cannot be written: its folder does not exist: nowhere"),
+    ("view net.onnx --netron --overlay dtype", "each do another thing; give one of them"),
+    ("view net.onnx --measure speed -o p.html", "nothing measures 'speed'; there are time, cost"),
+    ("view nowhere.onnx --overlay error --measure time,cost", "--overlay error needs a result: give --verify"),
+    ("tree net.onnx --profile bad.json", "bad.json: is not JSON"),
+    ("tree net.onnx --profile list.json", "list.json: has no results by module"),
+    ("tree net.onnx --profile errors.json", "is it the JSON of another command?"),
     # what to export
     ("export -o o.onnx", "give one model: a SOURCE or --entry package.module:factory"),
     ("export bert -o o.onnx", "--random-weights"),
@@ -329,6 +348,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("place net.onnx --budget gpu=1 -o o.onnx", "the smallest part, of module '(root)', needs 2.048 kB"),
     ("place net.onnx --rule .=cpu", "give the file to write with -o, or --show"),
     ("profile net.onnx --budget layer.0", "--budget layer.0: write SELECTOR=LIMIT\n"),
+    ("profile net.onnx --measured gone.json --budget nowhere=1ms", "selector 'nowhere': matches no module"),
+    ("profile net.onnx --provider cuda2", "this ONNX Runtime has no cuda2"),
+    ("profile net.onnx --measured none.json", "engine_options and measured are for other engines"),
     ("profile net.onnx --budget layer.0=x", "budget 'x' of 'layer.0': write a time or a share below 100 %"),
     # others of each command
     ("info nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
@@ -345,6 +367,9 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("splice net.onnx layer.9 net.onnx -o o.onnx", "no module 'layer.9' in this model; nearest: 'layer.1'"),
     ("functions net.onnx -o o.onnx", "give the modules, ** for all, or --undo"),
     ("pipeline steps.yaml -m net.onnx -o o.onnx", "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are"),
+    ("pipeline key.yaml -m net.onnx -o o.onnx", "there is no key 'step'"),
+    ("pipeline twice.yaml -m net.onnx -o o.onnx", "'level' stands there twice"),
+    ("pipeline bad.json -m net.onnx -o o.onnx", "is not YAML"),
     ("search net.onnx --choices int8 --objective nosuch", "objectives are some of error, size, latency, metric"),
     ("sensitivity net.onnx --precision int9", "there is no precision 'int9'"),
     ("sensitivity net.onnx --precision fp32", "precision 'fp32' changes nothing"),

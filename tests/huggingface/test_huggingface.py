@@ -1,9 +1,18 @@
+"""Models and example inputs by hub id, folder or model type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from htp_export.errors import InputError, ModelSourceError
+from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
+from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import dynamic_shapes, example_inputs, load_model
+from tests.packed import TYPES, written_gguf
 
 BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
 VIT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
@@ -218,3 +227,34 @@ class TestDynamicShapes:
     def test_axis_that_is_not_there_is_said(self, axis, message):
         with pytest.raises(InputError, match=message):
             dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, [axis])
+
+
+# --- Packed weights of GGUF files, against ``gguf`` and transformers ---
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path: Path):
+    from transformers import LlamaForCausalLM
+
+    source = written_gguf(tmp_path / "model.gguf")
+    made = read_packed(source)
+    wanted = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file=source.name).state_dict()
+    assert {*made} == {*wanted}
+    for name, values in wanted.items():
+        np.testing.assert_array_equal(made[name], values.numpy())
+    for name in made.layers:
+        weight, values = made.packed(name).weight(), wanted[name].numpy()
+        if name.rpartition(".")[0].endswith(("v_proj", "o_proj")):  # Q4_1, Q4_K: a minimum in place of a zero point
+            np.testing.assert_allclose(weight, values, rtol=0, atol=2e-7 * np.abs(values).max())
+        else:
+            np.testing.assert_array_equal(weight, values)
+    assert len(made.layers) == len(TYPES) - 1
+
+
+def test_a_broken_gguf_file_is_refused(tmp_path: Path):
+    source = written_gguf(tmp_path / "model.gguf")
+    content = source.read_bytes()
+    for broken in (b"", b"GGUF", content[:200], content[:4] + b"\xff" * 20, content[: len(content) // 2]):
+        source.write_bytes(broken)
+        with pytest.raises(FileError, match="cannot be read as GGUF"):
+            read_packed(source)

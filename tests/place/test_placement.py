@@ -177,18 +177,13 @@ def quiet() -> onnxruntime.SessionOptions:
 @pytest.mark.parametrize(
     ("plan", "budget", "problem"),
     [
-        ({"blocks": "gqu"}, {}, "no device 'gqu'"),
         ({"blocks": "gpu(a)"}, {}, "no device"),
         ({"blocks": 3}, {}, "no device 3"),
         ({}, {}, "no rules"),
-        ({"blokcs": "gpu"}, {}, "matches no module"),
-        ({"re:(": "gpu"}, {}, "selector"),
         ({"blocks": "cpu"}, {"gpu": "1 MB"}, "no rule gives modules to it"),
         ({"blocks": "gpu"}, {"cpu": "1 MB"}, "no budget for cpu"),
-        ({"blocks": "gpu"}, {"gpu": "1 potato"}, "'1 potato' is no size"),
         ({"blocks": "gpu"}, {"gpu": -1}, "-1 is no size"),
         ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),
-        ({}, {"gpu": 10}, r"nothing fits into 10 B on gpu: the smallest part, of module '.*', needs"),
     ],
 )
 def test_rules_and_budgets_that_mean_nothing_are_refused(
@@ -199,9 +194,7 @@ def test_rules_and_budgets_that_mean_nothing_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_modules_without_nodes_and_untagged_models_are_refused() -> None:
-    with pytest.raises(InputError, match="rule 'dropout': its modules have no nodes"):
-        htp_export.place(encoder(), {"layer.0": "gpu", "dropout": "cpu"})
+def test_untagged_models_are_refused() -> None:
     relu = ir.node("Relu", [value("x")], outputs=[value("y")])
     with pytest.raises(UntaggedModelError):
         htp_export.place(model(list(relu.inputs), [relu], [], []), {".": "gpu"})
@@ -517,10 +510,6 @@ def test_commands(
     assert "next: htp-export place budget.onnx --show --providers cuda,cpu" in text
     assert main(["place", "placed.onnx", "--show", "--csv"]) == 0
     assert capsys.readouterr().out.startswith("module,class_name,device,nodes,weight_bytes,crossing_bytes\n")
-    assert main(["place", str(file), "blocks", "-o", "no.onnx"]) == 2
-    assert main(["place", str(file), "-o", "no.onnx", "--budget", "gpu=1"]) == 2
-    assert "nothing fits" in capsys.readouterr().err
-    assert not (tmp_path / "no.onnx").exists()
 
 
 @lists_nodes

@@ -330,23 +330,3 @@ class TestCommandLine:
         assert result["unattributed_ms"] == 0
         operators = {"Neg", "Transpose", "MatMul", "Add", "Mul", "Relu"}
         assert {kernel["op_type"] for kernel in result["kernels"]} == operators
-
-    def test_inputs_come_from_npz_or_shapes(self, file, capsys):
-        np.savez("inputs.npz", x=np.ones((2, 4), np.float32))
-        Path("shapes.json").write_text('{"x": [2, 4]}')
-        for given in (["--data", "inputs.npz"], ["--shapes", "shapes.json"]):
-            assert main(["profile", file, "--runs", "1", *given]) == 0
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            (["--data", "pickle.npz"], "pickle.npz: is no .npz file of plain arrays"),
-            (["--provider", "cuda2"], "no cuda2, only"),
-            (["--engine", "tvm"], "no plug-in 'tvm'"),
-            (["--engine", "onnxruntime", "--measured", "times.json"], "are for other engines"),
-        ],
-    )
-    def test_bad_input_is_status_2(self, file, capsys, options, message):
-        np.savez("pickle.npz", x=np.array([{}], dtype=object))
-        assert main(["profile", file, *options]) == 2
-        assert message in capsys.readouterr().err

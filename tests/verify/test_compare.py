@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from tests import faults
 from tests.exporting import exported
 from tests.nets import EXPORTERS, spread, x
@@ -167,14 +167,3 @@ def test_files_of_two_models_are_refused(files, tmp_path):
     other = file_of(tmp_path, "dynamo", Wider())
     with pytest.raises(InputError, match=r"are not of one model: module '\(root\)' is a Wide in one and a Wider"):
         htp_export.compare(files[0], other)
-
-
-def test_an_untagged_file_is_refused(files, tmp_path):
-    model = onnx.load(files[1])
-    for entries in (model.metadata_props, *(node.metadata_props for node in model.graph.node)):
-        del entries[:]
-    for node in model.graph.node:
-        node.name = ""
-    onnx.save(model, tmp_path / "plain.onnx")
-    with pytest.raises(UntaggedModelError, match=r"plain\.onnx: has no module tags"):
-        htp_export.compare(files[1], tmp_path / "plain.onnx")

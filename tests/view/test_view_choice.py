@@ -1,15 +1,19 @@
-"""Several graphs in one page, of which one is shown."""
+"""Several graphs in one page, of which one is shown; and screens of the page, compared with those in docs/images."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
+import onnx
+import onnx_ir as ir
 import pytest
 
 from htp_export.capabilities.view.viewing import ShownGraph, page_of, shown_graph
 from htp_export.format.hierarchy import ModuleInfo
-from tests import handmade
+from tests import handmade, screens
 from tests.chromium import Page, needs_chromium
+from tests.exporting import quick
 from tests.view.test_view import page_data_of
 
 HOSTILE = "</script><img src=x onerror=\"document.title='ran'\">"
@@ -110,3 +114,39 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
     page.run("window.before = true, location.hash = '#part=1&module=a', 0")
     page.wait("!window.before && document.documentElement?.dataset.ready")
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
+
+
+# --- Screens of the page, compared with those in docs/images, which `python -m tools. ---
+
+
+TOLERATED = 0.027  # of a screen; another font makes up to 0.025, a missing part at least 0.028
+
+
+def stored(page: Page, pane: str, width: int, theme: str):
+    return page.pixels((screens.STORED / screens.file_name(pane, width, theme)).read_bytes())
+
+
+# The dark ones differ in their colours alone, and those of 1024 stand between the others.
+QUICK = [case for case in screens.SCREENS if "light" in case and 1024 not in case]
+
+
+@needs_chromium
+@pytest.mark.parametrize(("pane", "width", "theme"), quick(screens.SCREENS, *QUICK))
+def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, theme):
+    screens.take(page, encoder_page, pane, width, theme, tmp_path / "taken.png")
+    assert page.said == []
+    taken = page.pixels((tmp_path / "taken.png").read_bytes())
+    assert screens.unlike(taken, stored(page, pane, width, theme)) < TOLERATED
+
+
+def test_the_model_on_the_screens_is_valid() -> None:
+    onnx.checker.check_model(ir.to_proto(screens.encoder()), full_check=True)
+
+
+def test_stored_screens_are_small_and_shown_in_the_docs():
+    text = (screens.STORED.parent / "view.md").read_text(encoding="utf-8")
+    stored = {screens.file_name(*each) for each in screens.SCREENS}
+    assert all((screens.STORED / name).stat().st_size < 40_000 for name in stored)
+    shown = re.findall(r"images/(page-[\w.-]+)", text)
+    assert shown
+    assert {*shown} <= stored

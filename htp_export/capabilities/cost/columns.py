@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from htp_export.results.columns import CLASS_NAME, Column, names_of
+from htp_export.results.columns import CLASS_NAME, Column, chosen, names_of
 
 
 def _error(value: float) -> str:
@@ -41,24 +41,16 @@ _COUNTS: tuple[Column[Any], ...] = (
     Column("peak_bytes", "peak", unit="B", keep=7),
     Column("intensity", "ops/byte", text="{:.2f}".format, keep=5),
 )
-_SELF: tuple[Column[Any], ...] = tuple(
-    Column(f"self_{name}", f"self {title}", unit=unit)
-    for name, title, unit in (
-        ("nodes", "nodes", ""),
-        ("parameters", "parameters", ""),
-        ("weight_bytes", "weights", "B"),
-        ("macs", "multiply-adds", "FLOP"),
-        ("flops", "FLOPs", "FLOP"),
-        ("other_flops", "other", "FLOP"),
-        ("activation_bytes", "activations", "B"),
-        ("traffic_bytes", "traffic", "B"),
-    )
-)
 _FUSING: tuple[Column[Any], ...] = (
     Column("traffic_bytes", "traffic", unit="B", keep=7),
     Column("fused_traffic_bytes", "fused traffic", unit="B", keep=8),
     Column("saved_traffic_bytes", "saved", unit="B", keep=9),
     Column("fused_peak_bytes", "model's peak, fused", unit="B", keep=9),
+)
+_OWN = ("nodes", "parameters", "weight_bytes", "macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_SELF: tuple[Column[Any], ...] = tuple(
+    Column(f"self_{column.name}", f"self {column.title}", unit=column.unit)
+    for column in chosen((*_COUNTS, *_FUSING), _OWN)
 )
 UNCOUNTED: Column[Any] = Column(
     "uncounted", "not counted", lambda m: ", ".join(m.uncounted) or None, style="yellow", right=False, keep=9

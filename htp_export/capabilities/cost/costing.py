@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from htp_export.capabilities.cost.execution import Body, Run, RunStep, run_by_shapes, walk
@@ -150,21 +149,15 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     total: _Sums = defaultdict(Counter)
     own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
-    grouped: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
-        group = grouped[node.modules]
-        for name in _SUMMED:
-            group[name] += getattr(node, name)
         for path in node.modules if not node.counted else ():
             uncounted[path][node.op_type] += 1
         for name in _SUMMED:
-            for owner, share in divided(getattr(node, name), node.owners or ("",)):
+            number = getattr(node, name)
+            for path in node.modules:
+                total[path][name] += number
+            for owner, share in divided(number, node.owners or ("",)):
                 own_total[owner][name] += share
-    for modules, numbers in grouped.items():
-        for path in modules:
-            sums = total[path]
-            for name in _SUMMED:
-                sums[name] += numbers[name]
     return total, own_total, uncounted
 
 

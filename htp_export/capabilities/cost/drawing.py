@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
+from functools import partial
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -13,7 +12,7 @@ from htp_export.capabilities.cost.columns import FUSED
 from htp_export.capabilities.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
 from htp_export.drawing.command_words import tag_note
 from htp_export.drawing.folding import likeness
-from htp_export.drawing.module_table import TreeTable, with_lines
+from htp_export.drawing.module_table import TreeTable, merged, with_lines
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 
@@ -52,7 +51,8 @@ def render_cost(
         cells = (column.cell(module) for column in shown if column.name not in _OF_THE_MODEL)
         return (module.class_name, module.calls, module.nodes, *cells)
 
-    table = TreeTable(rows, shown, alike if fold else None, _merged, flat=sort is not None)
+    # The peak of the model while alike modules run differs with what else is in memory.
+    table = TreeTable(rows, shown, alike if fold else None, partial(merged, most=_OF_THE_MODEL), flat=sort is not None)
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
     return with_lines(table, (cost.summary, *cost.lines), *fusing)
 
@@ -83,15 +83,6 @@ def nodes_csv(nodes: Sequence[NodeCost]) -> str:
     return csv_text([Column(name, name, values.get(name)) for name in NodeCost.__dataclass_fields__], nodes)
 
 
-def _merged(modules: Sequence[ModuleCost]) -> ModuleCost:
-    """One row for alike modules: the peak of the model while they run differs with what else is in memory."""
-    return replace(
-        modules[0],
-        peak_bytes=max(module.peak_bytes for module in modules),
-        fused_peak_bytes=max(module.fused_peak_bytes for module in modules),
-    )
-
-
 _ALWAYS = ("class_name", "nodes", "parameters")
 _WHERE_KNOWN = ("flops", "time_ms", "error")
 _FATE: Column[ModuleRow] = Column("fate", "fate", lambda row: row.fate.remark, style="yellow", right=False, keep=5)
@@ -108,7 +99,8 @@ def render(
     names = usual_columns(tree) if columns is None else columns
     shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]
     rows = sorted_by(tree.rows, tree.columns, sort)
-    table = TreeTable(rows, shown, _alike if fold else None, _merged_rows, flat=sort is not None)
+    one_of = partial(merged, means=("time_ms", "own_time_ms"), most=("error",))
+    table = TreeTable(rows, shown, _alike if fold else None, one_of, flat=sort is not None)
     notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table
 
@@ -121,21 +113,6 @@ def usual_columns(tree: ModuleTree) -> list[str]:
 
 def _alike(row: ModuleRow) -> Hashable:
     return likeness(row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
-
-
-def _merged_rows(rows: Sequence[ModuleRow]) -> ModuleRow:
-    """One row for alike modules: what was measured differs between them."""
-    errors = [row.error for row in rows if row.error is not None]
-    return replace(
-        rows[0],
-        time_ms=_mean([row.time_ms for row in rows if row.time_ms is not None]),
-        own_time_ms=_mean([row.own_time_ms for row in rows if row.own_time_ms is not None]),
-        error=next((error for error in errors if math.isnan(error)), max(errors, default=None)),
-    )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
 
 
 def drawn(result: Cost | ModuleTree) -> RenderableType:

@@ -1,8 +1,7 @@
 """Key/value caches as arguments of a call, what ``transformers.exporters`` does for them, and padding on the right.
 
 ONNX Runtime GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache: the next token of a
-short text lies behind its padding. Positions that are computed from the mask are right then, and so are sliding windows
-that count tokens.
+short text lies behind it. Positions that are computed from the mask are right then, and windows that count tokens.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
-"""``genai_config.json``: how ONNX Runtime GenAI runs a decoder with a key-value cache.
+"""``genai_config.json``: how ONNX Runtime GenAI runs a decoder with a key-value cache; keys as in ``src/config.h``.
 
-The keys are those of ``src/config.h`` in https://github.com/microsoft/onnxruntime-genai, and the defaults those of its
-model builder. The names of tensors and the sizes of the cache are read from the graph; token ids, the context length
-and the way to choose a token are read from the configs of transformers. ``type`` is ``"decoder"`` for all of them:
-GenAI's types of single architectures run the same way, and some of them expect other caches than transformers has.
-
-A decoder that takes ``inputs_embeds`` is one of three files: ``vision_encoder`` and ``embed_tokens`` lie beside it.
-GenAI gives positions in time, height and width (M-RoPE) to its types of Qwen's models alone, ``"qwen2_5_vl"`` among
-them; nothing else depends on which of these it is (``IsQwenVLFamily`` in ``src/models/model_type.h``).
+Names of tensors and sizes of the cache are read from the graph, the rest from the configs of transformers. ``type`` is
+``"decoder"``: GenAI's types of architectures run the same way, and some expect other caches. With ``inputs_embeds``, it
+is one of Qwen's: these alone get positions in three dimensions (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Vision encoders that take images of any size as one sequence of patches, with their grids in ``image_grid_thw``.
 
-Such an encoder computes the places of its patches from the values of the grids, in loops of Python, which a trace would
-make constants of. It takes the results as arguments, too (``transformers.vision_utils``). Here they are computed with
-tensors alone: the file then takes any number of images of any size. The patches of all images go through one attention,
-masked to the patches of the same sequence (an image, a frame or a window).
+They compute the places of patches from the values of the grids, in loops of Python, or take them as arguments
+(``transformers.vision_utils``). Here tensors alone compute them, for any number of images of any size. All patches go
+through one attention, masked to those of the same sequence (an image, a frame or a window).
 """
 
 from __future__ import annotations

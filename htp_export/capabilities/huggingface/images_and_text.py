@@ -1,11 +1,8 @@
 """The files of a model that puts what it sees in images in the places of tokens: LLaVA and its kin.
 
-They are those of transformers.js: a program gives tokens to ``embed_tokens`` and images to ``vision_encoder``, puts the
-rows of the images in the places of their tokens, and gives the result to ``decoder_model_merged``. For ONNX Runtime
-GenAI, ``embed_tokens`` takes both, and puts the rows in their places.
-
-A model may add what it sees to later layers, too (DeepStack: Qwen3-VL). No program has an input for that: the row of an
-image token is then the rows of all these layers, one behind the other, with zeros in the rows of other tokens.
+In transformers.js, a program puts the rows of ``vision_encoder`` in the places of their tokens in those of
+``embed_tokens``; for ONNX Runtime GenAI, ``embed_tokens`` does it. If a model adds images to later layers, too
+(DeepStack), the row of an image token is the rows of all these layers, one behind the other; other tokens have zeros.
 """
 
 from __future__ import annotations

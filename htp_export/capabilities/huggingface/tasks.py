@@ -130,14 +130,14 @@ _PAIRS: dict[str, Axes] = {
     "text_embeds": {0: "text_batch_size"},
     "image_embeds": {0: "image_batch_size"},
 }
+_LOGITS: dict[str, Axes] = {"logits": _BATCH}
+_LOGITS_OF_TOKENS: dict[str, Axes] = {"logits": _TOKENS}
 _OUTPUTS: dict[str, dict[str, Axes]] = {
-    "audio-classification": {"logits": _BATCH},
-    "automatic-speech-recognition": {"logits": _TOKENS},
+    **dict.fromkeys(("audio-classification", "image-classification", "text-classification"), _LOGITS),
+    **dict.fromkeys(("automatic-speech-recognition", "document-question-answering", "fill-mask"), _LOGITS_OF_TOKENS),
+    **dict.fromkeys(("image-text-to-text", "text-generation", "token-classification"), _LOGITS_OF_TOKENS),
     "depth-estimation": {"predicted_depth": {0: "batch_size", 1: "height", 2: "width"}},
-    "document-question-answering": {"logits": _TOKENS},
     "feature-extraction": {"last_hidden_state": _TOKENS, **_PAIRS},
-    "fill-mask": {"logits": _TOKENS},
-    "image-classification": {"logits": _BATCH},
     "image-feature-extraction": {"last_hidden_state": _TOKENS, "pooler_output": _BATCH},
     "image-segmentation": {
         "logits": _QUERIES,
@@ -146,16 +146,12 @@ _OUTPUTS: dict[str, dict[str, Axes]] = {
         "class_queries_logits": _QUERIES,
         "masks_queries_logits": _MASKS,
     },
-    "image-text-to-text": {"logits": _TOKENS},
     "object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES},
     "question-answering": {"start_logits": _TOKENS, "end_logits": _TOKENS},
     "semantic-segmentation": {"logits": {0: "batch_size", 1: "num_labels", 2: "height", 3: "width"}},
-    "text-classification": {"logits": _BATCH},
-    "text-generation": {"logits": _TOKENS},
     "text2text-generation": {"logits": {0: "batch_size", 1: "decoder_sequence_length"}},
-    "token-classification": {"logits": _TOKENS},
-    "visual-question-answering": {"logits": _TOKENS},
-    "zero-shot-classification": {"logits": _BATCH},
+    "visual-question-answering": _LOGITS_OF_TOKENS,
+    "zero-shot-classification": _LOGITS,
     "zero-shot-image-classification": _PAIRS,
     "zero-shot-object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES, **_PAIRS},
 }

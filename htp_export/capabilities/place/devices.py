@@ -1,8 +1,8 @@
 """Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
 
-A node whose metadata has the text ``layer_ann`` is offered to the first execution provider of the session for which
-``session.layer_assignment_settings`` lists this text, ``gpu(=gpu); CPUExecutionProvider(=cpu)``, and to the others only
-if that one has no kernel; without ``=``, its beginning is enough (onnxruntime/core/framework/layering_annotations.cc).
+A node whose metadata has the text ``layer_ann`` is offered to the first execution provider for which the session's
+``session.layer_assignment_settings`` lists it, ``gpu(=gpu); CPUExecutionProvider(=cpu)``, and to others if that one has
+no kernel; without ``=``, its beginning is enough (onnxruntime/core/framework/layering_annotations.cc).
 """
 
 from __future__ import annotations

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import fields, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from rich.console import RenderableType
 
 from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
-from htp_export.capabilities.profile.measured_memory import ModuleMemory
-from htp_export.drawing.module_table import TreeTable, with_lines
+from htp_export.drawing.module_table import TreeTable, merged, with_lines
 from htp_export.format import tags
 from htp_export.results.columns import Column, chosen
 
@@ -57,26 +55,10 @@ def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
     by_op = Counter[str]()
     for module in modules:
         by_op.update(module.by_op)
-
-    def mean(times: Iterable[float]) -> float:
-        return math.fsum(times) / len(modules)
-
-    return replace(
-        modules[0],
-        total_ms=mean(module.total_ms for module in modules),
-        self_ms=mean(module.self_ms for module in modules),
-        share=mean(module.share for module in modules),
-        by_op=dict(by_op.most_common()),
-        memory=_mean_memory([module.memory for module in modules if module.memory is not None]),
-    )
-
-
-def _mean_memory(memories: Sequence[ModuleMemory]) -> ModuleMemory | None:
-    if not memories:
-        return None
-    return ModuleMemory(
-        *(sum(getattr(memory, field.name) for memory in memories) // len(memories) for field in fields(ModuleMemory))
-    )
+    memories = [module.memory for module in modules if module.memory is not None]
+    memory = merged(memories, means=vars(memories[0])) if memories else None
+    row = merged(modules, means=("total_ms", "self_ms", "share"))
+    return replace(row, by_op=dict(by_op.most_common()), memory=memory)
 
 
 def drawn(result: Profile) -> RenderableType:

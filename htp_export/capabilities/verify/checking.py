@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import onnx_ir as ir
 
@@ -24,8 +23,6 @@ from htp_export.runtime.inputs import Inputs
 
 Tolerances = Callable[[str], Tolerance | None]
 """Module path → tolerance; None for the entry of ``TOLERANCES`` for the dtype."""
-
-_Listed = TypeVar("_Listed")
 
 
 @dataclass(frozen=True)
@@ -93,7 +90,7 @@ def named_results(tagged: TaggedModel, path: str, number: int) -> Iterator[list[
         yield [None if name is None else tagged.values[name] for name in signature.outputs]
 
 
-def _of_tensors(call: ModuleCall, listed: Sequence[_Listed]) -> Sequence[_Listed] | None:
+def _of_tensors(call: ModuleCall, listed: list[ir.Value | None]) -> list[ir.Value | None] | None:
     """The entries of a list of results that are tensors in PyTorch; None if the list has another length."""
     if len(listed) == len(call.outputs):
         return listed

@@ -9,7 +9,7 @@ from htp_export.capabilities.verify.verify_command import (
     AllOption,
     ToleranceOption,
     parse_tolerances,
-    report_comparison,
+    report_runs,
 )
 from htp_export.command.options import DATA_HAS_VALUES, DataOptions, JsonOption, SelectOption, seed_option
 from htp_export.command.terminal import Steps
@@ -38,4 +38,4 @@ def compare_command(
     tolerances = parse_tolerances(tolerance or ())
     with Steps(quiet=as_json).step("comparing"):
         result = compare(file, other, **runs_on.keywords, select=select or None, seed=seed, tolerances=tolerances)
-    report_comparison(result, everything=everything, as_json=as_json)
+    report_runs({"": result}, everything=everything, as_json=as_json)

@@ -17,7 +17,7 @@ from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mo
 from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies, turn_compilation_off
 from htp_export.format.hierarchy import module_paths
 from htp_export.format.leaves import named_leaves, named_tensors_in
-from htp_export.process.restoring import Changes, turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
 from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
 
 if TYPE_CHECKING:
@@ -54,21 +54,17 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     """
     import torch
 
-    changes = Changes()
-    try:
-        try:
-            running.wait_alone(changes)
-            keep_training_modes(changes, model)
-            turn_attention_fast_path_off(changes)
-            changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
-            torch.set_grad_enabled(False)
-            set_eval_mode(model)
-            turn_compilation_off(changes)
-            yield
-        finally:
-            changes.take_back()
-    finally:
-        changes.take_back()
+    def make(changes: Changes) -> None:
+        running.wait_alone(changes)
+        keep_training_modes(changes, model)
+        turn_attention_fast_path_off(changes)
+        changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        torch.set_grad_enabled(False)
+        set_eval_mode(model)
+        turn_compilation_off(changes)
+
+    with restored(make):
+        yield
 
 
 def record_calls(

@@ -206,8 +206,11 @@ class Comparison(ModuleTable):
     @property
     def ok(self) -> bool:
         """Whether at least one module was compared, and all compared modules agree."""
-        compared = [module for module in self.modules.values() if module.compared]
-        return bool(compared) and all(module.status in AGREEING for module in compared)
+        return bool(self._compared) and all(module.status in AGREEING for module in self._compared)
+
+    @property
+    def _compared(self) -> list[ModuleResult]:
+        return [module for module in self.modules.values() if module.compared]
 
     @property
     def first_wrong(self) -> str | None:
@@ -217,7 +220,7 @@ class Comparison(ModuleTable):
     @property
     def worst(self) -> str | None:
         """The module with the largest difference of elements; None if nothing was compared."""
-        differences = {path: module.max_abs for path, module in self.modules.items() if module.compared}
+        differences = {module.path: module.max_abs for module in self._compared}
         if not differences:
             return None
         strange = [path for path, value in differences.items() if value is not None and math.isnan(value)]
@@ -226,9 +229,7 @@ class Comparison(ModuleTable):
     @property
     def score(self) -> str:
         """How many of the compared modules agree: ``312 of 312``."""
-        compared = [module for module in self.modules.values() if module.compared]
-        agreeing = sum(module.status in AGREEING for module in compared)
-        return f"{agreeing} of {len(compared)}"
+        return f"{sum(module.status in AGREEING for module in self._compared)} of {len(self._compared)}"
 
     @property
     def summary(self) -> str:
@@ -245,7 +246,7 @@ class Comparison(ModuleTable):
         """
         if self.ok:
             return f"{self.score} modules agree{self.worst_in_brackets}{self._nan_on_both_sides}"
-        if not any(module.compared for module in self.modules.values()):
+        if not self._compared:
             return "no module has a tensor that could be compared"
         if self.first_wrong is None:
             count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())

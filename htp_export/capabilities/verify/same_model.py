@@ -104,8 +104,7 @@ def _sample(values: Any) -> Any:
 def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, str]:
     """Return initializer → name of the parameter or buffer with this name or, for matrices, with these values.
 
-    Exporters fold the transposition of a Linear's weight into the weight, which loses its name. Of each matrix, the
-    first row and column are read, and all values only if several parameters have the same ones.
+    Exporters fold the transposition of a Linear's weight into the weight, which loses its name.
     """
     initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
     tensors = dict(named_tensors(model))
@@ -119,26 +118,18 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
         tensor = value.const_value
         if value in names or tensor is None or len(tensor.shape) != 2 or tensor.dtype == ir.DataType.STRING:
             continue
-        listed = weights.get((str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())))
-        matched = _matching(tensor.numpy(), listed) if listed else None
-        if matched is not None:
-            names[value] = matched
+        listed = weights.get((str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())), [])
+        stored = tensor.numpy() if listed else None
+        for name, weight in listed:
+            if _is_same(stored, weight) or _is_same(stored, weight.T):
+                names[value] = name
+                break
     return names
 
 
-def _matching(array: Array, weights: list[tuple[str, Array]]) -> str | None:
-    begin_alike = [
-        (name, turned) for name, weight in weights for turned in (weight, weight.T) if _begins_as(array, turned)
-    ]
-    if len({name for name, _ in begin_alike}) <= 1:
-        return begin_alike[0][0] if begin_alike else None
-    return next((name for name, turned in begin_alike if np.array_equal(array, turned)), None)
-
-
-def _begins_as(first: Array, second: Array) -> bool:
-    if first.shape != second.shape or not np.array_equal(first[:1], second[:1]):
-        return False
-    return np.array_equal(first[:, :1], second[:, :1])
+def _is_same(one: Any, other: Array) -> bool:
+    """Whether matrices are equal; other ones differ in the first row, mostly, and are not read further."""
+    return np.array_equal(one[:1], other[:1]) and np.array_equal(one, other)
 
 
 def misplaced_parameters(

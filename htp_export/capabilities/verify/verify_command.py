@@ -12,14 +12,12 @@ import typer
 
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
-from htp_export.command.outputs import report
 from htp_export.command.plan_options import typed_pairs
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification
-    from htp_export.command.model_options import SourceCall
     from htp_export.model.tagged import TaggedModel
 
 
@@ -30,17 +28,25 @@ ToleranceOption = Annotated[
 AllOption = Annotated[bool, typer.Option("--all", help="Show every module, not only what differs.")]
 
 
-def report_comparison(result: Comparison, *, everything: bool, as_json: bool) -> None:
-    """Show a result.
+def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json: bool) -> None:
+    """Show the results of several runs of a file, by their names, or of one.
 
     Raises:
-        CheckFailed: If a module differs.
+        CheckFailed: If a module differs in one of them.
     """
     from htp_export.capabilities.verify.drawing import render
 
-    report(result, as_json, lambda: render(result, everything=everything))
-    if not result.ok:
-        raise CheckFailed(result.summary)
+    several = len(results) > 1
+    failures = [f"{run}: " * several + result.summary for run, result in results.items() if not result.ok]
+    if as_json:
+        runs = {run: result.to_dict() for run, result in results.items()}
+        print_json({"ok": not failures, "runs": runs} if several else runs[""])
+    for run, result in results.items() if not as_json else ():
+        if several:
+            show(f"{run}:")
+        show(render(result, everything=everything))
+    if failures:
+        raise CheckFailed("\n".join(failures))
 
 
 def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Verification]:
@@ -49,25 +55,6 @@ def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Ver
 
     with call.adapted():
         return {run: verify(call.model, file, call.args, kwargs, **options) for run, kwargs in call.runs.items()}
-
-
-def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json: bool) -> None:
-    """Show the results of several runs of a file.
-
-    Raises:
-        CheckFailed: If a module differs in one of them.
-    """
-    from htp_export.capabilities.verify.drawing import render
-
-    failures = [f"{run}: {result.summary}" for run, result in results.items() if not result.ok]
-    if as_json:
-        runs = {run: result.to_dict() for run, result in results.items()}
-        print_json({"ok": not failures, "runs": runs})
-    for run, result in results.items() if not as_json else ():
-        show(f"{run}:")
-        show(render(result, everything=everything))
-    if failures:
-        raise CheckFailed("\n".join(failures))
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -124,11 +111,8 @@ def verify_command(
         results = verified_runs(
             call, file, isolated=isolated, outputs_from=outputs_from, select=select or None, tolerances=tolerances
         )
-    if len(results) > 1:
-        report_runs(results, everything=everything, as_json=as_json)
-        return
-    [result] = results.values()
-    report_comparison(replace(result, assumed=assumed), everything=everything, as_json=as_json)
+    results = {run: replace(result, assumed=assumed) for run, result in results.items()}
+    report_runs(results, everything=everything, as_json=as_json)
 
 
 def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> SourceCall | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import colorsys
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry
@@ -70,20 +70,17 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
         **node.attributes,
     }
     drawn = _plain(identifier, node.operator, layer)
-    drawn["attrs"] = [{"key": key, "value": value} for key, value in facts.items() if value]
+    drawn["attrs"] = _attributes_of(facts)
     drawn["incomingEdges"] = [
         _edge(names[link.node], link.output, place) for place, link in enumerate(node.inputs) if link.node is not None
     ]
     drawn["inputsMetadata"] = [
-        {"id": str(place), "attrs": [{"key": "__tensor_tag", "value": link.tensor}]}
+        {"id": str(place), "attrs": _attributes_of({"__tensor_tag": link.tensor})}
         for place, link in enumerate(node.inputs)
         if link.tensor
     ]
     drawn["outputsMetadata"] = [
-        {
-            "id": str(place),
-            "attrs": [{"key": "__tensor_tag", "value": out.name}, {"key": "tensor_shape", "value": out.type or "?"}],
-        }
+        {"id": str(place), "attrs": _attributes_of({"__tensor_tag": out.name, "tensor_shape": out.type or "?"})}
         for place, out in enumerate(node.outputs)
     ]
     return drawn
@@ -95,8 +92,8 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
     made_by = {tensor.name: (f"[value] {tensor.name}", 0) for tensor in inventory.inputs}
     for tensor in inventory.inputs:
         end = _plain(made_by[tensor.name][0], f"Input: {tensor.name}", "")
-        end["attrs"] = [{"key": "name", "value": tensor.name}]
-        end["outputsMetadata"] = [{"id": "0", "attrs": [{"key": "tensor_shape", "value": tensor.type or "?"}]}]
+        end["attrs"] = _attributes_of({"name": tensor.name})
+        end["outputsMetadata"] = [{"id": "0", "attrs": _attributes_of({"tensor_shape": tensor.type or "?"})}]
         ends.append(end)
     for entry, drawn in zip(inventory.nodes, nodes, strict=True):
         drawn["incomingEdges"] += [
@@ -108,7 +105,7 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
         made_by |= {out.name: (drawn["id"], place) for place, out in enumerate(entry.outputs)}
     for tensor in inventory.outputs:
         end = _plain(f"[output] {tensor.name}", f"Output: {tensor.name}", "")
-        end["attrs"] = [{"key": "name", "value": tensor.name}]
+        end["attrs"] = _attributes_of({"name": tensor.name})
         end["incomingEdges"] = [_edge(*made_by[tensor.name], 0)] if tensor.name in made_by else []
         ends.append(end)
     return ends
@@ -118,16 +115,13 @@ def _edge(source: str, output: int, place: int) -> dict[str, str]:
     return {"sourceNodeId": source, "sourceNodeOutputId": str(output), "targetNodeInputId": str(place)}
 
 
+def _attributes_of(facts: Mapping[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in facts.items() if value]
+
+
 def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
-    return {
-        "id": identifier,
-        "label": label,
-        "namespace": namespace,
-        "attrs": [],
-        "incomingEdges": [],
-        "inputsMetadata": [],
-        "outputsMetadata": [],
-    }
+    lists: dict[str, Any] = {name: [] for name in ("attrs", "incomingEdges", "inputsMetadata", "outputsMetadata")}
+    return {"id": identifier, "label": label, "namespace": namespace, **lists}
 
 
 def _facts(inventory: Inventory) -> dict[str, str]:

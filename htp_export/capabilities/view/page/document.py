@@ -1,9 +1,8 @@
 r"""The HTML file: a template, its styles and scripts, and data, put together so that no name in it can act.
 
-Data stands in ``<script type="application/json">``, where no browser runs it, with every ``<`` written as ``\u003c``
-so that it cannot close its element. The scripts put text into the page as text. The policy of the page forbids all
-requests, and all scripts but its own, which it names by their hashes, and those that these make (``blob:``, for the
-frame of Model Explorer).
+Data stands in ``<script type="application/json">``, with every ``<`` written as ``\u003c``; the scripts put text into
+the page as text. The policy of the page forbids all requests, and all scripts but its own, which it names by their
+hashes, and those that these make (``blob:``, for the frame of Model Explorer).
 """
 
 from __future__ import annotations

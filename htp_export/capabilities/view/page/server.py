@@ -1,9 +1,8 @@
 """One page over HTTP, on this machine alone: ``view --serve``.
 
-Whoever can reach the port is not trusted: other users of the machine, and every site that the browser has open, which
-can send requests to 127.0.0.1 and, with a name of its own that resolves to it (DNS rebinding), read the answers. So
-the page stands under a random path, a request must name this server as its host, and as its origin where it has one,
-and there is nothing else to ask for: no file is read after the start, and nothing is written.
+Whoever can reach the port is not trusted: other users, and every site that the browser has open, which can send
+requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands under a random path, a request names
+this server as its host, and as its origin if it has one; no file is read after the start, and nothing is written.
 """
 
 from __future__ import annotations

@@ -1,0 +1,228 @@
+"""The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, the plot of latencies."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import re
+import sys
+import types
+import xml.etree.ElementTree as ET
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnxruntime
+import pytest
+
+from htp_export.command.commands import command_groups, command_names
+from htp_export.command.main import main
+from tools import docs_site, gpu, matrix
+from tools.compare_tools import plot, shown_latency
+from tools.docs_site import commands_page
+from tools.latency import paired
+from tools.scatter import correlation
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_a" name="test_one" /><testcase classname="tests.test_a" name="test_two" />
+<testcase classname="tests.test_a" name="test_three"><failure message="assert 1 == 2" /></testcase>
+<testcase classname="tests.test_b" name="test_four"><error message="no fixture" /></testcase>
+<testcase classname="tests.test_b" name="test_five"><skipped type="pytest.skip" message="no browser" /></testcase>
+<testcase classname="tests.test_b" name="test_six"><skipped type="pytest.xfail" message="known" /></testcase>
+</testsuite></testsuites>"""
+
+
+def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use() -> None:
+    pins = dict(pin.split("==") for pin in matrix.lower_bounds())
+    assert pins["torch"] == "2.10"
+    assert {"onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "pytest"} <= set(pins)
+    assert "numpy" not in pins  # it has no bound
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["--torch", "2.10", "2.13.0"], {"torch-2.10": ["torch==2.10.*"], "torch-2.13.0": ["torch==2.13.0"]}),
+        ([], {f"torch-{version}": [f"torch=={version}.*"] for version in ("2.10", "2.13", "2.15")}),
+    ],
+)
+def test_a_version_of_two_parts_means_its_newest_release(line: list[str], expected: object) -> None:
+    assert matrix.wanted(matrix.parsed(line)) == expected
+
+
+def test_what_follows_two_dashes_goes_to_pytest() -> None:
+    options = matrix.parsed(["--lowest", "--", "-m", "torch", "tests/exporter/test_drop_in.py"])
+    assert options.pytest == ["-m", "torch", "tests/exporter/test_drop_in.py"]
+    assert list(matrix.wanted(options)) == ["lowest"]
+
+
+def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo import config
+
+    given = []
+    monkeypatch.setattr(pytest, "main", lambda words: given.append((words, config.verbose)))
+    monkeypatch.setattr(sys, "argv", ["-c", "verbose", "-m", "torch"])
+    with config.patch(verbose=False), pytest.raises(SystemExit):  # pytest's own way would leave it undefined
+        exec(matrix.WITH_SETTING, {})
+    assert given == [(["-m", "torch", "-n", "0"], True)]
+
+
+def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) -> None:
+    (tmp_path / "report.xml").write_text(REPORT)
+    outcome = matrix.Outcome("torch-9")
+    matrix.read_report(tmp_path / "report.xml", outcome)
+    assert outcome.counts == {"passed": 2, "failed": 2, "skipped": 1, "xfailed": 1}
+    assert outcome.failed == ["tests.test_a::test_three", "tests.test_b::test_four"]
+    assert outcome.reasons == {"no browser": 1}
+    assert not outcome.good
+
+
+def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed() -> None:
+    outcome = matrix.Outcome("torch-9")
+    assert not outcome.good
+    outcome.counts["passed"] = 1
+    assert outcome.good
+    outcome.extras = {"view": "ok", "serve": "no version of ray"}
+    assert not outcome.good
+    lines = list(matrix.tables([outcome]))
+    assert lines[2] == "| torch-9 | 1 | 0 | 0 | 0 | 0.0 | 0.0 | serve: no version of ray |"
+    assert lines[0].count("|") == lines[2].count("|")
+
+
+# --- ``tools/gpu.py`` with the CPU in place of a GPU: steps run and write Markdown; w ---
+
+
+SMALL = ["--layers", "1", "--width", "64", "--length", "8", "--runs", "2"]
+
+
+def test_without_the_provider_it_says_which_there_are_and_ends_with_status_2(capsys):
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("there is a GPU here")
+    assert gpu.main(SMALL) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "gpu.py: this ONNX Runtime has no CUDAExecutionProvider, only" in output.err
+    assert "CPUExecutionProvider" in output.err
+    assert gpu.main(["--provider", "NoSuchExecutionProvider"]) == 2
+
+
+def test_every_step_runs_and_writes_markdown(capsys):
+    assert gpu.main(["--provider", "cpu", *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[4:] for line in lines if line.startswith("### ")] == list(gpu.STEPS)
+    assert "Timed: kernels; on a GPU, this build of ONNX Runtime measures their times there." in lines
+    for head in ("| module | total ms | self ms | share | kernels |", "| module | kernels | alone |"):
+        row = lines[lines.index(head) + 2]
+        assert row.startswith("| `(root)` | ")
+        assert row.count("|") == head.count("|")
+    assert any(line.startswith("A run: ") and " in fp16 " in line for line in lines)
+    assert any("allocated for the outputs of kernels" in line for line in lines)
+
+
+def test_a_step_that_fails_is_said_the_others_run_and_the_status_is_1(capsys, monkeypatch):
+    def broken(case: gpu.Case) -> list[str]:
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setitem(gpu.STEPS, "fp16", broken)
+    assert gpu.main(["--provider", "cpu", *SMALL, "--steps", "fp16", "Memory"]) == 1
+    output = capsys.readouterr()
+    assert "failed: RuntimeError: the device is gone" in output.out
+    assert "allocated for the outputs of kernels" in output.out
+
+
+# --- The page of commands and the gallery, which the site of the documentation has ---
+
+
+def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def helped(*words: str) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            assert main([*words, "--help"]) == 0
+        return out.getvalue()
+
+    monkeypatch.setenv("COLUMNS", "100")
+    page = commands_page(helped)
+    names = re.findall("^### (.*)$", page, re.MULTILINE)
+    assert [name for name in names if name != "lora"] == command_names()
+    assert re.findall("^## (.*)$", page, re.MULTILINE) == list(command_groups())
+    for name in names:
+        assert f"Usage: htp-export {name} " in page
+
+
+def test_the_gallery_is_made_by_the_commands_of_its_page_where_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[str] = []
+
+    def made(words: Sequence[str], folder: str) -> str:
+        name, *rest = words
+        assert name == "export" or rest[0] in there, "a page is made of a file that was exported before"
+        there.append(words[-1])
+        Path(folder, words[-1]).write_text(words[-1])
+        return ""
+
+    monkeypatch.setattr(docs_site, "run", made)
+    (tmp_path / "gallery").mkdir()
+    config = types.SimpleNamespace(site_dir=str(tmp_path), repo_url=None)
+    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="gallery.md"))
+    text = docs_site.GALLERY.read_text(encoding="utf-8")
+    for asked, pages in (("no", []), ("yes", ["bert.html", "llama.html", "resnet.html", "whisper.html"])):
+        monkeypatch.setenv("HTP_GALLERY", asked)
+        docs_site.on_post_build(config=config)
+        assert sorted(path.name for path in (tmp_path / "gallery").iterdir()) == pages
+        shown = docs_site.on_page_markdown(text, page=page, config=config, files=None)
+        assert re.findall('<a href="(.*?)">', shown) == pages
+
+
+# --- The plot of nodes against latency: what tools/compare_tools.py draws and says ---
+
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def entry(nodes: int, off: float, on: float, around: float = 0.05) -> dict:
+    sides = {"off": off, "on": on}
+    spreads = {how: {"median": at, "spread": [at - around, at + around]} for how, at in sides.items()}
+    return {"nodes": nodes, **spreads}
+
+
+ROW = {
+    "model": "A & B", "exporter": "dynamo", "nodes": 100, "control": entry(100, 1.0, 1.0),
+    "quick": entry(50, 0.5, 1.02), "slow": entry(80, 1.4, 0.98), "broken": {"failed": "no such <operator>"},
+}  # fmt: skip
+
+
+def test_correlation_is_pearsons() -> None:
+    assert correlation([1, 2, 4], [3, 5, 9]) == pytest.approx(1)
+    assert correlation([1, 2, 3], [6, 4, 2]) == pytest.approx(-1)
+    assert correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert math.isnan(correlation([1, 1], [2, 3]))
+
+
+def test_only_what_lies_outside_the_controls_spread_is_called_a_difference() -> None:
+    lines = shown_latency(ROW, ["quick", "slow", "broken"]).splitlines()
+    assert lines[2].endswith("50 nodes, off 0.50 (0.45 to 0.55)  faster, on 1.02 (0.97 to 1.07)")
+    assert lines[3].endswith("80 nodes, off 1.40 (1.35 to 1.45)  slower, on 0.98 (0.93 to 1.03)")
+    assert lines[4].endswith("failed: no such <operator>")
+    assert "er" not in lines[1].replace("control", "")
+
+
+def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control() -> None:
+    drawn = ET.fromstring(plot([ROW, ROW], ["quick", "slow", "broken"], "small", 21))
+    titles = [title.text or "" for title in drawn.iter(f"{SVG}title")]
+    assert sum("latency" in title for title in titles) == 2 * 2 * 2
+    assert titles.count("the same file twice: 0.95 to 1.05") == 2
+    texts = [text.text for text in drawn.iter(f"{SVG}text")]
+    assert "r = 1.00 over 4 files" in texts
+    assert "r = -1.00 over 4 files" in texts
+
+
+def test_pairs_are_timed_in_turn_and_their_first_ones_left_out() -> None:
+    ran: list[str] = []
+
+    def timed(session: str) -> float:
+        ran.append(session)
+        return {"base": 2.0, "other": 1.0}[session] * (100 if len(ran) < 4 and session == "other" else 1)
+
+    assert paired(timed, "base", "other", 11) == {"median": 0.5, "spread": (0.5, 0.5)}
+    assert ran[:4] == ["other", "base", "base", "other"]
+    assert len(ran) == 26
