@@ -1123,6 +1123,25 @@ class FilledLast(Holding, fc=nn.Linear(4, 4), fill=FillsPart()):
 # Functionalization makes a view again, where the tensor under it was changed in place, when somebody reads it.
 
 
+class Written(nn.Module):
+    """Writes a new tensor part by part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        made[:, 0] = x[:, 1]
+        made[:, 1:] = x[:, 1:] * 0.5
+        return made
+
+
+net(
+    "given_back_after_a_change",
+    lambda: nn.Sequential(nn.Linear(4, 4), Written(), nn.Dropout(), nn.Linear(4, 3)),
+    lambda: {"input": x(2, 4, 4)},
+    fates={**computed("", "0", "1", "3"), "2": "identity"},
+    owners={"MatMul": [("0",), ("3",)]},
+)
+
+
 net(
     "view_after_a_change",
     lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)),
