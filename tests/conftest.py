@@ -26,6 +26,8 @@ gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
 FILES_PER_COLLECTION = 20  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
 
+collect_ignore_glob = ["*/conftest.py"]  # doctests would be looked for in them, and two of one name are refused
+
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
     "test_calls",
