@@ -326,10 +326,3 @@ def test_the_command_line_has_attention_in_steps_and_kept(keep, tmp_path):
     assert set(steps) < set(tagged.paths)
     kernels = [tagged.owners_of(node) for node in tagged[""].nodes if node.op_type == "Attention"]
     assert kernels == ([steps] if keep else [])
-
-
-@pytest.mark.torch
-def test_a_kernel_that_no_node_keeps_is_refused(tmp_path, capsys):
-    assert main(["export", *TINY, "--keep-attention", "--opset", "20", "-o", str(tmp_path / "bert.onnx")]) == 2
-    assert "--keep-attention: no attention was exported to which it applies" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())

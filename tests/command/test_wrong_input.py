@@ -280,6 +280,8 @@ WRONG: list[tuple[str | list[str], str]] = [
     (f"{BERT} -o o.onnx --set num_layer=2", "no 'num_layer'"),
     (f"{BERT} -o o.onnx --dtype int8", "int8"),
     (f"{BERT} -o o.onnx --opset ten", "--opset"),
+    (f"{BERT} -o o.onnx --keep-attention --torchscript", "leave --torchscript away"),
+    (f"{BERT} -o o.onnx --keep-attention --opset 20", "--keep-attention needs 23"),
     (f"{BERT} -o o.onnx --dynamic length", "no dynamic axis 'length'"),
     (f"{BERT} -o o.onnx --shapes nowhere.json", "cannot be read"),
     ("export --entry json:dumps --task fill-mask -o o.onnx", "--task is for a SOURCE"),

@@ -48,6 +48,11 @@ class GraphOptions:
             from htp_export.model.tensor_names import check_style
 
             check_style(self.names)
+        if self.keep_attention and not self.dynamo:
+            raise InputError("--keep-attention: TorchScript has no operator for attention; leave --torchscript away")
+        if self.keep_attention and (self.opset or _ATTENTION_SINCE) < _ATTENTION_SINCE:
+            problem = f"--keep-attention needs {_ATTENTION_SINCE}, the first with Attention"
+            raise InputError(f"--opset {self.opset}: {problem}")
         if self.wanted_opset is not None:
             from htp_export.exporter.caches import check_opset
 

@@ -109,8 +109,18 @@ def _decoder(calls: Calls, two_files: bool, right_padding: bool) -> dict[str, Ex
     }
 
 
-def example_call(model: nn.Module, **options: Any) -> ExampleCall:
-    """The call that the one file of a task is exported from; the options are those of `example_calls`.
+def example_call(
+    model: nn.Module,
+    *,
+    task: str | None = None,
+    cache_names: CacheNames = "optimum",
+    sizes: Mapping[str, int] | None = None,
+    shapes: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    processor: Processor | None = None,
+    right_padding: bool = False,
+) -> ExampleCall:
+    """The call that the one file of a task is exported from; the arguments are those of `example_calls`.
 
     Examples:
         >>> from htp_export.huggingface import load_model
@@ -124,7 +134,16 @@ def example_call(model: nn.Module, **options: Any) -> ExampleCall:
         >>> call.axes["present.0.key"]
         {0: 'batch_size', 2: 'past_sequence_length + sequence_length'}
     """
-    calls = example_calls(model, **options)
+    calls = example_calls(
+        model,
+        task=task,
+        cache_names=cache_names,
+        sizes=sizes,
+        shapes=shapes,
+        seed=seed,
+        processor=processor,
+        right_padding=right_padding,
+    )
     if len(calls) > 1:
         raise InputError(f"this task has {len(calls)} files, {', '.join(calls)}: use example_calls")
     return next(iter(calls.values()))
