@@ -1133,6 +1133,29 @@ class Written(nn.Module):
         return made
 
 
+class Picks(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x[:, 1])
+
+
+class WritesWhatItPicks(Holding, part=Picks()):
+    """Without optimisation, the view that is written stays as a node, and shares its index with the part."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        made[:, 1] = self.part(x)
+        return made
+
+
+net(
+    "written_by_a_part",
+    lambda: nn.Sequential(nn.Linear(4, 4), WritesWhatItPicks(), nn.Linear(4, 3)),
+    lambda: {"input": x(2, 4, 4)},
+    fates=computed("", "0", "1", "1.part", "2"),
+    owners={"Tanh": [("1.part",)]},
+)
+
+
 net(
     "given_back_after_a_change",
     lambda: nn.Sequential(nn.Linear(4, 4), Written(), nn.Dropout(), nn.Linear(4, 3)),

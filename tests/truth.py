@@ -143,8 +143,9 @@ def copied(tensor: torch.Tensor) -> Array:
     return (tensor.int_repr() if tensor.is_quantized else tensor).numpy().copy()
 
 
-def equal(one: Array, other: Array) -> bool:
-    if one.shape != other.shape:
+def equal(one: Array | list[Any], other: Array | list[Any]) -> bool:
+    """Whether two tensors have the same numbers; sequences, which an unoptimised file may have, equal none."""
+    if isinstance(one, list) or isinstance(other, list) or one.shape != other.shape:
         return False
     if one.dtype.kind in "biu" and other.dtype.kind in "biu":
         return bool(np.array_equal(one, other))

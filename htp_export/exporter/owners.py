@@ -151,6 +151,7 @@ class Origins:
         self.placed: set[Key] = set()  # exported tensors whose calls are known by flow only
         # Exported tensor → calls of further operations whose own tensors are gone
         self.absorbed: dict[Key, set[int]] = {}
+        self.unneeded: dict[Key, set[int]] = {}  # exported tensor → calls of operations on which no result depends
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
         self._final, self._live = record.final, flow.live
@@ -159,6 +160,8 @@ class Origins:
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
         for index, operation in enumerate(record.operations):
             if not flow.wanted[index]:
+                for key in operation.outputs:
+                    self.unneeded.setdefault(final.get(key), set()).add(operation.call)
                 continue
             calls = _NOBODY
             reads: set[Key] = set()
@@ -242,7 +245,10 @@ def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tupl
         return calls, Reason.FLOW if by_flow else Reason.SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
-    return _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.FLOW
+    demanded = _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}
+    if demanded:
+        return demanded, Reason.FLOW
+    return _NOBODY.union(*(origins.unneeded.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.SCOPE
 
 
 def _differ(node: Node, origins: Origins) -> bool:
