@@ -260,6 +260,16 @@ class TestCasts:
         left = htp_export.quantize(program, {".": "fp16"})
         assert left.left == {"fp16": {"CumSum": 1}} or "CumSum" in left.operators["fp16"]
 
+    @pytest.mark.parametrize("exporter", EXPORTERS)
+    def test_those_of_the_model_to_other_types_stay(self, exporter: str, tmp_path: Path) -> None:
+        parts = {"fc": nn.Linear(4, 4), "table": nn.Embedding(10, 3)}
+        net = composed(lambda self, x: self.table((self.fc(x).abs() * 2).clamp(0, 9).long()), **parts)
+        x = torch.randn(2, 4)
+        file = written(net, (x,), tmp_path / "net.onnx", exporter, ["x"])
+        htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
+        with torch.no_grad():
+            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
+
     def test_a_size_is_read_of_either_type(self, tmp_path: Path) -> None:
         net = composed(lambda self, x: (y := self.fc(x)).reshape(y.shape[0] * 2, 4), fc=nn.Linear(8, 8)).eval()
         options: dict[str, Any] = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}

@@ -176,7 +176,9 @@ class _Casting:
             for place in ports.outputs:
                 self._give_back(node.outputs[place])
         for node in self._chosen:
-            source = node.inputs[0] if is_standard(node, "Cast") else None
+            source = (
+                node.inputs[0] if is_standard(node, "Cast") and node.attributes["to"].as_int() == self._type else None
+            )
             if source is not None and source.dtype == self._type and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(source)
                 self._widened[node.outputs[0]] = source
