@@ -200,6 +200,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.index_select(1, torch.tensor([3, 2, 1, 0])),
     lambda x, y: functional.pad(x, (0, 0, 1, 0))[:, :-1],
     lambda x, y: x * x.shape[1] ** -0.5,
+    lambda x, y: x + (y.abs() / 100 + 1).long() % 2,
 ]
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [

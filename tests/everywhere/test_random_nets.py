@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -193,10 +194,21 @@ def owners_of(node: ir.Node) -> set[str]:
     return {*tags.owners_of(node.metadata_props)}
 
 
+@contextlib.contextmanager
+def without_weights() -> Iterator[None]:
+    """A file that is not optimised transposes the weights of all products: it has none to be quantized."""
+    try:
+        yield
+    except InputError as error:
+        if not re.search("no operator of module .* takes|nothing here multiplies with stored weights", str(error)):
+            raise
+
+
 def in_precision(precision: str, share: float) -> Property:
     def check(case: Case) -> Iterator[Any]:
-        htp_export.quantize(case.file, precision, small := case.new())
-        yield from (*case.far(small, share), *untagged(onnx.load(str(small))))
+        with without_weights():
+            htp_export.quantize(case.file, precision, small := case.new())
+            yield from (*case.far(small, share), *untagged(onnx.load(str(small))))
 
     return check
 
@@ -223,8 +235,8 @@ def a_precision_changes_the_module_of_its_rule_alone(case: Case) -> Iterator[Any
 @holds
 def precisions_may_follow_each_other(case: Case) -> Iterator[Any]:
     for first, second in (("u8s8", "fp16"), ("int4", "fp16"), ("int8-dynamic", "fp16"), ("fp16", "int8-weights")):
-        htp_export.quantize(case.file, first, once := case.new())
-        with contextlib.suppress(RuleError):  # no operator takes the second
+        with without_weights():  # or what the first made has none that the second takes
+            htp_export.quantize(case.file, first, once := case.new())
             htp_export.quantize(once, second, twice := case.new())
             yield from ((first, second, why) for why in (*case.far(twice, 2), *untagged(onnx.load(str(twice)))))
 
