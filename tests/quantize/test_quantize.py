@@ -270,6 +270,16 @@ class TestCasts:
         with torch.no_grad():
             assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
 
+    def test_sequences_stay(self, tmp_path: Path) -> None:
+        net = composed(lambda self, x: torch.unsafe_chunk(self.fc(x), 2, -1)[1] * 2.5, fc=nn.Linear(4, 4)).eval()
+        x, file = torch.randn(2, 4), tmp_path / "net.onnx"
+        htp_export.export(net, (x,), file, optimize=False, verbose=False)
+        assert "SequenceAt" in {node.op_type for node in onnx.load(file).graph.node}
+        htp_export.quantize(file, "u8s8", small := tmp_path / "small.onnx", data=[{"x": x.numpy()}])
+        htp_export.quantize(small, "fp16", tmp_path / "half.onnx")
+        with torch.no_grad():
+            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=0.1)
+
     def test_a_size_is_read_of_either_type(self, tmp_path: Path) -> None:
         net = composed(lambda self, x: (y := self.fc(x)).reshape(y.shape[0] * 2, 4), fc=nn.Linear(8, 8)).eval()
         options: dict[str, Any] = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}

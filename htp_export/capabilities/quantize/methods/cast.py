@@ -94,6 +94,8 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
     known = _type_names(node.domain, node.op_type, opset)
     if known is None:
         return None
+    if any(map(known.is_of_several, (*known.inputs, *known.outputs))):  # sequences stay as they are
+        return None
     wanted = f"tensor({activation})"
 
     def places(values: Sequence[ir.Value | None], formals: Sequence[str]) -> tuple[int, ...]:
@@ -128,6 +130,10 @@ class _TypeNames:
     inputs: Sequence[str]
     outputs: Sequence[str]
     allowed: Mapping[str, Sequence[str]]
+
+    def is_of_several(self, formal: str) -> bool:
+        """Whether a type is that of a sequence or an optional."""
+        return all(kind.startswith(("seq(", "optional(")) for kind in self.allowed.get(formal, (formal,)))
 
 
 @functools.cache
