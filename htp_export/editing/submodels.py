@@ -167,8 +167,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     _place(graph, part.nodes, new_nodes)
     for value, original in ends.items():
         value.type, value.shape = original.type, original.shape
-        maker = value.producer()
-        if value.type is None and maker is not None and maker.domain:  # of which ONNX's own inference cannot tell it
+        if value.type is None:  # what was inferred of the original is not known of this one
             known = part.types[str(original.name)]
             value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from torch import nn
@@ -79,6 +80,18 @@ def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None
         assert not result.tagged.untagged
         [expected], [found] = outputs(file, {"input": x}), outputs(made, {"input": x})
         assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+
+
+def test_files_that_do_not_say_the_shapes_of_tensors_are_quantized(tmp_path: Path) -> None:
+    net = composed(lambda self, x: self.fc(self.conv(x)), conv=nn.Conv1d(4, 4, 3, padding=1), fc=nn.Linear(8, 3))
+    x = np.ones((2, 4, 8), np.float32)
+    proto = onnx.load(exported(net, x, tmp_path / "net.onnx"))
+    del proto.graph.value_info[:]
+    onnx.save(proto, tmp_path / "bare.onnx")
+    htp_export.quantize(tmp_path / "bare.onnx", "int8-dynamic", tmp_path / "small.onnx")
+    name = proto.graph.input[0].name
+    found, expected = (outputs(tmp_path / each, {name: x})[0] for each in ("small.onnx", "net.onnx"))
+    assert np.allclose(found, expected, atol=0.1)
 
 
 def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path: Path) -> None:
