@@ -25,8 +25,13 @@ Key = tuple[object, ...]
 
 
 def repeats(node: SummaryNode) -> bool:
-    """Whether the output of a node is its first input in any case."""
-    return node.op == "Identity" or (node.op == "Dropout" and len(node.inputs) == 1)
+    """Whether the output of a node is its first input in any case.
+
+    Examples:
+        >>> [repeats(SummaryNode("Concat", "", inputs, (2,))) for inputs in ((0,), (0, 1))]
+        [True, False]
+    """
+    return node.op == "Identity" or (node.op in ("Dropout", "Concat") and len(node.inputs) == 1)
 
 
 class Numbering:
