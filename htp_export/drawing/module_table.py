@@ -142,7 +142,7 @@ def equal_cells(columns: Sequence[Column[M]]) -> Callable[[M], Hashable]:
     return lambda row: tuple(column.cell(row) for column in columns)
 
 
-def merged(rows: Sequence[R], means: Iterable[str] = (), most: Iterable[str] = ()) -> R:
+def merged_row(rows: Sequence[R], means: Iterable[str] = (), most: Iterable[str] = ()) -> R:
     """One row for alike ones, in which some numbers are the mean and some the largest of those that are known."""
 
     def known(name: str) -> list[float]:

@@ -166,10 +166,8 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
                 result.name = names.tensors.unused(result.name)
     _place(graph, part.nodes, new_nodes)
     for value, original in ends.items():
-        value.type, value.shape = original.type, original.shape
-        if value.type is None:  # what was inferred of the original is not known of this one
-            known = part.types[str(original.name)]
-            value.type, value.shape = known.type, known.shape
+        known = original if original.type is not None else part.types[str(original.name)]
+        value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)
         take_place(original, value)
     graph.remove(part.nodes, safe=True)

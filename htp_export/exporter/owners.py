@@ -160,8 +160,8 @@ class Origins:
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
         for index, operation in enumerate(record.operations):
             if not flow.wanted[index]:
-                for key in operation.outputs:
-                    self.unneeded.setdefault(final.get(key), set()).add(operation.call)
+                for key in final.keys() & operation.outputs:
+                    self.unneeded.setdefault(final[key], set()).add(operation.call)
                 continue
             calls = _NOBODY
             reads: set[Key] = set()

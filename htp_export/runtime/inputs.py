@@ -320,6 +320,12 @@ def infer_bound(model: ir.Model, shapes: Mapping[str, Sequence[int]]) -> Symboli
         ((2, 4), 32)
     """
     sizes = Inputs.of(model).bind(shapes=shapes).sizes
-    left_out = {str(v.name): v.const_value.shape.numpy() for v in model.graph.inputs if v.const_value is not None}
-    numbers = {name: tuple(map(int, shape)) for name, shape in {**left_out, **shapes}.items()}
-    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=numbers)
+    numbers = {name: tuple(map(int, shape)) for name, shape in shapes.items()}
+    known = {**default_shapes(model.graph), **numbers}
+    return Symbolic(model.graph, functions=model.functions, sizes=sizes, shapes=known)
+
+
+def default_shapes(graph: ir.Graph) -> dict[str, tuple[int, ...]]:
+    """Name → shape of the inputs that a run may leave out, as it then is."""
+    tensors = ((str(value.name), value.const_value) for value in graph.inputs)
+    return {name: tuple(tensor.shape.numpy()) for name, tensor in tensors if tensor is not None}

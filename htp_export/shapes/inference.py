@@ -323,7 +323,6 @@ class _Called:
 
     domain = property(lambda self: self.node.domain)
     op_type = property(lambda self: self.node.op_type)
-    name = property(lambda self: self.node.name)
     inputs = property(lambda self: self.node.inputs)
     outputs = property(lambda self: self.node.outputs)
     attributes = property(lambda self: self.resolved.attributes)

@@ -21,7 +21,7 @@ from htp_export.files.model_files import write_model
 from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
 from tests.handmade import stripped
-from tests.nets import NETS, spread
+from tests.nets import NETS, composed, spread
 from tests.truth import inexact, owners_of, untagged
 
 pytestmark = [
@@ -128,40 +128,23 @@ def test_convolutions_are_exact_after_a_tool(name, options, convolutions, tmp_pa
     assert inexact(model, kwargs, tmp_path / "out.onnx") == []
 
 
-class Repeated(nn.Module):
-    """A layer that is called twice in a row, and a sum of one summand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))
-
-
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path: Path) -> None:
-    model, kwargs = spread(Repeated().eval(), 3), {"x": torch.ones(2, 5, 8)}
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))  # a sum of one summand
+
+    model = spread(composed(forward, layer=nn.Linear(8, 8), head=nn.Linear(8, 3)).eval(), 3)
+    kwargs = {"x": torch.ones(2, 5, 8)}
     exported(model, kwargs, exporter, tmp_path)
     tagged = tools.onnxsim(tmp_path / "model.onnx", tmp_path / "out.onnx").tagged
     assert [sum(node.op_type == "Gemm" for node in tagged["layer"].call(k).nodes) for k in range(2)] == [1, 1]
     assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
 
 
-class Halved(nn.Module):
-    """The result of a layer, times a constant, in a stack."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([self.layer(x) * 0.5, x]).sum(0)
-
-
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter: str, tmp_path: Path) -> None:
-    model, kwargs = spread(Halved().eval(), 3), {"x": torch.ones(2, 4, 8)}
+    halved = composed(lambda self, x: torch.stack([self.layer(x) * 0.5, x]).sum(0), layer=nn.Linear(8, 8))
+    model, kwargs = spread(halved.eval(), 3), {"x": torch.ones(2, 4, 8)}
     exported(model, kwargs, exporter, tmp_path)
     for tool in (tools.onnxslim, tools.onnxsim):
         tool(tmp_path / "model.onnx", tmp_path / "out.onnx")

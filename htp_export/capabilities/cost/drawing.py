@@ -12,7 +12,7 @@ from htp_export.capabilities.cost.columns import FUSED
 from htp_export.capabilities.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
 from htp_export.drawing.command_words import tag_note
 from htp_export.drawing.folding import likeness
-from htp_export.drawing.module_table import TreeTable, merged, with_lines
+from htp_export.drawing.module_table import TreeTable, merged_row, with_lines
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 
@@ -52,7 +52,9 @@ def render_cost(
         return (module.class_name, module.calls, module.nodes, *cells)
 
     # The peak of the model while alike modules run differs with what else is in memory.
-    table = TreeTable(rows, shown, alike if fold else None, partial(merged, most=_OF_THE_MODEL), flat=sort is not None)
+    table = TreeTable(
+        rows, shown, alike if fold else None, partial(merged_row, most=_OF_THE_MODEL), flat=sort is not None
+    )
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
     return with_lines(table, (cost.summary, *cost.lines), *fusing)
 
@@ -99,7 +101,7 @@ def render(
     names = usual_columns(tree) if columns is None else columns
     shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]
     rows = sorted_by(tree.rows, tree.columns, sort)
-    one_of = partial(merged, means=("time_ms", "own_time_ms"), most=("error",))
+    one_of = partial(merged_row, means=("time_ms", "own_time_ms"), most=("error",))
     table = TreeTable(rows, shown, _alike if fold else None, one_of, flat=sort is not None)
     notes = [*tag_note(tree.tags), *(Text(note, style="yellow") for note in tree.notes)]
     return Group(table, *notes) if notes else table

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from htp_export.model.tagged import TaggedModel
-from htp_export.runtime.inputs import Inputs
+from htp_export.runtime.inputs import Inputs, default_shapes
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
@@ -214,14 +214,15 @@ class _Runner(Inference):
         self.steps: list[RunStep] = []
         self._bodies: list[Body] = []
         self._trips_known = True
+        left_out = default_shapes(tagged.model.graph)
         for value in tagged.model.graph.inputs:
             tensor = inputs.get(str(value.name))
             if tensor is not None:
                 kind = None if tensor.dtype is None else ir.TensorType(tensor.dtype)
                 self.state(value, Fact(kind, tensor.shape, None, tensor.value))
                 self._tensors[value] = tensor
-            elif value.const_value is not None:  # it is left out
-                self.state(value, Fact(value.type, tuple(value.const_value.shape.numpy())))
+            elif value.name in left_out:
+                self.state(value, Fact(value.type, left_out[value.name]))
 
     def visit(self, node: ir.Node) -> None:
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)

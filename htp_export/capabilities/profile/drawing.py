@@ -10,7 +10,7 @@ from typing import Literal
 from rich.console import RenderableType
 
 from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
-from htp_export.drawing.module_table import TreeTable, merged, with_lines
+from htp_export.drawing.module_table import TreeTable, merged_row, with_lines
 from htp_export.format import tags
 from htp_export.results.columns import Column, chosen
 
@@ -56,8 +56,8 @@ def _merged(modules: Sequence[ModuleLatency]) -> ModuleLatency:
     for module in modules:
         by_op.update(module.by_op)
     memories = [module.memory for module in modules if module.memory is not None]
-    memory = merged(memories, means=vars(memories[0])) if memories else None
-    row = merged(modules, means=("total_ms", "self_ms", "share"))
+    memory = merged_row(memories, means=vars(memories[0])) if memories else None
+    row = merged_row(modules, means=("total_ms", "self_ms", "share"))
     return replace(row, by_op=dict(by_op.most_common()), memory=memory)
 
 

@@ -23,6 +23,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import step
 from htp_export.model.module_facts import stored_tensor
+from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
@@ -165,7 +166,6 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
     Computed ones follow the tensors. Where other nodes may need the old number, the nodes that compute it are copied.
     """
     value = node.inputs[place]
-    producer = None if value is None else value.producer()
     if value is None or index < 0:
         return
     numbers = shapes.constant(value)
@@ -175,16 +175,10 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
             array = np.array([*numbers[:index], new, *numbers[index + 1 :]], dtype.numpy())
             _give(graph, node, place, array.reshape(() if shapes.rank(value) == 0 else -1), f"{value.name}_cut")
         return
-    if producer is None or producer.op_type not in _COMPUTES_SIZES or producer.domain:
+    producer = producer_of(value, *_COMPUTES_SIZES)
+    if producer is None:
         return
-    if len(value.uses()) > 1 or value.is_graph_output():
-        attributes, metadata = producer.attributes, dict(producer.metadata_props)
-        copy = ir.node(producer.op_type, producer.inputs, attributes, metadata_props=metadata)
-        copy.name, copy.outputs[0].name = f"{producer.name}_{node.name}", f"{value.name}_{node.name}"
-        copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
-        graph.insert_before(node, copy)
-        node.replace_input_with(place, copy.outputs[0])
-        producer = copy
+    producer = _for_one_reader(graph, producer, node, place)
     if producer.op_type == "Mul":
         for at, factor in enumerate(producer.inputs):
             numbers = shapes.constant(factor) if factor is not None and stored_tensor(factor) is not None else None
@@ -203,6 +197,20 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
                 _set_size(graph, producer, at, index - start, old, new, shapes)
                 return
             start += shape[0]
+
+
+def _for_one_reader(graph: ir.Graph, producer: ir.Node, node: ir.Node, place: int) -> ir.Node:
+    """What makes an input of a node; a copy of it, if others read the same."""
+    value = producer.outputs[0]
+    if len(value.uses()) == 1 and not value.is_graph_output():
+        return producer
+    attributes, metadata = producer.attributes, dict(producer.metadata_props)
+    copy = ir.node(producer.op_type, producer.inputs, attributes, metadata_props=metadata)
+    copy.name, copy.outputs[0].name = f"{producer.name}_{node.name}", f"{value.name}_{node.name}"
+    copy.outputs[0].type, copy.outputs[0].shape = value.type, value.shape
+    graph.insert_before(node, copy)
+    node.replace_input_with(place, copy.outputs[0])
+    return copy
 
 
 def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -> None:

@@ -65,6 +65,7 @@ class CallLog:
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    _first: dict[str, int] = field(default_factory=dict)
     _chains: dict[int, tuple[int, ...]] = field(default_factory=dict)
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
@@ -72,7 +73,7 @@ class CallLog:
         """The same calls, to which others can be added."""
         tensors, returned = self.call_tensors.copy(), self.returned_inputs.copy()
         other = CallLog(self.calls.copy(), self.stack.copy(), returned, tensors)
-        other._counts = self._counts.copy()
+        other._counts, other._first = self._counts.copy(), self._first.copy()
         return other
 
     def enter(self, path: str) -> int:
@@ -83,14 +84,15 @@ class CallLog:
 
     def add(self, path: str, parent: int) -> int:
         """Record a call without putting it on the stack, and return its index."""
+        self._first.setdefault(path, len(self.calls))
         self.calls.append(Call(path, self._counts[path], parent))
         self._counts[path] += 1
         return len(self.calls) - 1
 
     def near(self, path: str) -> int:
         """Return the first call of the nearest module above that ran: the assumed caller of an unobserved call."""
-        above = tags.nearest_above(path, self._counts)
-        return next((index for index, call in enumerate(self.calls) if call.path == above), NO_CALL)
+        above = tags.nearest_above(path, self._first)
+        return NO_CALL if above is None else self._first[above]
 
     def record_inputs(self, given: CallTensors, key: Callable[[Any], Any]) -> None:
         """Record the inputs of the innermost running call; ``key`` gives a tensor's key in the captured graph."""

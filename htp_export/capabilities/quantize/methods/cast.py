@@ -22,6 +22,7 @@ from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.format.tags import Reason
+from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
@@ -115,12 +116,9 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
 
 def _is_quantized(node: ir.Node) -> bool:
     """Whether an operator computes with quantized activations: ONNX Runtime fuses it with scales in float32 alone."""
-
-    def has_activations(dequantize: ir.Node | None) -> bool:
-        return is_standard(dequantize, "DequantizeLinear") and constant_of(dequantize.inputs[0]) is None  # type: ignore[union-attr]
-
-    read = (value.producer() for value in node.inputs if value is not None)
-    return is_standard(node, "QuantizeLinear") or has_activations(node) or any(map(has_activations, read))
+    makers = (producer_of(value, "DequantizeLinear") for value in (*node.inputs, *node.outputs[:1]))
+    dequantized = (maker.inputs[0] for maker in makers if maker is not None)
+    return is_standard(node, "QuantizeLinear") or any(constant_of(value) is None for value in dequantized)
 
 
 @dataclass(frozen=True)
@@ -182,9 +180,7 @@ class _Casting:
             for place in ports.outputs:
                 self._give_back(node.outputs[place])
         for node in self._chosen:
-            source = (
-                node.inputs[0] if is_standard(node, "Cast") and node.attributes["to"].as_int() == self._type else None
-            )
+            source = node.inputs[0] if _casts_to(node, self._type) else None
             if source is not None and source.dtype == self._type and not node.outputs[0].is_graph_output():
                 node.outputs[0].replace_all_uses_with(source)
                 self._widened[node.outputs[0]] = source
@@ -261,7 +257,7 @@ class _Casting:
         """
         others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
         for use in others:
-            if _narrows(use.node) and use.node.attributes["to"].as_int() == self._type:
+            if _narrows(use.node) and _casts_to(use.node, self._type):
                 self._widened[use.node.outputs[0]] = value
                 use.node.outputs[0].replace_all_uses_with(value)
         others = [use for use in others if not _narrows(use.node)]
@@ -292,6 +288,10 @@ def _before_widening(value: ir.Value) -> ir.Value | None:
     cast = value.producer()
     source = cast.inputs[0] if cast is not None and _is_inserted_cast(cast) else None
     return source if source is not None and source.dtype in _TYPES.values() else None
+
+
+def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
+    return is_standard(node, "Cast") and node.attributes["to"].as_int() == dtype
 
 
 def _narrows(node: ir.Node) -> bool:
