@@ -21,7 +21,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError, SelectorError, ToolError
 from htp_export.format import tags
-from tests.exporting import SharedFiles, quick
+from tests.exporting import SharedFiles, exported, quick
 from tests.nets import EXPORTERS, Apply, TiedWeights, composed, image, spread
 from tests.quantized import (
     IDS,
@@ -464,6 +464,13 @@ class TestRefused:
             htp_export.quantize(net, plan, target, data=runs())
         assert target.read_bytes() == b"as it was"
         assert [path.name for path in tmp_path.iterdir()] == ["quantized.onnx"]
+
+    def test_weights_that_nodes_transpose(self, tmp_path: Path) -> None:
+        file = exported(nn.Linear(16, 16).eval(), {"input": torch.randn(2, 3, 16)}, "dynamo", tmp_path, optimize=False)
+        with pytest.raises(InputError, match="1 Transpose.*; weights are still computed .* optimize the file first"):
+            htp_export.quantize(file, {".": "int8-dynamic"})
+        optimized = htp_export.optimize(file).model
+        assert htp_export.quantize(optimized, {".": "int8-dynamic"}).modules[""].changed == 1
 
     @pytest.mark.parametrize(
         ("data", "problem"),
