@@ -356,6 +356,13 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_is_broken(tmp_path: Path) -> None:
+    exported(nn.Linear(4, 4).eval(), {"input": torch.randn(2, 3, 4)}, "dynamo", tmp_path)
+    adapted = htp_export.lora.insert(tmp_path / "model.onnx", ".").model
+    with pytest.raises(ToolError, match=r"of 'lora_A': .*; it took the default value of input '.*lora_A.weight' for"):
+        tools.onnxslim(adapted, tmp_path / "slim.onnx")
+
+
 def test_a_library_that_is_not_installed_is_named_with_what_to_install():
     with pytest.raises(InputError, match=r'pip install "htp-export\[tools\]"'):
         library("no_such_library_at_all")
