@@ -467,7 +467,7 @@ class TestRefused:
 
     def test_weights_that_nodes_transpose(self, tmp_path: Path) -> None:
         file = exported(nn.Linear(16, 16).eval(), {"input": torch.randn(2, 3, 16)}, "dynamo", tmp_path, optimize=False)
-        with pytest.raises(InputError, match="1 Transpose.*; weights are still computed .* optimize the file first"):
+        with pytest.raises(InputError, match=r"1 Transpose.*; weights are still computed .* optimize the file first"):
             htp_export.quantize(file, {".": "int8-dynamic"})
         optimized = htp_export.optimize(file).model
         assert htp_export.quantize(optimized, {".": "int8-dynamic"}).modules[""].changed == 1
