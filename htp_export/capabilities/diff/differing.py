@@ -194,7 +194,7 @@ class ModelDifference(Result):
         return None if self.same else ([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
 
 
-_MOST_OPERATORS = 5
+_MOST_OPERATORS = 5  # what fits a line of a table
 _STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
 
 

@@ -24,7 +24,7 @@ from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgra
 _LONGEST = 64
 """Characters of a name of several parts: every function around a deep module names its weights anew."""
 
-_LONGEST_PART = 128
+_LONGEST_PART = 128  # characters of what is left of a long name
 
 
 @dataclass(frozen=True, eq=False)
