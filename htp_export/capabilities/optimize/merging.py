@@ -24,7 +24,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
+from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
 
 _Slots = Sequence[ir.Value | None]
 _Groups = list[list[Mapping[str, str]]]
@@ -219,9 +219,9 @@ class Tagging:
                 results.update(map(id, done))
                 for node in difference.replacing(new):
                     work[node].append(done)
-            source = _given_back(maker) if maker in difference.added else new
-            if replaced and source is not None and source not in ends and after.makers.get(source) not in difference.added:
-                for gone, remaining in _twins(difference, old, source):
+                new = without_copies(new)  # a result of the model keeps its name
+            if replaced and new not in ends and after.makers.get(new) not in difference.added:
+                for gone, remaining in _twins(difference, old, new):
                     if not before.is_live(gone) and not difference.same(gone, remaining):
                         continue  # sizes may come from any equal tensor
                     if before.holds(gone, remaining):
@@ -280,11 +280,6 @@ class Tagging:
         owners = sorted(every, key=lambda path: self.order.get(path, 0))
         calls = self.calls.encode_merged_calls(tuple(owners), works)
         tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self.called, calls))
-
-
-def _given_back(node: ir.Node) -> ir.Value | None:
-    """The value that a node returns under another name, as that of a result of the model."""
-    return node.inputs[0] if is_standard(node, "Identity") else None
 
 
 def _for_one_result(group: list[Mapping[str, str]], results: Mapping[int, int]) -> list[Mapping[str, str]]:
