@@ -270,6 +270,22 @@ class TestCasts:
         with torch.no_grad():
             assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
 
+    @pytest.mark.parametrize("summed", ["scatter_add", "index_put"])
+    def test_sums_of_scattered_numbers_stay(self, summed: str, tmp_path: Path) -> None:
+        """ONNX Runtime loads them in half precision, and refuses to run them."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            h, places = self.fc(x), torch.tensor([0, 1, 0])
+            if summed == "scatter_add":
+                return torch.zeros(2, 4).scatter_add(0, places[:, None].expand(3, 4), h)
+            return torch.zeros(2, 4).index_put((places,), h, accumulate=True)
+
+        net, x = composed(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
+        file = written(net, (x,), tmp_path / "net.onnx", "dynamo", ["x"])
+        htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
+        with torch.no_grad():
+            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
+
     def test_sequences_stay(self, tmp_path: Path) -> None:
         net = composed(lambda self, x: torch.unsafe_chunk(self.fc(x), 2, -1)[1] * 2.5, fc=nn.Linear(4, 4)).eval()
         x, file = torch.randn(2, 4), tmp_path / "net.onnx"
