@@ -223,6 +223,16 @@ def test_logging_of_the_program_stays_as_it_was(net: Path) -> None:
     assert (root.handlers[:], root.level) == before
 
 
+@pytest.mark.parametrize("data", [True, False])
+def test_a_range_that_is_no_number_is_refused_with_the_tensor(data: bool, tmp_path: Path) -> None:
+    """A softmax of which everything is masked."""
+    parts = {"fc": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
+    net = composed(lambda self, x: self.head((self.fc(x) + torch.full((8,), -torch.inf)).softmax(-1)), **parts)
+    file = written(net, (torch.randn(4, 8),), tmp_path / "net.onnx", "dynamo", ["x"])
+    with pytest.raises(InputError, match="computes NaN in 'softmax'; its range is not known"):
+        htp_export.quantize(file, "u8s8", data=[{"x": np.ones((4, 8), np.float32)}] if data else None)
+
+
 class TestCasts:
     def test_stand_at_borders_alone(self, net: Path) -> None:
         model = htp_export.quantize(net, {"class:Linear,act,norm": "fp16"}).model
