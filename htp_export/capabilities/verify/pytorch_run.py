@@ -216,10 +216,9 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     """Record the modules to which each parameter and buffer belongs while a model runs inside the block.
 
     A parameter belongs to the module that holds it, to those that return it, and to the innermost running module that
-    passes it to an operation:
-    ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor with several names
-    belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did not run in the block run
-    once at its end: torch does not allow them to have side effects.
+    passes it to an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A
+    tensor with several names belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did
+    not run in the block run once at its end: torch does not allow them to have side effects.
 
     Yielded is name → module paths, complete after the block. The model runs without compilation; its hooks are removed.
 
