@@ -211,20 +211,21 @@ class _Reader:
             for up in tags.ancestors(path):
                 self._parameters[up] += content.facts.self_parameters
                 self._bytes[up] += content.facts.self_weight_bytes
-        self._place = {node: position for position, node in enumerate(tagged.nodes)}
+        self._place = tagged.index.place
         self.nodes = tuple(map(self._node, tagged.nodes))
+        self._operators = tagged.index.counts(operator_of)
+        self._reasons = tagged.index.counts(lambda node: self.nodes[self._place[node]].reason)
 
     def module(self, contents: ModuleContents) -> ModuleEntry:
         path = contents.facts.path
-        inside = [self.nodes[self._place[node]] for node in contents.nodes]
         own_places = tuple(self._place[node] for node in contents.own_nodes)
         tagged = self._tagged
         ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
         return ModuleEntry(
             **vars(contents.facts),
             own_nodes=own_places,
-            operators=dict(Counter(node.operator for node in inside).most_common()),
-            reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
+            operators=self._operators.get(path, {}),
+            reasons=self._reasons.get(path, {}),
             weights=self.tensors(contents.own_weights),
             inputs=self.tensors(ends.inputs),
             outputs=self.tensors(ends.outputs),
