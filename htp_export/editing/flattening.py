@@ -173,9 +173,7 @@ class _Dissolver:
         replaced = {formal: arguments.get(formal) for formal in body.inputs}
         self._given |= replaced
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
-            if (
-                node.op_identifier() not in self._functions
-            ):  # an inner call is replaced, too
+            if node.op_identifier() not in self._functions:  # an inner call is replaced, too
                 replace_inputs(node, replaced)
         nodes, results = list(body), list(body.outputs)
         body.outputs.clear()
