@@ -127,7 +127,7 @@ class _Dissolver:
         inlined: list[InlinedCall] | None,
     ) -> None:
         self._functions, self._expected, self._inlined = functions, expected, inlined
-        self._given: dict[ir.Value | None, ir.Value | None] = {}  # input of a body in the graph → the argument
+        self._given: dict[ir.Value, ir.Value | None] = {}  # input of a body in the graph → the argument
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
@@ -169,7 +169,9 @@ class _Dissolver:
         for value in all_values(body):
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
-        arguments = dict(zip(body.inputs, (self._given.get(value, value) for value in call.inputs), strict=False))
+        arguments = dict(
+            zip(body.inputs, (value and self._given.get(value, value) for value in call.inputs), strict=False)
+        )
         replaced = {formal: arguments.get(formal) for formal in body.inputs}
         self._given |= replaced
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):

@@ -52,7 +52,7 @@ class Bodies:
         self._known: dict[Hashable, ir.Function] = {}
         # What a call reads in place of a weight → the weight. It becomes an input of the function around the call:
         # replacing each of many inputs of a node takes time with the square of their number.
-        self._weights: dict[ir.Value | None, ir.Value] = {}
+        self._weights: dict[ir.Value, ir.Value] = {}
         self._names = UsedNames(name for domain, name, _ in self.model.functions if domain == DOMAIN)
 
     def build(self, graph: ir.Graph, items: Iterable[Item]) -> None:
@@ -113,7 +113,7 @@ class Bodies:
         for value in leaving:
             value.name = used.unused("output")
         names = self._names_of(entering, nodes, instance, used)
-        stand_ins = [value for node in nodes for value in node.inputs if value in self._weights]
+        stand_ins = [value for node in nodes for value in node.inputs if value is not None and value in self._weights]
         formals = {self._weights[value]: value for value in stand_ins}
         for value, name in zip(entering, names, strict=True):
             # Weights have their types in the graph. A function around a deep module would write them all again.
