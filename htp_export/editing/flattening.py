@@ -169,9 +169,8 @@ class _Dissolver:
         for value in all_values(body):
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
-        arguments = dict(
-            zip(body.inputs, (value and self._given.get(value, value) for value in call.inputs), strict=False)
-        )
+        given = (value and self._given.get(value, value) for value in call.inputs)
+        arguments = dict(zip(body.inputs, given, strict=False))
         replaced = {formal: arguments.get(formal) for formal in body.inputs}
         self._given |= replaced
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
