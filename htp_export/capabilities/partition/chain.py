@@ -66,7 +66,7 @@ class Chain:
         for number, node in enumerate(self._nodes):
             if not constants.is_common(node):
                 new = itertools.takewhile(lambda up: up not in first, tags.ancestors(self.owner(node)))
-                first.update(dict.fromkeys(list(new), number))
+                first.update(dict.fromkeys(new, number))
         self.spans = self._number(first)
         self.units = self.spans[""][1] + 1
         self.places: Mapping[ir.Node, int] = self._place()
