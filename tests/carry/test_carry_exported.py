@@ -28,7 +28,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format import tags
 from tests.exporting import quick
 from tests.handmade import stripped
-from tests.nets import EXPORTERS
+from tests.nets import EXPORTERS, Holding
 
 SIZE = 16
 
@@ -54,11 +54,7 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(x)))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(SIZE, 7)
-
+class Net(Holding, blocks=nn.ModuleList(Block() for _ in range(2)), head=nn.Linear(SIZE, 7)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
@@ -257,25 +253,17 @@ def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name: str
     assert found[2] == said
 
 
-class Positions(nn.Module):
-    """A parent computes what an embedding reads, and a child pads nothing."""
+class Pads(Holding, linear=nn.Linear(SIZE, 6)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(nn.functional.pad(x, (0, 0, 0, 0)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.first, self.last = nn.Embedding(12, SIZE), nn.Linear(SIZE, SIZE), Pads()
+
+class Positions(Holding, table=nn.Embedding(12, SIZE), first=nn.Linear(SIZE, SIZE), last=Pads()):
+    """A parent computes what an embedding reads, and a child pads nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.gather(torch.arange(12).expand(2, -1), 1, torch.arange(5).flip(0).repeat(2, 1))
         return self.last(torch.tanh(self.first(x + self.table(places))))
-
-
-class Pads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(nn.functional.pad(x, (0, 0, 0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -310,11 +298,7 @@ def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown() -> N
     assert wrong(carried.model, original.model) == []
 
 
-class Masks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class Masks(Holding, linear=nn.Linear(6, 6)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = torch.where(torch.arange(6) % 3 == 1, torch.arange(6) * 0.5, -1.0)
         return self.linear(x) + mask

@@ -21,7 +21,7 @@ from htp_export.files.model_files import write_model
 from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
 from tests.handmade import stripped
-from tests.nets import NETS, composed, spread
+from tests.nets import NETS, Holding, composed, spread
 from tests.truth import inexact, owners_of, untagged
 
 pytestmark = [
@@ -62,11 +62,7 @@ class Attention(nn.Module):
         return self.norm(x + self.out(joined))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-
+class Encoder(Holding, layers=nn.ModuleList(Attention() for _ in range(2))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -226,12 +222,8 @@ def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
                 assert owners_of(by_output[read]) == before.owners_of(node)
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(6, 4), scale=nn.Parameter(torch.rand(4) + 2)):
     """A linear layer whose scale OnnxSlim takes into its weights, leaving the layer's name to the product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4) + 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.scale * self.fc(x.sin())).permute(0, 2, 1).tanh()
@@ -248,11 +240,7 @@ def test_a_name_that_was_taken_over_is_seen_through_a_transposition(tmp_path):
     assert htp_export.compare(path, tmp_path / "out.onnx").ok
 
 
-class FlattensTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Flatten(), nn.Flatten()
-
+class FlattensTwice(Holding, one=nn.Flatten(), other=nn.Flatten()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x).tanh() @ self.other(x).mT.sin()
 
@@ -273,12 +261,8 @@ def test_constants_that_a_rule_forgets_to_give_to_the_graph_are_there(tmp_path):
     assert htp_export.optimize(path, level="fused", verify=True).rolled_back == {}
 
 
-class Residual(nn.Module):
+class Residual(Holding, first=nn.Conv2d(3, 6, 3, padding=1), second=nn.Conv2d(6, 6, 3, padding=1)):
     """ONNX Runtime works on these in a layout of its own, with more channels than there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.gelu(self.first(x))
@@ -327,11 +311,7 @@ def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class TurnsPoints(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Linear(8, 9)
-
+class TurnsPoints(Holding, matrix=nn.Linear(8, 9)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(self.matrix(x.amax(2)).view(-1, 3, 3) + torch.eye(3), x[:, :3])
 

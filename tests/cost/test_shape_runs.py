@@ -17,6 +17,7 @@ from htp_export.capabilities.cost.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
 from tests.handmade import branching, with_function
+from tests.nets import Holding
 
 TEXT = """
 <ir_version: 10, opset_import: ["": 20]>
@@ -236,12 +237,8 @@ def test_a_model_with_functions_costs_what_the_flat_one_does() -> None:
     assert flat.modules["layers.1.2"].flops == 2 * 2 * 8 * 8
 
 
-class Attending(torch.nn.Module):
+class Attending(Holding, qkv=torch.nn.Linear(16, 48)):
     """Sizes are computed from sizes: heads apart, a causal mask, half of the positions kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape

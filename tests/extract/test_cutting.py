@@ -17,7 +17,7 @@ import htp_export
 from htp_export.errors import InputError
 from tests import handmade
 from tests.exporting import BOTH, SharedFiles, open_sizes
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
 
@@ -113,23 +113,15 @@ def test_so_does_every_computed_module_of_real_architectures(name: str, exporter
     assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx", masks=masks, sizes=name in WITH_SIZES) == []
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(4, 4)):
     """Reads the size of what it is given, which dynamo reads from the model's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape
         return self.fc(hidden).reshape(batch * length, 4) * mask.reshape(batch * length, 1)
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre, self.scaled = nn.Linear(4, 4), Scaled()
-
+class Two(Holding, pre=nn.Linear(4, 4), scaled=Scaled()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(self.pre(x).tanh(), (x > 0).any(-1).float())
 

@@ -19,7 +19,7 @@ from htp_export.errors import InputError
 from tests import handmade
 from tests.exporting import BOTH, SharedFiles, exported_once
 from tests.extract.test_cutting import run_file
-from tests.nets import NETS, x
+from tests.nets import NETS, Holding, x
 from tests.truth import equal, inexact
 
 
@@ -57,21 +57,13 @@ def test_a_module_put_back_in_its_own_place_changes_nothing_that_is_computed(
     assert spliced > 0
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Block(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.act(self.fc(x))
 
 
-class Rewritten(nn.Module):
+class Rewritten(Holding, linear=nn.Linear(4, 4), gate=nn.Sigmoid()):
     """The same signature, other work, other modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.gate = nn.Linear(4, 4), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.gate(self.linear(x)) * x

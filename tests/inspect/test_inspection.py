@@ -19,7 +19,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
 from tests import traceless
 from tests.exporting import quick
-from tests.nets import NETS
+from tests.nets import NETS, Holding
 from tests.traceless import line_of, spread
 from tests.view.test_view import page_data_of
 
@@ -318,11 +318,7 @@ def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
 
 
 def test_equal_modules_that_run_one_graph_are_told_apart():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(traceless.Choosing() for _ in range(2))
-
+    class Two(Holding, layers=nn.ModuleList(traceless.Choosing() for _ in range(2))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
@@ -388,11 +384,7 @@ def test_a_failure_inside_dynamo_leaves_the_model_as_it_was():
 
 
 def test_a_compiled_model_is_left_to_its_compiler():
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.relu = nn.ReLU()
-
+    class Chosen(Holding, relu=nn.ReLU()):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.relu(x) if x.sum().item() > 0 else x
 

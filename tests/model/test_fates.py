@@ -15,7 +15,7 @@ from torch import nn
 import htp_export
 from htp_export.format import tags
 from tests.exporting import BOTH, SharedFiles, exported, metadata
-from tests.nets import NETS, x
+from tests.nets import NETS, Holding, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -167,12 +167,8 @@ class Second(nn.Module):
         return self.fc(y).sin().cos()
 
 
-class Swaps(nn.Module):
+class Swaps(Holding, body=nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))), act=nn.Sigmoid()):
     """Puts another module in place while it runs, as BigBird does for short inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.act = nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.exp()

@@ -20,6 +20,7 @@ from htp_export.errors import FileError, InputError, SelectorError, UnknownModul
 from htp_export.model.regions import Region, all_nodes
 from htp_export.model.tagged import TaggedModel, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
+from tests.nets import Holding
 
 
 def names(values: list[ir.Value]) -> list[str | None]:
@@ -218,20 +219,12 @@ def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(ke
     assert load(model).source == "none"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Block(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.fc(x))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
+class Net(Holding, blocks=nn.ModuleList([Block(), Block()])):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](x)).exp()
 

@@ -23,7 +23,7 @@ from htp_export.model.regions import all_values
 from tests import handmade
 from tests.exporting import BOTH, quick
 from tests.extract.test_cutting import exported_to
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 
 class Net(nn.Module):
@@ -164,11 +164,7 @@ class TestParameters:
         assert mapped.parameters["unused"].nodes == ()
 
     def test_a_folded_table_is_in_the_tensor_that_it_was_folded_into(self, tmp_path):
-        class Positions(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Embedding(8, 4)
-
+        class Positions(Holding, table=nn.Embedding(8, 4)):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.table(torch.arange(5))
 
@@ -273,11 +269,7 @@ class TestOtherFiles:
         assert read["block.fc",] == {"block.fc.weight", "block.fc.bias"}
 
     def test_an_optimized_file_names_the_parameters_that_were_joined(self, tmp_path):
-        class Attention(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
+        class Attention(Holding, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8)):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (self.q(x) * self.k(x)).tanh() + self.v(x)
 

@@ -22,7 +22,7 @@ from tests.exporting import SharedFiles, of_type, tiny_bert
 from tests.extract.test_cutting import exact, exported_to, run_file
 from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 Inputs = dict[str, torch.Tensor]
 
@@ -363,12 +363,8 @@ def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-class Again(nn.Module):
+class Again(Holding, fc=nn.Linear(4, 4), act=nn.Tanh(), head=nn.Linear(4, 2)):
     """Calls of ``fc`` lie around ``act``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.head = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.fc(self.act(self.fc(x))))

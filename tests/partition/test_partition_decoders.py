@@ -17,7 +17,7 @@ import htp_export
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from tests import handmade
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 
 
 def genai_file(folder: Path, **changes: Any) -> Path:
@@ -103,11 +103,7 @@ def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path: Path) -> N
 # --- Stages of a decoder with a key-value cache: each layer's cache is in the stage o ---
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(4, 4)
-
+class Layer(Holding, key=nn.Linear(4, 4)):
     def forward(self, hidden: torch.Tensor, past: torch.Tensor, places: torch.Tensor) -> Any:
         present = torch.cat([past, self.key(hidden)], dim=1)
         return hidden + places[:, None] * present.mean(1, keepdim=True), present
@@ -118,12 +114,8 @@ class Start(nn.Module):
         return hidden + places.cos()[:, None]
 
 
-class Decoder(nn.Module):
+class Decoder(Holding, start=Start(), layers=nn.ModuleList(Layer() for _ in range(3))):
     """Reads the length of the past from the cache of its last layer, and uses it before the first one and in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.layers = Start(), nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, hidden: torch.Tensor, past_0: torch.Tensor, past_1: torch.Tensor, past_2: torch.Tensor) -> Any:
         places = torch.arange(past_2.shape[1], past_2.shape[1] + hidden.shape[1]).float() / 7

@@ -23,16 +23,13 @@ from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.model_metadata import read_provenance
 from htp_export.model.hashes import content_hash
+from tests.nets import Holding
 
 ROOT = Path(__file__).parents[2]
 
 
-class Net(nn.Module):
+class Net(Holding, first=nn.Linear(4, 40), same=nn.Identity(), second=nn.Linear(40, 3)):
     """Has something to fold, a module to replace, and weights that half precision changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.same, self.second = nn.Linear(4, 40), nn.Identity(), nn.Linear(40, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.same(torch.relu(self.first(x)))) * (torch.ones(3) + 1)
@@ -145,12 +142,8 @@ def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported: Pat
     assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["kept", "ran", "ran", "ran"]
 
 
-class Branches(nn.Module):
+class Branches(Holding, linear=nn.Linear(4, 4)):
     """Has branches, whose graphs are attributes of a node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: self.linear(x) * 0.1, lambda x: x - 0.3, (x,))

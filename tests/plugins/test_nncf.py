@@ -16,7 +16,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Holding, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_predicted, assert_tagged, outputs, written
 
 INT8 = {"precision": "int8", "engine": "nncf"}
@@ -95,12 +95,7 @@ def test_bias_correction_changes_the_biases_of_the_chosen_modules(net: Path, nnc
 
 
 def test_values_that_fill_masks_are_not_divided_into_steps(nncf: Any, tmp_path: Path) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Linear(16, 16)
-            self.position = nn.Parameter(torch.zeros(5, 5))
-
+    class Masked(Holding, query=nn.Linear(16, 16), position=nn.Parameter(torch.zeros(5, 5))):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return (self.query(x) @ x.transpose(1, 2) + (self.position + mask)).softmax(-1)
 

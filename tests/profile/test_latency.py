@@ -23,7 +23,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
 from htp_export.runtime.inputs import Inputs
 from tests.handmade import encoder, with_function
-from tests.nets import spread
+from tests.nets import Holding, spread
 
 SLOW = pytest.mark.slow
 OTHERS = (("bert", "torchscript"), ("gpt2", "dynamo"), ("resnet", "dynamo"), ("resnet", "torchscript"))
@@ -147,11 +147,7 @@ class TestRealModels:
         assert options.intra_op_num_threads == 1
 
 
-class Uneven(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.wide, self.back = nn.Linear(64, 64), nn.Linear(64, 3200), nn.Linear(3200, 64)
-
+class Uneven(Holding, small=nn.Linear(64, 64), wide=nn.Linear(64, 3200), back=nn.Linear(3200, 64)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.small(torch.relu(self.back(torch.relu(self.wide(self.small(x))))))
 

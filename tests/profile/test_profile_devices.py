@@ -23,7 +23,7 @@ from htp_export.errors import InputError
 from htp_export.runtime import traces
 from htp_export.runtime.traces import KernelKey, Trace, read_trace
 from tests.handmade import branching, encoder
-from tests.nets import spread
+from tests.nets import Holding, spread
 from tests.profile.test_latency import assert_adds_up
 
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
@@ -146,16 +146,7 @@ class TestTraces:
         assert next(iter(cut_short.times.values())) == [0.006]
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.small, self.wide, self.back, self.act = (
-            nn.Linear(64, 64),
-            nn.Linear(64, 4096),
-            nn.Linear(4096, 64),
-            nn.ReLU(),
-        )
-
+class Net(Holding, small=nn.Linear(64, 64), wide=nn.Linear(64, 4096), back=nn.Linear(4096, 64), act=nn.ReLU()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.small(self.act(self.back(self.wide(self.small(x)))))
 
@@ -183,23 +174,15 @@ class TestModulesAlone:
         assert "ms in modules alone" in report.summary
 
     def test_a_module_gets_the_tensors_that_it_gets_in_a_run_of_the_model(self):
-        class Places(nn.Module):
-            """Fails on other indices than those that the first module computes."""
+        class Pick(Holding, table=nn.Parameter(torch.randn(4, 8))):
+            def forward(self, index: torch.Tensor) -> torch.Tensor:
+                return self.table[index]
 
-            def __init__(self) -> None:
-                super().__init__()
-                self.first, self.pick = nn.Linear(4, 4), Pick()
+        class Places(Holding, first=nn.Linear(4, 4), pick=Pick()):
+            """Fails on other indices than those that the first module computes."""
 
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return self.pick(self.first(x).argmax(-1))
-
-        class Pick(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Parameter(torch.randn(4, 8))
-
-            def forward(self, index: torch.Tensor) -> torch.Tensor:
-                return self.table[index]
 
         made = htp_export.export(spread(Places()).eval(), (torch.randn(3, 4),), verbose=False)
         report = htp_export.profile(made, {"x": np.ones((3, 4), np.float32)}, runs=1, timing="modules")

@@ -15,19 +15,14 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file
-from tests.nets import composed, spread, x
+from tests.nets import Holding, composed, spread, x
 from tests.prune.test_prune_structured import TORCHSCRIPT, checked, export, keep
 
 WIDTH, HEADS, SIZE, PLACES = 24, 4, 6, 9
 
 
-class Fused(nn.Module):
+class Fused(Holding, heads=HEADS, qkv=nn.Linear(WIDTH, 3 * WIDTH), proj=nn.Linear(WIDTH, WIDTH)):
     """The attention of ViT and DeiT; the attributes are those that subclasses and pruning change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = HEADS
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, places, _ = x.shape

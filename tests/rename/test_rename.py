@@ -24,7 +24,7 @@ from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
 from tests.exporting import BOTH, SharedFiles, quick
 from tests.functions.test_functions import arrays, equal, run
-from tests.nets import spread
+from tests.nets import Holding, spread
 
 QUICK = ("called_twice", "names_that_end_alike", "uneven_calls")
 NAMES = [
@@ -136,11 +136,7 @@ def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
 # --- on the way of the export ---
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
-
+class Block(Holding, fc=nn.Linear(4, 4), act=nn.ReLU()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.act(self.fc(x))
 

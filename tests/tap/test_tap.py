@@ -16,7 +16,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.exporting import BOTH
-from tests.nets import NETS, ready
+from tests.nets import NETS, Holding, ready
 from tests.tap.test_taps_are_hooks import hooks, session_of
 
 
@@ -94,11 +94,7 @@ def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_oth
     assert again["both#0:out"].shape == (2, 4)
 
 
-class Scans(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Scans(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch._higher_order_ops.scan import scan
 
@@ -149,22 +145,14 @@ def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(e
     assert [value.name for value in kept["0"].outputs] == [value.name for value in plain["0"].outputs]
 
 
-class Two(nn.Module):
+class Two(Holding, fc=nn.Linear(4, 3)):
     """Gives back two tensors, the second of which is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.fc(x * scale), x
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.two, self.act = Two(), nn.ReLU()
-
+class Net(Holding, two=Two(), act=nn.ReLU()):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         h, x = self.two(x, scale)
         return self.act(h) + self.two(x.sin(), scale)[0]
@@ -241,12 +229,8 @@ def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_be
         htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
 
 
-class Twins(nn.Module):
+class Twins(Holding, one=nn.Sequential(nn.Tanh()), two=nn.Sequential(nn.Tanh())):
     """Two modules that compute the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x) - 2 * self.two(x).sin()

@@ -16,15 +16,11 @@ import htp_export
 from htp_export.errors import InputError
 from tests import faults
 from tests.exporting import exported
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 
 
-class Wide(nn.Module):
+class Wide(Holding, first=nn.Linear(32, 32), norm=nn.LayerNorm(32), last=nn.Linear(32, 32)):
     """A linear, a norm and a linear that runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.last(self.norm(self.first(x)))))

@@ -20,23 +20,15 @@ from htp_export.editing.editing import add_constant, take_place
 from htp_export.errors import FileError, InputError
 from tests.decoders import TEXT
 from tests.exporting import SharedFiles, quick
-from tests.nets import spread
+from tests.nets import Holding, spread
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.act, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 8)
-
+class Block(Holding, norm=nn.LayerNorm(8), up=nn.Linear(8, 12), act=nn.GELU(), down=nn.Linear(12, 8)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
 
 
-class Deep(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(*(Block() for _ in range(8))), nn.Linear(8, 3)
-
+class Deep(Holding, blocks=nn.Sequential(*(Block() for _ in range(8))), head=nn.Linear(8, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.blocks(x))
 

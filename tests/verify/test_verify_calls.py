@@ -21,18 +21,14 @@ from htp_export.errors import InputError
 from tests import faults
 from tests.exporter.test_exactness import declare, retag
 from tests.exporting import SharedFiles, exported
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 MODES = pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
 
 
-class Sized(nn.Module):
+class Sized(Holding, proj=nn.Conv2d(3, 4, 2, 2)):
     """Returns a tensor, one that nothing reads, and sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, 4, 2, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
         y = self.proj(x)
@@ -40,12 +36,8 @@ class Sized(nn.Module):
         return z.flatten(2).transpose(1, 2), y + 1, z.shape[2:]
 
 
-class ReturnsSizes(nn.Module):
+class ReturnsSizes(Holding, embed=Sized(), fc=nn.Linear(4, 5)):
     """A module whose sizes another one reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.fc = Sized(), nn.Linear(4, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens, _, (height, width) = self.embed(x)
@@ -111,11 +103,7 @@ class Twins(nn.Module):
         return x.exp(), x.shape[1], x.sigmoid()
 
 
-class UsesTwins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twins = Twins()
-
+class UsesTwins(Holding, twins=Twins()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, size, other = self.twins(x)
         return one.reshape(size, -1) @ other
@@ -135,12 +123,8 @@ def test_each_tensor_beside_a_size_is_compared_with_its_own(tmp_path, exporter):
 # --- ``verify`` and ``compare`` look into the branches that run ---
 
 
-class Branching(nn.Module):
+class Branching(Holding, a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     """Two choices, one after the other; a module runs in one branch of each, and twice in the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: self.a(x).sin(), (x,))
@@ -324,12 +308,8 @@ def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradict
 # --- `verify` of what was just exported: its model and example inputs are known, and  ---
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(4, 3), drop=nn.Dropout(0.5)):
     """Takes one argument by position and two by keyword, and computes otherwise in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor, pair: list[torch.Tensor], *, factor: float = 1.0) -> torch.Tensor:
         y: torch.Tensor = self.drop(self.fc(x)) * factor + pair[0] - pair[1]

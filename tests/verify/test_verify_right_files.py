@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.verify.pytorch_run import stable_sorting
 from tests import faults
-from tests.nets import EXPORTERS, spread, x
+from tests.nets import EXPORTERS, Holding, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 Tensor = torch.Tensor
@@ -46,11 +46,7 @@ class Rotary(nn.Module):
         return torch.view_as_real(pairs * frequencies).flatten(-2)
 
 
-class Rotated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frequencies, self.rotary, self.fc = Frequencies(), Rotary(), nn.Linear(8, 8)
-
+class Rotated(Holding, frequencies=Frequencies(), rotary=Rotary(), fc=nn.Linear(8, 8)):
     def forward(self, y: Tensor) -> Tensor:
         result: Tensor = self.fc(self.rotary(y, self.frequencies(y)))
         return result
@@ -76,21 +72,13 @@ def test_complex_inputs_are_fed_as_torch_exports_them(tmp_path: Path) -> None:
 # --- an order that is open ---------------------------------------------------
 
 
-class Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 16)
-
+class Router(Holding, gate=nn.Linear(8, 16)):
     def forward(self, y: Tensor) -> Any:
         weights, experts = torch.topk(self.gate(y).softmax(-1), 6, dim=-1, sorted=False)
         return weights / weights.sum(-1, keepdim=True), experts
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = Router(), nn.Parameter(x(16, 8))
-
+class Mixture(Holding, router=Router(), experts=nn.Parameter(x(16, 8))):
     def forward(self, y: Tensor) -> Tensor:
         weights, experts = self.router(y)
         return (self.experts[experts] * weights[..., None]).sum(-2) + y
@@ -126,12 +114,8 @@ def test_the_best_of_equal_elements_are_those_that_come_first(tmp_path: Path, ex
     assert result.ok, str(result)
 
 
-class Experts(nn.Module):
+class Experts(Holding, work=nn.Linear(3, 3)):
     """Rows sorted by a key that many have, worked on, and put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
         order = torch.sort(expert)[1]
@@ -166,11 +150,7 @@ def test_every_way_of_sorting_is_stable_inside_and_takes_its_arguments() -> None
 # --- modules without calls, or without tensors, of their own ---------------------------------------------------
 
 
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
-
+class Mapped(Holding, fc=nn.Linear(8, 8), out=nn.Linear(8, 4)):
     def forward(self, y: Tensor) -> Tensor:
         rows = torch.vmap(self.fc)(y) + torch.vmap(lambda row: row.tanh() * row.sum())(y)
         result: Tensor = self.out(rows)

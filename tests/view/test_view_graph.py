@@ -13,6 +13,7 @@ import htp_export
 from htp_export.format import tags
 from htp_export.model.tagged import load
 from tests.chromium import Page, needs_chromium
+from tests.nets import Holding
 from tests.view.test_view_page import start
 
 pytestmark = needs_chromium
@@ -43,12 +44,7 @@ class Heads(torch.nn.Module):
         return self.out((scores @ v).transpose(1, 2).reshape(2, 6, 8))
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.ModuleList([Heads(), Heads()])
-        self.head = torch.nn.Linear(8, 3)
-
+class Net(Holding, layer=torch.nn.ModuleList([Heads(), Heads()]), head=torch.nn.Linear(8, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layer:
             x = x + layer(x)
