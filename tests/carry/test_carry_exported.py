@@ -1,7 +1,5 @@
 """Tags for files that others exported: what is recognised, what is not believed, and what stays unknown."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

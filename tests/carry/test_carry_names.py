@@ -1,7 +1,5 @@
 """`carry` onto a model whose tensors and nodes a tool renamed: by contents of weights, and by who reads a constant."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whose work the nodes of an optimised graph do: graphs written down as ONNX Runtime makes them, one rule each."""
 
-from __future__ import annotations
-
 import onnx.parser
 import onnx_ir as ir
 import pytest

@@ -1,7 +1,5 @@
 """Other tools, run on small models: the tags come through, and what they say is true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

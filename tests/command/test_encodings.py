@@ -1,7 +1,5 @@
 """Commands write to a stdout and a stderr of any encoding: signs have counterparts in ASCII, names are escaped."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

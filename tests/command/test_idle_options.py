@@ -1,7 +1,5 @@
 """Options that would do nothing are refused: beside others, given twice, empty, or for what a model does not have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

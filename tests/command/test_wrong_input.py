@@ -1,7 +1,5 @@
 """Wrong inputs of the command line: each ends with status 2 and one line that names what is wrong; files stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``cost`` and the columns of ``tree`` in the terminal."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """Memory, traffic and what fusing would save, worked out by hand; and the FLOPs of architectures, as PyTorch counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

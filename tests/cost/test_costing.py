@@ -1,7 +1,5 @@
 """Costs by module: sums, shared work and weights, what is not counted, and PyTorch's own counts."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

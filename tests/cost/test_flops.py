@@ -1,7 +1,5 @@
 """What one node computes, against values worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx_ir as ir

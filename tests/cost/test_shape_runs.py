@@ -1,7 +1,5 @@
 """Running a model by shapes: open sizes, subgraphs, functions, and what is not known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The module tree of a file: its rows, and how they are drawn."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

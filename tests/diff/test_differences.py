@@ -1,7 +1,5 @@
 """Differences between two files: modules that changed, moved, came and went."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import OrderedDict

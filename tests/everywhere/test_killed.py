@@ -1,7 +1,5 @@
 """A process that is killed while it writes leaves the old files, the new ones, or a pair that is known to be torn."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

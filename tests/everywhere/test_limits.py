@@ -1,7 +1,5 @@
 """Limits of the work on models: just inside of each the work is done, and just outside it ends as documented."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

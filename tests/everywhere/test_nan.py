@@ -1,7 +1,5 @@
 """NaN is no number: each capability that meets one says where, in one sentence."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Paths that commands write: what is read stays as it is, and so does what is no file of the kind that is written."""
 
-from __future__ import annotations
-
 import shutil
 from functools import reduce
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files of plain ``torch.onnx.export`` in every command: torch's scopes serve, or the error says what to run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings

@@ -3,8 +3,6 @@
 ``HTP_RANDOM_NETS=100:200 pytest -m slow tests/everywhere/test_random_nets.py`` tries other networks than those below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """Deep and wide models: nothing calls itself for each level, and nothing looks at the whole for each part."""
 
-from __future__ import annotations
-
 import functools
 import io
 import itertools

@@ -1,7 +1,5 @@
 """A wrong type is a TypeError that says what fits, in every public function."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Files from untrusted sources: no metadata of a model makes htp_export import, run or open what it names."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Errors say whose fault they are: that of the model, of the caller's own code, of an option, or of htp_export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What is not valid ONNX is not written, whichever function made it, and the error names node and module."""
 
-from __future__ import annotations
-
 import ast
 from collections import OrderedDict
 from collections.abc import Callable

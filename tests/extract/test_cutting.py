@@ -1,7 +1,5 @@
 """What is cut out of a graph computes what the module did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is put in a module's place does its work, under the module's name."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Fingerprints: families by mechanisms, with tags and without, and the blocks that repeat."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Forensics: each pattern in the smallest graph that has it, whose it is, and what changes it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """CI, of users and of this project: the scripts of action.yml and the hooks run as they stand; facts agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A new pass, adapter, formula or command is one new file in a copy of the package; an engine is an entry point."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

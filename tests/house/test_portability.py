@@ -1,7 +1,5 @@
 """What differs between operating systems is written so that it works on each: encodings, ends of lines, open files."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """tools/release_check.py: how it compares a wheel, a source distribution, and what git tracks."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import zipfile

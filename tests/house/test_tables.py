@@ -1,7 +1,5 @@
 """The tables of docs/tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 

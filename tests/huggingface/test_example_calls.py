@@ -1,7 +1,5 @@
 """Calls of models that generate: the names and axes that optimum has, and the tokens that PyTorch generates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnxruntime

@@ -1,7 +1,5 @@
 """Models and example inputs by hub id, folder or model type."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What lies beside a model: a tokenizer and an image processor, for example inputs, and what is copied."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `info` says of a file, and which commands it names."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import warnings

@@ -1,7 +1,5 @@
 """Graphs of PyTorch models for inspection: which way they are got, where better ways stop, and what is in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """LoRA adapters: inserted, switched at run time, converted from PEFT, fused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One file and two adapters in GenAI, and in JavaScript with ONNX Runtime's package for Node and transformers.js."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """`lora.fuse` against ``merge_and_unload`` of PEFT, for what PEFT trains beside factors of linear layers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

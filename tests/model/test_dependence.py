@@ -1,7 +1,5 @@
 """Which values depend on the values of the inputs: sizes do not count, subgraphs and functions do."""
 
-from __future__ import annotations
-
 import onnx
 import onnx_ir as ir
 import pytest

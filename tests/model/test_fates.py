@@ -1,7 +1,5 @@
 """What the metadata says: fates, calls, owners, reasons, namespaces, and the keys on nodes and on the model."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, OrderedDict
 from pathlib import Path

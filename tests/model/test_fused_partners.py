@@ -1,7 +1,5 @@
 """The modules that a fused one is named with: found alike by an export, by `carry` and by passes."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path

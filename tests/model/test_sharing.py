@@ -1,7 +1,5 @@
 """Boundaries where a node does the work of several modules: one rule, whoever asks for the boundary."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

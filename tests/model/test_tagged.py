@@ -1,7 +1,5 @@
 """TaggedModel: regions, boundaries, calls, selection, and what untagged models give."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter

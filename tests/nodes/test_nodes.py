@@ -1,7 +1,5 @@
 """``nodes``: nodes, modules, parameters and initializers, each with the others that belong to it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

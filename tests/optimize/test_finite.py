@@ -1,7 +1,5 @@
 """No pass and no level changes what is finite into NaN or infinity: epsilons, exponents and masks at the edges."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Products of queries, keys and values as one, read by GroupQueryAttention: equal results, owners, and what stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

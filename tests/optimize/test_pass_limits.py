@@ -1,7 +1,5 @@
 """Limits of the passes: just inside of each a pass changes the model, and just outside it leaves the model as it is."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest

@@ -1,7 +1,5 @@
 """Each pass on a net of its own: what is left, that values stay, whose the nodes are, and what it leaves alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np

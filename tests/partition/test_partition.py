@@ -1,7 +1,5 @@
 """Stages of a model compute what the whole does, each node and weight in one of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decoders in stages: their caches, and the configuration of ONNX Runtime GenAI."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Folders of stages: written whole, read with care, and the command that writes them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

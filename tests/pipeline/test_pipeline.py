@@ -1,7 +1,5 @@
 """Pipelines: steps into files, how a file was made, going on after a stop, and the same model made again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

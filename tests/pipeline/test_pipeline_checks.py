@@ -1,7 +1,5 @@
 """Options of a pipeline: values, modules and files are checked before the first step, and errors name file and line."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path

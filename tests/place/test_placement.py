@@ -1,7 +1,5 @@
 """Devices by module: exactly the regions that rules name, what fits into a budget, and what ONNX Runtime does."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random

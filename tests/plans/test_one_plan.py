@@ -1,7 +1,5 @@
 """One meaning of a plan: every capability that takes one covers the nodes of ``load(file)[path]``, by calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Plans: rules from selectors to values, for modules and nodes, from files and command lines."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

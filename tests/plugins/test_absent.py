@@ -1,7 +1,5 @@
 """Without ``htp_export_plugins`` the package works, and asking for one of its engines says what is not there."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path

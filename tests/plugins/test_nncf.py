@@ -1,7 +1,5 @@
 """quantize with NNCF as the engine: only the chosen modules change, and what it makes is run before it is believed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """OpenVINO as an engine of ``profile``: what it merges, splits and inserts belongs to the modules whose work it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Plug-ins of `partition`: Triton's model repository, and a Ray Serve application."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Latency by module: times that add up, kernels that belong to all their owners, and inputs that are refused."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Callable

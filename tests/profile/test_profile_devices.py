@@ -4,8 +4,6 @@ No GPU is here: the traces are made by hand as ONNX Runtime's profiler of GPUs m
 (``gpu_profiler_common.h``), and modules run alone on the CPU.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

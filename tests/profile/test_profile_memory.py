@@ -1,7 +1,5 @@
 """Measured memory: every number against a count of our own, modules that add up, and where the estimate is off."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Times that fit together, engines of other packages, and budgets for modules."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """prune: the weights that PyTorch prunes become zero, and nothing else changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -2,8 +2,6 @@
 BEiT and Swin: what prune writes is what PyTorch computes with the same heads removed.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Channels cut through operators that repeat or pick them, and plans of which a part can be cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

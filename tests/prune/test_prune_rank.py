@@ -1,7 +1,5 @@
 """prune with a rank: matrices become products of two smaller ones, which are those of numpy's singular values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

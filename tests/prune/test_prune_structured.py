@@ -1,7 +1,5 @@
 """Channels, heads and blocks that prune cuts out: the model is what PyTorch computes when it is built smaller."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Quantized checkpoints become packed weights without quantizing again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Weights of convolutions and tables in 8 bits, and of LSTMs with ranges at run time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

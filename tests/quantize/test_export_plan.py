@@ -1,7 +1,5 @@
 """export_plan: files as other tools read them, held against how the tools match names, and against those installed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """quantize: exactly the chosen modules change, every node is tagged, bytes are as predicted, and the result runs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging

@@ -1,7 +1,5 @@
 """``htp-export quantize``: plans from files and rules, data, what is written and printed, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

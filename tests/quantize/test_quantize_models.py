@@ -1,7 +1,5 @@
 """quantize on architectures and nets with traps: what a plan leaves stays, bytes are as predicted, results are near."""
 
-from __future__ import annotations
-
 import itertools
 import platform
 from collections import Counter

@@ -1,7 +1,5 @@
 """The precision ``auto``: chosen by what a model multiplies with, and by the processor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Files for engines that take types from the graph: standard operators alone, and as few Casts as there can be."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rename`: names of nodes and tensors that are made of tags and of the graph alone, and carry the module tree."""
 
-from __future__ import annotations
-
 import io
 import json
 import random

@@ -1,7 +1,5 @@
 """`rename` on small models made by hand, each with one trap, and on what other operations of this package write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Models on which ONNX Runtime itself crashes: the package does not, and says what helps."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Data: every form in which a user gives the inputs of runs, what is refused, and that no file runs code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

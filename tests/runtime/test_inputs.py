@@ -1,7 +1,5 @@
 """Inputs of a model: open sizes are bound once, contradictions and what stays open are said, random arrays fit."""
 
-from __future__ import annotations
-
 import tracemalloc
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """ONNX Runtime sessions: options of users are put back, providers are checked, and errors name node and module."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, the plot of latencies."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import math

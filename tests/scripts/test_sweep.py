@@ -1,7 +1,5 @@
 """tools/sweep.py: what it finds on two architectures, what a resumed run leaves, what limits do, and the page of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

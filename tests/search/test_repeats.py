@@ -4,8 +4,6 @@ Times beside those of the original, plans of the front measured again, and what 
 predicted to be better, and what a search does with them.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """sensitivity and search: errors, exact fronts, shared studies, and plans that are better than one precision."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

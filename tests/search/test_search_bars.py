@@ -1,7 +1,5 @@
 """search on trained nets: against NNCF and mixed precision of onnxsim, and on the shapes of BERT-base and ResNet-50."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """search over sparsity, ranks, dropped blocks and precisions together: spaces, plans, fronts, samplers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import xml.etree.ElementTree as ET

@@ -3,8 +3,6 @@
 After Ctrl-C, the front so far is written, and the same command goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib.util

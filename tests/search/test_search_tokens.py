@@ -1,7 +1,5 @@
 """search for decoders: greedy tokens that agree, and the time of the loop, with arithmetic chosen by module."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Kinds of operators: each set holds standard operators only, and stands in one place."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What `tap` adds to a file and takes off again, what stays as it was, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

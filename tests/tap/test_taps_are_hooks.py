@@ -1,7 +1,5 @@
 """Taps hold what forward hooks in PyTorch see, at every path of every family, and steering is a hook that adds."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,7 +1,5 @@
 """Compare: two ONNX files of one model, module by module."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tensors that another engine computed: the first wrong module in it, found with few outputs."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

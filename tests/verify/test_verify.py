@@ -1,7 +1,5 @@
 """Verify: a PyTorch model against its file, module by module."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Verify: which calls and tensors are compared: beside sizes, in branches, and where tags contradict the graph."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

@@ -1,7 +1,5 @@
 """verify raises no alarm on right files: what PyTorch or torch.onnx.export leaves open, or has in another form."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

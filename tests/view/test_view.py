@@ -1,7 +1,5 @@
 """What is drawn of a model, and the files that other viewers read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

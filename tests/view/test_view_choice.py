@@ -1,7 +1,5 @@
 """Several graphs in one page, of which one is shown; and screens of the page, compared with those in docs/images."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

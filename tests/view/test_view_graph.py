@@ -1,7 +1,5 @@
 """The graph of a page, by module: its table and overview, and trivial nodes that are merged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``view --serve``: one page, to those who know its address, and to no site that the browser has open."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

@@ -1,7 +1,5 @@
 """Recipes of initializers: made of the parameters once more, each is what the file has, also of other parameters."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
