@@ -140,7 +140,7 @@ CASES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_owners_of_an_optimised_graph(case: str) -> None:
+def test_owners_of_an_optimised_graph(case):
     original, optimized, expected = CASES[case]
     found = owners(original, optimized)
     assert {name: found[name] for name in expected} == expected

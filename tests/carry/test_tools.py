@@ -123,7 +123,7 @@ def test_convolutions_are_exact_after_a_tool(name, options, convolutions, tmp_pa
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path: Path) -> None:
+def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter, tmp_path):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))  # a sum of one summand
 
@@ -136,7 +136,7 @@ def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter: str, tmp_path: Path) -> None:
+def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter, tmp_path):
     halved = composed(lambda self, x: torch.stack([self.layer(x) * 0.5, x]).sum(0), layer=nn.Linear(8, 8))
     model, kwargs = spread(halved.eval(), 3), {"x": torch.ones(2, 4, 8)}
     exported(model, kwargs, exporter, tmp_path)

@@ -420,9 +420,7 @@ WRONG: list[tuple[str | list[str], str]] = [
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG, ids=[str(command)[:60] for command, _ in WRONG])
-def test_a_line_says_what_is_wrong_and_nothing_is_written(
-    folder: Path, capfd: pytest.CaptureFixture[str], command: str | list[str], message: str
-) -> None:
+def test_a_line_says_what_is_wrong_and_nothing_is_written(folder, capfd, command, message):
     typed = command.format(module=f"made_{folder.name}").split() if isinstance(command, str) else command
     before = contents(folder)
     status = main(typed)
@@ -435,19 +433,19 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     assert contents(folder) == before
 
 
-def test_every_command_has_wrong_inputs() -> None:
+def test_every_command_has_wrong_inputs():
     typed = [command if isinstance(command, str) else " ".join(command) for command, _ in WRONG]
     assert [name for name in command_names() if not any(each.startswith(name) for each in typed)] == []
 
 
 @pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
-def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
+def test_python_refuses_a_mapping_without_inputs(use, folder):
     files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
     with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
         use(*files, data={})
 
 
-def test_files_that_may_not_be_read(tmp_path: Path) -> None:
+def test_files_that_may_not_be_read(tmp_path):
     write_model(_square(), tmp_path / "closed.onnx", "closed.data")
     said = {"closed.data": "closed.data: cannot be read", "closed.onnx": "path 'closed.onnx' is not readable"}
     for name, message in said.items():
@@ -457,9 +455,7 @@ def test_files_that_may_not_be_read(tmp_path: Path) -> None:
         assert message in run.stderr
 
 
-def test_a_newer_version_of_the_format_is_read_with_a_warning(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_version_of_the_format_is_read_with_a_warning(folder, tmp_path, capsys, caplog):
     model = read_model("net.onnx")
     model.metadata_props[tags.FORMAT] = "2"
     write_model(model, tmp_path / "newer.onnx")
@@ -471,7 +467,7 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(
 
 
 @pytest.mark.parametrize("command", ["optimize", "functions", "functions --undo", "splice", "carry", "run"])
-def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: str) -> None:
+def test_weights_are_shared_on_request(folder, tmp_path, command):
     write_model(_square(), tmp_path / "net.onnx", "net.onnx.data")
     write_model(_square(), tmp_path / "part.onnx")
     net, out = str(tmp_path / "net.onnx"), tmp_path / "out.onnx"
@@ -498,7 +494,7 @@ def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: st
     assert weight.location == "net.onnx.data"
 
 
-def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch):
     from htp_export.capabilities.huggingface import sources
     from htp_export.huggingface import load_model
 

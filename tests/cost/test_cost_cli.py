@@ -46,9 +46,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
-def test_cost_draws_the_tree_and_says_the_peak_and_the_rest_in_words(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cost_draws_the_tree_and_says_the_peak_and_the_rest_in_words(file, capsys):
     assert main(["cost", str(file), "--columns", "nodes,parameters,flops,other_flops"]) == 0
     assert lines(capsys)[:7] == [
         "module        nodes   parameters   FLOPs   other",
@@ -67,9 +65,7 @@ def test_cost_draws_the_tree_and_says_the_peak_and_the_rest_in_words(
     assert "an estimate" in text
 
 
-def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_they_are_1(
-    open_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_they_are_1(open_file, tmp_path, capsys):
     assert main(["cost", str(open_file)]) == 0
     assert "size 'batch' is 1" in lines(capsys)
     assert main(["cost", str(open_file), "--json"]) == 0
@@ -77,19 +73,13 @@ def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_th
     assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (64, {"batch": 1}, ["size 'batch' is 1"])
     (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
     np.savez(tmp_path / "values.npz", x=np.zeros((2, 4), np.float32))
-    for given in (
-        ["--dims", "batch=2"],
-        ["--shapes", f"{tmp_path}/shapes.json"],
-        ["--data", f"{tmp_path}/values.npz"],
-    ):
+    for given in (["--dims", "batch=2"], ["--shapes", f"{tmp_path}/shapes.json"], ["--data", f"{tmp_path}/values.npz"]):
         assert main(["cost", str(open_file), "--json", *given]) == 0
         data = json.loads(capsys.readouterr().out)
         assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (128, {"batch": 2}, [])
 
 
-def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(file, capsys):
     assert main(["cost", str(file), "--csv"]) == 0
     rows = {row["module"]: row for row in csv.DictReader(io.StringIO(capsys.readouterr().out))}
     assert list(rows) == ["", "layer", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc", "dropout"]
@@ -101,9 +91,7 @@ def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(
     )  # fmt: skip
 
 
-def test_times_and_errors_of_other_commands_are_columns(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_and_errors_of_other_commands_are_columns(file, tmp_path, capsys):
     times = {"": {"total_ms": 3.0, "self_ms": 0.5}, "layer.0": {"total_ms": 2.0, "self_ms": 1.0}}
     errors = {"": {"max_abs": "nan", "status": "inherits"}, "layer.0": {"max_abs": 0.25, "status": "differs"}}
     (tmp_path / "profile.json").write_text(json.dumps({"modules": times}))
@@ -135,7 +123,7 @@ def drawn(tree: ModuleTree, width: int) -> list[str]:
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error_unless_one_is_wrong() -> None:
+def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error_unless_one_is_wrong():
     layers = [row(f"layer.{k}", time_ms=1.0 + k, error=0.1 * k) for k in range(3)]
     found = drawn(ModuleTree((row(""), *layers)), 100)
     assert found[2].startswith("└── layer.0 … layer.2 × 3   Block")  # noqa: RUF001 - "times"
@@ -144,7 +132,7 @@ def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error_unless
     assert len(drawn(ModuleTree((row(""), *layers[:2], wrong)), 100)) == 4
 
 
-def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -> None:
+def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out():
     tree = ModuleTree((row("", time_ms=1.0), row("a_module_with_a_name_that_is_far_too_long", time_ms=1.0)))
     assert max(map(len, drawn(tree, 40))) <= 40
     assert drawn(tree, 40)[0].split() == ["module", "time", "ms"]
@@ -154,7 +142,7 @@ def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out() -
     assert "too narrow" not in " ".join(drawn(tree, 120))
 
 
-def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colours_are_off_where_nobody_wants_them(file, monkeypatch):
     tree = tree_rows(load(file), measured={"": {"status": "differs"}})
 
     def text() -> str:
@@ -169,7 +157,7 @@ def test_colours_are_off_where_nobody_wants_them(file: Path, monkeypatch: pytest
     assert "\x1b[36m" not in text()
 
 
-def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_parameters_are_marked_and_counted_once(tmp_path, capsys):
     net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 4)).eval()
     net[2].weight = net[0].weight
     htp_export.export(net, (torch.randn(1, 4),), tmp_path / "tied.onnx", verbose=False)
@@ -183,9 +171,7 @@ def test_tied_parameters_are_marked_and_counted_once(tmp_path: Path, capsys: pyt
     assert (rows["0"], rows["2"]) == ("with 2", "counted in 0")
 
 
-def test_the_tree_has_flops_where_sizes_are_known(
-    file: Path, open_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_tree_has_flops_where_sizes_are_known(file, open_file, capsys):
     assert main(["tree", str(file), "--depth", "0"]) == 0
     assert lines(capsys) == [
         "module   class   nodes   parameters   FLOPs   fate",

@@ -23,7 +23,7 @@ def drawn(tree: ModuleTree, *, fold: bool = True) -> list[str]:
     return [line.rstrip() for line in stream.getvalue().splitlines()]
 
 
-def test_rows_count_nodes_and_parameters_per_module() -> None:
+def test_rows_count_nodes_and_parameters_per_module():
     tree = tree_rows(load(encoder()))
     counts = {row.path: (row.nodes, row.own_nodes, row.parameters) for row in tree.rows}
     assert counts == {
@@ -38,7 +38,7 @@ def test_rows_count_nodes_and_parameters_per_module() -> None:
     assert {row.path: row.fate for row in tree.rows}["dropout"] == "identity"
 
 
-def test_depth_counts_modules_that_ran_and_not_their_containers() -> None:
+def test_depth_counts_modules_that_ran_and_not_their_containers():
     paths = [row.path for row in tree_rows(load(encoder()), depth=1).rows]
     assert paths == ["", "layer", "layer.0", "layer.1", "dropout"]
     assert [row.path for row in tree_rows(load(encoder()), depth=0).rows] == [""]
@@ -46,14 +46,14 @@ def test_depth_counts_modules_that_ran_and_not_their_containers() -> None:
         tree_rows(load(encoder()), depth=-1)
 
 
-def test_a_selection_shows_what_lies_above_it_too() -> None:
+def test_a_selection_shows_what_lies_above_it_too():
     paths = [row.path for row in tree_rows(load(encoder()), select="layer.1.fc").rows]
     assert paths == ["", "layer", "layer.1", "layer.1.fc"]
     with pytest.raises(SelectorError):
         tree_rows(load(encoder()), select="nowhere")
 
 
-def test_depth_counts_from_what_is_selected() -> None:
+def test_depth_counts_from_what_is_selected():
     def shown(**options: Any) -> list[str]:
         return visible(load(encoder()), **options)
 
@@ -64,7 +64,7 @@ def test_depth_counts_from_what_is_selected() -> None:
     assert shown(select=".", depth=1) == shown(depth=1)
 
 
-def test_the_tree_prints_as_a_table_and_is_plain_data() -> None:
+def test_the_tree_prints_as_a_table_and_is_plain_data():
     tree = tree_rows(load(encoder()), select="dropout")
     assert str(tree).splitlines() == [
         "module   class    calls  fate      nodes  own nodes  parameters",
@@ -96,7 +96,7 @@ def layers(count: int, nodes: int = 2) -> list[ModuleRow]:
     ]
 
 
-def test_equal_layers_are_drawn_once_and_the_container_before_their_name() -> None:
+def test_equal_layers_are_drawn_once_and_the_container_before_their_name():
     tree = ModuleTree((row("", "net.Net"), row("layer", "ModuleList", 0, fate="uncalled"), *layers(12), row("head")))
     assert drawn(tree) == [
         "module                        class   nodes   parameters   fate",
@@ -107,20 +107,20 @@ def test_equal_layers_are_drawn_once_and_the_container_before_their_name() -> No
     ]
 
 
-def test_a_layer_that_differs_anywhere_below_is_not_folded() -> None:
+def test_a_layer_that_differs_anywhere_below_is_not_folded():
     different = [row("layer.3"), row("layer.3.fc", "net.Fc", nodes=3)]
     tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5")))
     names = [line.strip("│├└─ ").split("  ")[0] for line in drawn(tree) if "layer." in line]
     assert names == ["layer.0 … layer.2 × 3", "layer.3", "layer.5"]  # noqa: RUF001 - "times"
 
 
-def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds() -> None:
+def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds():
     tree = ModuleTree((row(""), row("unused", calls=0, nodes=0), row("unused.fc", calls=0, nodes=0)))
     assert [line.split("   Block")[0].rstrip() for line in drawn(tree)[2:]] == ["└── unused", "    └── fc"]
 
 
 @pytest.mark.parametrize("result", [htp_export.cost(encoder()), tree_rows(load(encoder()))], ids=["cost", "tree"])
-def test_json_csv_and_data_frames_have_the_same_columns(result: Any) -> None:
+def test_json_csv_and_data_frames_have_the_same_columns(result):
     heads = csv_text(result.columns, result.listed).splitlines()[0].split(",")
     numbers = {
         name

@@ -1,7 +1,6 @@
 """Limits of the work on models: just inside of each the work is done, and just outside it ends as documented."""
 
 import re
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -34,7 +33,7 @@ def inferred(model: ir.Model) -> tuple[Symbolic, dict[str | None, ir.Value]]:
 
 
 @pytest.mark.parametrize(("trips", "size"), [(_MOST_TRIPS - 1, 2**31 - 1), (_MOST_TRIPS, None)])
-def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips: int, size: int | None) -> None:
+def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips, size):
     loop = model(f"""g (float x) => (float[n] y) <int64 trips = {{{trips}}}> {{
         y = Loop (trips) <body = b (int64 i, bool on) => (bool go, float[3] z) {{
             go = Constant <value = bool {{1}}> () z = Constant <value = float[3] {{1, 2, 3}}> () }}> }}""")
@@ -45,7 +44,7 @@ def test_a_loop_without_an_end_of_its_own_has_results_of_unknown_size(trips: int
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> None:
+def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond):
     factor = 1 + 1 / (sums._LARGEST_DENOMINATOR << beyond)
     resize = model(f"""g (float[1, 3, n, m] x) => (y) <float[4] factors = {{1, 1, {factor!r}, 1}}> {{
         y = Resize (x, , factors) }}""")
@@ -58,7 +57,7 @@ def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond: int) -> No
 # --- calls ----------------------------------------------------------------------------------------------
 
 
-def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch):
     tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", 4)])
     for most, listed in ((4, (0, 1, 2, 3)), (3, (0, 1, 2))):
         monkeypatch.setattr(call_tree, "MOST_CALLS", most)
@@ -70,7 +69,7 @@ def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("growth", "origins"), [(1.01, {"own", "grown"}), (0.99, {"own"})])
-def test_an_error_that_grows_little_is_no_origin_if_another_is_sudden(growth: float, origins: set[str]) -> None:
+def test_an_error_that_grows_little_is_no_origin_if_another_is_sudden(growth, origins):
     """``grown`` is computed from a tensor that is just within its tolerance, ``own`` from one that is exact."""
     chain = model(
         "g (float[2] x, float[2] z) => (float[2] grown, float[2] own) "
@@ -84,7 +83,7 @@ def test_an_error_that_grows_little_is_no_origin_if_another_is_sudden(growth: fl
 
 
 @pytest.mark.parametrize("changed", [same_model._FEWEST - 1, same_model._FEWEST])
-def test_other_values_in_a_few_parameters_are_a_fault_and_in_more_another_model(tmp_path: Path, changed: int) -> None:
+def test_other_values_in_a_few_parameters_are_a_fault_and_in_more_another_model(tmp_path, changed):
     import torch
 
     torch.manual_seed(0)
@@ -101,7 +100,7 @@ def test_other_values_in_a_few_parameters_are_a_fault_and_in_more_another_model(
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_parameters_are_told_apart_by_their_first_values(beyond: int) -> None:
+def test_parameters_are_told_apart_by_their_first_values(beyond):
     values = np.zeros((2, same_model._SAMPLE + 1), np.float32)
     other = values.copy()
     other[0, same_model._SAMPLE - 1 + beyond] = 1.0

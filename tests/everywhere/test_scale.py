@@ -30,7 +30,7 @@ from tests.graphs import Builder
 from tools import scale
 
 
-def test_a_tree_of_a_thousand_levels_is_drawn() -> None:
+def test_a_tree_of_a_thousand_levels_is_drawn():
     paths = ["", *itertools.accumulate(["m"] * 1000, lambda above, name: f"{above}.{name}")]
     tree = ModuleTree(tuple(ModuleRow(path, "net.Level", 1, "computed", nodes=1) for path in paths))
     console = Console(width=500, record=True, file=io.StringIO())
@@ -45,7 +45,7 @@ def nested_too_deep() -> htp_export.results.Nested:
     return htp_export.functions(scale.deep(MOST_NESTED + 20), "**")
 
 
-def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> None:
+def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat():
     nested = nested_too_deep()
     assert len(nested.modules) == 2 * MOST_NESTED  # of both towers
     last = "a" + ".m" * MOST_NESTED
@@ -62,7 +62,7 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat() -> N
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
-def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
+def test_weights_of_deep_modules_have_short_names_in_functions():
     for function in nested_too_deep().model.functions.values():
         names = [str(value.name) for value in function.inputs]
         assert len(set(names)) == len(names)
@@ -73,7 +73,7 @@ def test_weights_of_deep_modules_have_short_names_in_functions() -> None:
 @pytest.mark.parametrize(
     ("path", "owners"), [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")]
 )
-def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path: str, owners: str) -> None:
+def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path, owners):
     every = ["ab", "a.x.z", "a-b.y", "a.x"]
     tree = Hierarchy([ModuleInfo(each, "Net", 1, "computed") for each in ["", "c", "a", "a-b", *every]])
     shared = ir.node("Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called))
@@ -94,7 +94,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return attempts
 
 
-def test_patterns_of_several_results_look_at_what_is_near(tried: list[object]) -> None:
+def test_patterns_of_several_results_look_at_what_is_near(tried):
     x, end = ir.val("x"), ir.Value(name="end", const_value=ir.tensor([1]))
     chain = [ir.node("Slice", [x, end])]
     for _ in range(999):
@@ -114,9 +114,7 @@ def test_patterns_of_several_results_look_at_what_is_near(tried: list[object]) -
 
 
 @pytest.mark.parametrize("consumers", [10, 300])
-def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
-    consumers: int, caplog: pytest.LogCaptureFixture, tried: list[object]
-) -> None:
+def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(consumers, caplog, tried):
     net = Builder(20, x=[4])
     net.const("b", np.array([0]))
     net.const("e", np.array([3]))
@@ -131,11 +129,11 @@ def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
     assert all("pass fuse_for_onnxruntime: node 'n_v0' (Slice) and 299 others" in text for text in said)
 
 
-def test_the_exponent_is_the_slope_of_the_logarithms() -> None:
+def test_the_exponent_is_the_slope_of_the_logarithms():
     assert scale.exponent({10: 1.0, 100: 100.0, 1000: 10000.0}) == pytest.approx(2.0)
 
 
-def test_the_memory_of_modules_nested_deep_is_known() -> None:
+def test_the_memory_of_modules_nested_deep_is_known():
     levels = 150
     found = htp_export.cost(scale.deep(levels), dims={"batch": 1}).modules
     tensor = 16 * 8 * 4
@@ -146,7 +144,7 @@ def test_the_memory_of_modules_nested_deep_is_known() -> None:
     assert found[""].other_flops == 2 * found["a"].other_flops
 
 
-def test_a_page_names_the_layers_of_deep_modules_without_those_around_them() -> None:
+def test_a_page_names_the_layers_of_deep_modules_without_those_around_them():
     def size(levels: int) -> int:
         inventory = take_inventory(htp_export.load(scale.deep(levels)))
         return len(json.dumps(drawing(inventory, ())["places"]))
@@ -154,12 +152,12 @@ def test_a_page_names_the_layers_of_deep_modules_without_those_around_them() -> 
     assert size(120) < 4.2 * size(60)  # as the paths themselves; with the layers around each, 8 times
 
 
-def test_stages_of_deep_models_are_found() -> None:
+def test_stages_of_deep_models_are_found():
     stages = htp_export.partition(scale.deep(200), 2).stages
     assert [stage.modules for stage in stages] == [("a",), ("b",)]
 
 
-def test_calls_in_a_circle_have_the_chain_of_where_they_begin() -> None:
+def test_calls_in_a_circle_have_the_chain_of_where_they_begin():
     modules = [ModuleInfo(path, "Net", 1, "computed") for path in ("", "a", "b", "c", "d")]
     said = '{"a":[["b",0]],"b":[["c",0]],"c":[["a",0]],"d":[["b",0]]}'
     for first in itertools.permutations("abcd"):  # what was asked before changes nothing
@@ -170,7 +168,7 @@ def test_calls_in_a_circle_have_the_chain_of_where_they_begin() -> None:
         assert chains == {"a": "abc", "b": "bca", "c": "cab", "d": "dbca"}
 
 
-def test_containers_above_any_of_the_calls_hold_what_they_do() -> None:
+def test_containers_above_any_of_the_calls_hold_what_they_do():
     ran = ["", "x.y.a", "x.y.a.list.b", "other.list.c"]
     tree = Hierarchy([*(ModuleInfo(path, "Net", 1, "computed") for path in ran), ModuleInfo("x.y", "List")])
     calls = CallTree.from_json('{"x.y.a":[["other.list.c",0]]}', tree)
@@ -178,7 +176,7 @@ def test_containers_above_any_of_the_calls_hold_what_they_do() -> None:
     assert work.modules == {*ran, "x", "x.y", "x.y.a.list", "other", "other.list"}
 
 
-def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it() -> None:
+def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it():
     model = scale.deep(8)
     model.graph.node[10].op_type, model.graph.node[14].op_type = "Relu", "Sigmoid"
     changed = {name: onnx.ModelProto.FromString(model.SerializeToString()) for name in ("op", "wire", "swap", "size")}
@@ -195,7 +193,7 @@ def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_a
     assert all(0 < each[False] < 17 for name, each in statuses.items() if name != "model")
 
 
-def test_a_change_deep_in_a_model_changes_the_modules_around_it() -> None:
+def test_a_change_deep_in_a_model_changes_the_modules_around_it():
     before, after = scale.deep(50), scale.deep(50)
     after.graph.node[98].op_type = "Sigmoid"
     assert htp_export.diff(before, before).same
@@ -204,6 +202,6 @@ def test_a_change_deep_in_a_model_changes_the_modules_around_it() -> None:
     assert found.modules["b"].before.structure == found.modules["b"].after.structure
 
 
-def test_the_digest_of_a_region_is_the_same_in_every_process() -> None:
+def test_the_digest_of_a_region_is_the_same_in_every_process():
     tagged = htp_export.load(scale.deep(2))
     assert Hasher(GraphFacts(tagged)).region("a.m") == "e1b26c7d5c34454586c6c933"

@@ -12,24 +12,12 @@ from torch import nn
 
 from tests.exporting import exported, exported_net, of_type, quick
 from tests.nets import EXPORTERS, NETS, Holding, Net, spread, x
-from tests.truth import (
-    Judge,
-    constants_of,
-    inexact,
-    named_wrongly,
-    nodes_of,
-    owners_of,
-    tree_of,
-    untagged,
-    work_of,
-)
+from tests.truth import Judge, constants_of, inexact, named_wrongly, nodes_of, owners_of, tree_of, untagged, work_of
 
 OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 
 # Faults that are known, each with its reason.
-KNOWN = {
-    ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module",
-}
+KNOWN = {("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module"}
 
 
 def cases() -> list[Any]:

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -62,9 +61,7 @@ def partners(model: Any) -> dict[str, tuple[str, ...]]:
 
 @BOTH
 @pytest.mark.parametrize("count", [14, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 8))])
-def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(
-    count: int, exporter: str, tmp_path: Path
-) -> None:
+def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(count, exporter, tmp_path):
     model, kwargs = spread(Merged(count)).eval(), {"x": x(3, 3, 3, 3)}
     file = exported(model, kwargs, exporter, tmp_path)
     tagged = htp_export.load(file)
@@ -79,7 +76,7 @@ def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(
         assert set(found) == {f"chain.turns.{place}" for place in range(count)}
 
 
-def test_a_folded_convolution_has_the_same_partners_whoever_folded_it(tmp_path: Path) -> None:
+def test_a_folded_convolution_has_the_same_partners_whoever_folded_it(tmp_path):
     model, kwargs = NETS["conv_bn_relu"].build()
     unfolded = exported(model, kwargs, "torchscript", tmp_path, training=torch.onnx.TrainingMode.PRESERVE)
     assert [node.op_type for node in unfolded.graph.node] == ["Conv", "BatchNormalization", "Relu", "Conv"]
@@ -106,12 +103,12 @@ def chain(count: int, known: str = "") -> SignatureEvidence:
     return SignatureEvidence(tagged.index, tagged.hierarchy, tagged.signatures)
 
 
-def test_modules_are_taken_along_until_the_common_boundary_is_known() -> None:
+def test_modules_are_taken_along_until_the_common_boundary_is_known():
     assert fused_with("block.3", (), chain(9, known="t2 t5")) == ("block.4", "block.5")
     assert fused_with("block.3", ("tail",), chain(9, known="t2 t5"))[:1] == ("tail",)
 
 
-def test_where_that_goes_far_the_innermost_known_module_around_it_is_named() -> None:
+def test_where_that_goes_far_the_innermost_known_module_around_it_is_named():
     few, many = chain(13, known="t0 t12"), chain(14, known="t0 t13")
     assert set(fused_with("block.6", (), few)) == {f"block.{place}" for place in range(1, 13) if place != 6}
     assert fused_with("block.6", (), many) == ("block",)
@@ -171,7 +168,7 @@ class Cancelled(Told):
         yield [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
 
 
-def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
+def test_modules_without_a_node_take_the_nearest_that_has_one():
     assert fused_with("m.3", (), Cancelled(20, 0, 19)) == ("m.2", "m.4", "m.1", "m.5", "m.0")
     assert fused_with("m.3", ("m.2",), Cancelled(20, 4)) == ("m.2", "m.4")
     assert fused_with("m.10", (), Cancelled(20, 0, 19)) == ("m",)
@@ -192,9 +189,7 @@ def test_modules_without_a_node_take_the_nearest_that_has_one() -> None:
         (Told(partners=[]), Outcome(Fate.FUSED, ("",)), []),  # nobody is beyond what it lost: the module around it
     ],
 )
-def test_the_fate_of_a_module_follows_from_the_evidence(
-    evidence: Told, outcome: Outcome, contamination: list[tuple[str, str, bool]]
-) -> None:
+def test_the_fate_of_a_module_follows_from_the_evidence(evidence, outcome, contamination):
     tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 1)])
     found, unknown = find_fates(tree, evidence)
     assert Outcome(found["m"].fate, found["m"].fused_with) == outcome

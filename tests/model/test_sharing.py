@@ -10,7 +10,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from tests.exporting import BOTH, SharedFiles
+from tests.exporting import BOTH
 from tests.graphs import Builder
 from tests.nets import NETS
 from tests.truth import equal, inexact, nodes_of
@@ -38,9 +38,7 @@ GAINS = ("blocks.0.gain", "blocks.1.gain")
         (["b.y"], ["a.x"], []),  # alone, it is no other's work
     ],
 )
-def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(
-    owners: list[str], paths: list[str], blocks: list[str]
-) -> None:
+def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(owners, paths, blocks):
     others = BY_PATH.work(tuple(owners)).others(paths)
     assert {path for path in others if tags.nearest_above(path, others) is None} == set(blocks)
 
@@ -75,7 +73,7 @@ def leaving(model: ir.Model, path: str) -> list[str]:
     return [name for name, leaves in by_region if leaves]
 
 
-def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
+def test_merged_work_of_two_blocks_feeds_both_of_them():
     model = merged()
     assert leaving(model, "blocks.0.gain") == ["gain"]
     assert leaving(model, "blocks.0") == ["first"]
@@ -86,14 +84,14 @@ def test_merged_work_of_two_blocks_feeds_both_of_them() -> None:
     assert not any(evidence.strange(path) for path in tagged)
 
 
-def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both() -> None:
+def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both():
     model = read_elsewhere()
     assert leaving(model, "blocks.0.gain") == ["exp", "gain"]
     assert leaving(model, "blocks.0") == ["exp", "first"]
     assert leaving(model, "blocks.1") == ["exp", "last"]
 
 
-def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
+def test_modules_taken_together_are_no_blocks_of_each_other():
     works = [BY_PATH.work(("a.x", "b.y")), BY_PATH.work(("b.z",))]
     boundaries = Boundaries([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}.__contains__, {"y"})
     assert list(boundaries.of(["a.x"])) == [("x", OUTSIDE, False)]
@@ -101,9 +99,7 @@ def test_modules_taken_together_are_no_blocks_of_each_other() -> None:
 
 
 @BOTH
-def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(
-    exporter: str, shared_files: SharedFiles
-) -> None:
+def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(exporter, shared_files):
     file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     found = htp_export.contamination(file)
     assert found.after == []
@@ -112,9 +108,7 @@ def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(
 
 
 @BOTH
-def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(
-    exporter: str, shared_files: SharedFiles
-) -> None:
+def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(exporter, shared_files):
     file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     model, kwargs = NETS["merged_work_read_in_both_blocks"].build()
     last = file.graph.node[-1]
@@ -128,7 +122,7 @@ def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_t
 
 
 @BOTH
-def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, shared_files: SharedFiles) -> None:
+def test_a_gain_is_cut_out_with_its_own_result_alone(exporter, shared_files):
     file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     bare = htp_export.load(file)
     del bare.model.metadata_props[tags.SIGNATURES]
@@ -137,7 +131,7 @@ def test_a_gain_is_cut_out_with_its_own_result_alone(exporter: str, shared_files
     assert len(result.graph.outputs) == 1
 
 
-def test_the_tolerance_of_the_judge_grows_with_the_tensor() -> None:
+def test_the_tolerance_of_the_judge_grows_with_the_tensor():
     large, small = np.float32([4000, 0.01]), np.float32([1, 0.01])
     error = np.float32([0, 0.005])
     assert equal(large + error, large)  # rounded by a part of the largest element
@@ -154,9 +148,7 @@ NESTED = "equal_work_of_a_module_and_one_inside_it"
 
 
 @BOTH
-def test_work_that_a_module_does_as_one_inside_it_does_is_no_contamination(
-    exporter: str, shared_files: SharedFiles
-) -> None:
+def test_work_that_a_module_does_as_one_inside_it_does_is_no_contamination(exporter, shared_files):
     file = shared_files.read(NESTED, exporter)
     assert htp_export.contamination(file).after == []
     flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
@@ -166,9 +158,7 @@ def test_work_that_a_module_does_as_one_inside_it_does_is_no_contamination(
 
 
 @BOTH
-def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one(
-    exporter: str, shared_files: SharedFiles
-) -> None:
+def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one(exporter, shared_files):
     file = shared_files.read(NESTED, exporter)
     flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
     experts = next(node for node in file.graph.node if "routed.experts" in {each.value for each in node.metadata_props})

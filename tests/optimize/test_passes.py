@@ -355,7 +355,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_pass(case: str) -> None:
+def test_pass(case):
     found = CHANGED[case]
     model = tagged(found.graph, found.signatures, found.opset, **found.weights)
     changed, books = passed(model, *found.passes.split())
@@ -524,7 +524,7 @@ STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, 
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_pass_leaves(case: str) -> None:
+def test_pass_leaves(case):
     name, graph, *rest = STAYS[case]
     signatures, weights = rest or (None, {})
     model = tagged(graph, signatures, **weights)

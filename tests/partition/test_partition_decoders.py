@@ -31,7 +31,7 @@ def genai_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_genai_gets_a_pipeline_of_the_stages(tmp_path: Path) -> None:
+def test_genai_gets_a_pipeline_of_the_stages(tmp_path):
     file = genai_file(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     stages = tmp_path / "stages"
@@ -56,7 +56,7 @@ def test_genai_gets_a_pipeline_of_the_stages(tmp_path: Path) -> None:
     assert set(again.files) == {"genai_config.json", "stage0.onnx", "tokenizer.json"}
 
 
-def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path: Path) -> None:
+def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path):
     options = {"session_options": {"custom_ops_library": "/tmp/evil.so"}, "filename": "../../model.onnx"}
     file = genai_file(tmp_path, decoder=options, tokenizer_dir="../..")
     htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai", genai_config=file)
@@ -64,7 +64,7 @@ def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path: Path) -> No
     assert [word for word in ("evil", "..", "tokenizer_dir") if word in text] == []
 
 
-def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     file = genai_file(home)
@@ -84,7 +84,7 @@ def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path: Pa
         ({"model": {"decoder": {"inputs": {"input_ids": 3}, "outputs": {}}}}, "does not name the inputs and outputs"),
     ],
 )
-def test_a_broken_genai_configuration_is_refused(content: Any, message: str, tmp_path: Path) -> None:
+def test_a_broken_genai_configuration_is_refused(content, message, tmp_path):
     file = tmp_path / "genai_config.json"
     if content is not None:
         file.write_text(json.dumps(content))
@@ -93,7 +93,7 @@ def test_a_broken_genai_configuration_is_refused(content: Any, message: str, tmp
         htp_export.partition(tmp_path / "model.onnx", 2, tmp_path / "stages", serve="genai")
 
 
-def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path: Path) -> None:
+def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path):
     with pytest.raises(InputError, match="give genai_config"):
         htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai")
 
@@ -145,7 +145,7 @@ def caches_of(parts: htp_export.results.Partition) -> list[set[str]]:
     return [set(stage.inputs) & set(NAMES) for stage in parts.stages]
 
 
-def test_each_stage_has_the_caches_of_its_own_layers(file: Path) -> None:
+def test_each_stage_has_the_caches_of_its_own_layers(file):
     """The first one, which has no layer, reads the length of the past from the cache that the model reads it from."""
     parts = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])
     assert caches_of(parts) == [{"past_2"}, {"past_0"}, {"past_1"}, {"past_2"}]
@@ -156,7 +156,7 @@ def test_each_stage_has_the_caches_of_its_own_layers(file: Path) -> None:
 
 @pytest.mark.parametrize("starts", [["layers.1", "layers.2"], ["layers.0", "layers.2"]])
 @pytest.mark.parametrize(("length", "past"), [(3, 6), (4, 0), (1, 9)])
-def test_stages_give_the_caches_of_the_whole(file: Path, starts: list[str], length: int, past: int) -> None:
+def test_stages_give_the_caches_of_the_whole(file, starts, length, past):
     given = feed(length, past)
     expected = htp_export.partition(file, 1).run(given)
     found = htp_export.partition(file, starts).run(given)
@@ -165,7 +165,7 @@ def test_stages_give_the_caches_of_the_whole(file: Path, starts: list[str], leng
         np.testing.assert_allclose(array, expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_size_is_not_read_from_an_input_that_is_left_out_itself() -> None:
+def test_a_size_is_not_read_from_an_input_that_is_left_out_itself():
     """``start`` reads the past of one cache and the batch of another one, which is the batch of ``x``, too."""
 
     def floats(name: str, *sizes: str) -> ir.Value:

@@ -36,12 +36,12 @@ def measured(*runs: Measurement) -> tuple[Measurement, int]:
     return taken, len(runs) - len(list(left))
 
 
-def test_it_is_measured_until_the_times_fit() -> None:
+def test_it_is_measured_until_the_times_fit():
     assert measured(GOOD, BAD) == (GOOD, 1)
     assert measured(WORSE, BAD, GOOD, BAD) == (GOOD, 3)
 
 
-def test_a_contradiction_that_stays_is_said_with_the_smallest() -> None:
+def test_a_contradiction_that_stays_is_said_with_the_smallest():
     taken, count = measured(WORSE, BAD, WORSE, GOOD)
     (said,) = taken.notes
     assert (taken.kernels, count) == (BAD.kernels, 3)
@@ -59,11 +59,11 @@ def test_a_contradiction_that_stays_is_said_with_the_smallest() -> None:
         (measurement(3.5, 1.2, 1.0, at_once=4), False),  # kernels run in parallel
     ],
 )
-def test_what_contradicts(times: Measurement, contradict: bool) -> None:
+def test_what_contradicts(times, contradict):
     assert bool(measured(times, times, times)[0].notes) is contradict
 
 
-def test_profile_measures_again_in_a_new_session(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profile_measures_again_in_a_new_session(monkeypatch):
     monkeypatch.setattr(measurements, "_MOST", 0.0)
     opened: list[Any] = []
     monkeypatch.setattr(
@@ -73,7 +73,7 @@ def test_profile_measures_again_in_a_new_session(monkeypatch: pytest.MonkeyPatch
     assert len(opened) == 3
 
 
-def test_an_engine_of_another_package_says_what_it_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_another_package_says_what_it_ran(monkeypatch):
     def measure(tagged: TaggedModel, feed: Any, runs: int, warmup: int, **facts: Any) -> Measurement:
         entries = [Entry(Kernel(str(node.name), node.op_type, "npu", 2.0, 1), [node]) for node in tagged.nodes]
         return Measurement(

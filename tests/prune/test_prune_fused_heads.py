@@ -2,7 +2,6 @@
 BEiT and Swin: what prune writes is what PyTorch computes with the same heads removed.
 """
 
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -139,9 +138,7 @@ QUICK = ((Fused, False), (Swin, True), (Batched, True))
         for is_open in (False, True)
     ],
 )
-def test_heads_of_a_fused_projection_are_cut(
-    attention: type[Fused], is_open: bool, exporter: str, tmp_path: Path
-) -> None:
+def test_heads_of_a_fused_projection_are_cut(attention, is_open, exporter, tmp_path):
     torch.manual_seed(0)
     parts = {"norm": nn.LayerNorm(WIDTH), "attention": attention(), "head": nn.Linear(WIDTH, 5)}
     model: Any = spread(composed(lambda self, x: self.head(x + self.attention(self.norm(x))), **parts)).eval()
@@ -155,7 +152,7 @@ def test_heads_of_a_fused_projection_are_cut(
 
 
 @BOTH
-def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(exporter: str, tmp_path: Path) -> None:
+def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(exporter, tmp_path):
     """Two halves of one matrix that never meet; one is much smaller than the other."""
 
     def halves(self: Any, x: torch.Tensor) -> torch.Tensor:

@@ -201,16 +201,14 @@ def deviations(
 
 
 @pytest.mark.parametrize("plan", [{"first": "fp16"}, {".": "int4", "second": "fp32"}, {"first": "int8-dynamic"}])
-def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan: dict[str, str], shared_linear: Path) -> None:
+def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan, shared_linear):
     """``first.linear`` is called in ``second``, too: the file has both of its forms, and ``first`` has both."""
     assert not list(deviations(shared_linear, plan, {"ids": IDS}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(
-    exported: tuple[str, Path, Feed], precision: str
-) -> None:
+def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(exported, precision):
     name, file, feed = exported
     parts = PARTS.get(name, ())
     most = MOST.get(precision) if parts else None
@@ -234,7 +232,7 @@ def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(
         for case in itertools.product(MODELS, EXPORTERS)
     ],
 )
-def test_mixed_precision_by_layer(name: str, exporter: str, tmp_path: Path) -> None:
+def test_mixed_precision_by_layer(name, exporter, tmp_path):
     [file, feed], part, target = exported_to(tmp_path, name, exporter), MODELS[name][1], tmp_path / "mixed.onnx"
     result = htp_export.quantize(file, {".": "fp16", part: "int8-dynamic"}, target, data=feed)
     assert not result.tagged.untagged
@@ -248,7 +246,7 @@ def test_mixed_precision_by_layer(name: str, exporter: str, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere, int8 is fused, too")
-def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net: Path, tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net, tmp_path):
     """It leaves many operators with int8 activations between DequantizeLinear and QuantizeLinear."""
     optimised, left = tmp_path / "optimised.onnx", {}
     for precision in ("int8", "u8s8"):

@@ -185,10 +185,7 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
     """The name of each table, and its rows by module path."""
     tagged = read_flat(model)
     rows = tree_rows(tagged).rows
-    yield (
-        "tree",
-        {r.path: Row(r.class_name, r.fate, r.calls, r.nodes, r.own_nodes, r.parameters) for r in rows},
-    )
+    yield ("tree", {r.path: Row(r.class_name, r.fate, r.calls, r.nodes, r.own_nodes, r.parameters) for r in rows})
     yield (
         "cost",
         {

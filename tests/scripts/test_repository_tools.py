@@ -30,7 +30,7 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use() -> None:
+def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use():
     pins = dict(pin.split("==") for pin in matrix.lower_bounds())
     assert pins["torch"] == "2.10"
     assert {"onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "pytest"} <= set(pins)
@@ -44,17 +44,17 @@ def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use() -> No
         ([], {f"torch-{version}": [f"torch=={version}.*"] for version in ("2.10", "2.13", "2.15")}),
     ],
 )
-def test_a_version_of_two_parts_means_its_newest_release(line: list[str], expected: object) -> None:
+def test_a_version_of_two_parts_means_its_newest_release(line, expected):
     assert matrix.wanted(matrix.parsed(line)) == expected
 
 
-def test_what_follows_two_dashes_goes_to_pytest() -> None:
+def test_what_follows_two_dashes_goes_to_pytest():
     options = matrix.parsed(["--lowest", "--", "-m", "torch", "tests/exporter/test_drop_in.py"])
     assert options.pytest == ["-m", "torch", "tests/exporter/test_drop_in.py"]
     assert list(matrix.wanted(options)) == ["lowest"]
 
 
-def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch):
     from torch._dynamo import config
 
     given = []
@@ -65,7 +65,7 @@ def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatc
     assert given == [(["-m", "torch", "-n", "0"], True)]
 
 
-def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) -> None:
+def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     outcome = matrix.Outcome("torch-9")
     matrix.read_report(tmp_path / "report.xml", outcome)
@@ -75,7 +75,7 @@ def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) 
     assert not outcome.good
 
 
-def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed() -> None:
+def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed():
     outcome = matrix.Outcome("torch-9")
     assert not outcome.good
     outcome.counts["passed"] = 1
@@ -131,7 +131,7 @@ def test_a_step_that_fails_is_said_the_others_run_and_the_status_is_1(capsys, mo
 # --- The page of commands and the gallery, which the site of the documentation has ---
 
 
-def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch):
     def helped(*words: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert main([*words, "--help"]) == 0
@@ -146,9 +146,7 @@ def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch
         assert f"Usage: htp-export {name} " in page
 
 
-def test_the_gallery_is_made_by_the_commands_of_its_page_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gallery_is_made_by_the_commands_of_its_page_where_it_is_asked_for(tmp_path, monkeypatch):
     there: list[str] = []
 
     def made(words: Sequence[str], folder: str) -> str:
@@ -189,14 +187,14 @@ ROW = {
 }  # fmt: skip
 
 
-def test_correlation_is_pearsons() -> None:
+def test_correlation_is_pearsons():
     assert correlation([1, 2, 4], [3, 5, 9]) == pytest.approx(1)
     assert correlation([1, 2, 3], [6, 4, 2]) == pytest.approx(-1)
     assert correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert math.isnan(correlation([1, 1], [2, 3]))
 
 
-def test_only_what_lies_outside_the_controls_spread_is_called_a_difference() -> None:
+def test_only_what_lies_outside_the_controls_spread_is_called_a_difference():
     lines = shown_latency(ROW, ["quick", "slow", "broken"]).splitlines()
     assert lines[2].endswith("50 nodes, off 0.50 (0.45 to 0.55)  faster, on 1.02 (0.97 to 1.07)")
     assert lines[3].endswith("80 nodes, off 1.40 (1.35 to 1.45)  slower, on 0.98 (0.93 to 1.03)")
@@ -204,7 +202,7 @@ def test_only_what_lies_outside_the_controls_spread_is_called_a_difference() -> 
     assert "er" not in lines[1].replace("control", "")
 
 
-def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control() -> None:
+def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control():
     drawn = ET.fromstring(plot([ROW, ROW], ["quick", "slow", "broken"], "small", 21))
     titles = [title.text or "" for title in drawn.iter(f"{SVG}title")]
     assert sum("latency" in title for title in titles) == 2 * 2 * 2
@@ -214,7 +212,7 @@ def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control() 
     assert "r = -1.00 over 4 files" in texts
 
 
-def test_pairs_are_timed_in_turn_and_their_first_ones_left_out() -> None:
+def test_pairs_are_timed_in_turn_and_their_first_ones_left_out():
     ran: list[str] = []
 
     def timed(session: str) -> float:

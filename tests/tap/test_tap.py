@@ -37,8 +37,8 @@ def places(tagged: htp_export.TaggedModel) -> dict[str, str]:
 @BOTH
 @pytest.mark.parametrize("name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"])
 def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_the_file(
-    name: str, exporter: str, shared_files: Any, tmp_path: Path
-) -> None:
+    name, exporter, shared_files, tmp_path
+):
     if exporter in NETS[name].skip:
         pytest.skip("torch does not export it")
     file = shared_files.net(name, exporter)
@@ -67,9 +67,7 @@ def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_th
     assert set(rest.tagged.taps) == wanted.keys() - {first}
 
 
-def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(
-    shared_files: Any, tmp_path: Path
-) -> None:
+def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(shared_files, tmp_path):
     model, _ = NETS["modules_in_branches"].build()
     tagged = htp_export.load(shared_files.net("modules_in_branches", "dynamo"))
     [name] = [value.name for value in tagged.model.graph.inputs]
@@ -104,7 +102,7 @@ class Scans(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
         return state + rows.sum(0)
 
 
-def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path: Path) -> None:
+def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path):
     model, x, file = ready(Scans()), torch.linspace(-1, 1, 12).reshape(3, 4), tmp_path / "scan.onnx"
     htp_export.export(model, (x,), file, dynamo=True, verbose=False)
     assert "Scan" in [node.op_type for node in htp_export.load(file).model.graph]
@@ -127,7 +125,7 @@ def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_b
 
 
 @BOTH
-def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(exporter: str, tmp_path: Path) -> None:
+def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(exporter, tmp_path):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     net = ready(nn.Sequential(inner, nn.Linear(4, 2)))
     file = tmp_path / "net.onnx"
@@ -167,9 +165,7 @@ def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return model, file, {"x": x, "scale": scale}
 
 
-def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(
-    net: tuple[Any, Path, dict[str, Any]],
-) -> None:
+def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(net):
     model, file, inputs = net
     with hooks(model) as seen, torch.no_grad():
         model(**inputs)
@@ -205,9 +201,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "options", "problem"), REFUSED)
-def test_a_place_that_is_not_there_is_refused_with_what_to_do(
-    wanted: Any, options: dict[str, Any], problem: str, net: tuple[Any, Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_place_that_is_not_there_is_refused_with_what_to_do(wanted, options, problem, net, tmp_path):
     with pytest.raises(InputError) as raised:
         htp_export.tap(net[1], wanted, tmp_path / "out.onnx", **options)
     assert problem in str(raised.value)
@@ -216,9 +210,7 @@ def test_a_place_that_is_not_there_is_refused_with_what_to_do(
         htp_export.untap(net[1], "h")
 
 
-def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(
-    shared_files: Any, tmp_path: Path
-) -> None:
+def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(shared_files, tmp_path):
     file = shared_files.net("conv_bn_relu", "torchscript")
     tagged = htp_export.load(file)
     gone = next(path for path in tagged.paths if tagged.hierarchy[path].fused_with)
@@ -234,7 +226,7 @@ class Twins(Holding, one=nn.Sequential(nn.Tanh()), two=nn.Sequential(nn.Tanh()))
         return self.one(x) - 2 * self.two(x).sin()
 
 
-def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path: Path) -> None:
+def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path):
     file = tmp_path / "twins.onnx"
     htp_export.export(Twins().eval(), (torch.randn(2, 4),), file, verbose=False, optimize=False)
     assert htp_export.steer(file, "one.0:out").tensors
@@ -245,7 +237,7 @@ def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path:
             htp_export.steer(merged, place)
 
 
-def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> None:
+def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path):
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
     file = tmp_path / "net.onnx"
     htp_export.export(net, (torch.randn(1, 64),), file, verbose=False)
@@ -262,7 +254,7 @@ def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> N
     assert set(carried.tagged.taps) == {"0:out"}
 
 
-def test_the_commands_and_a_pipeline_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_and_a_pipeline_do_the_same(tmp_path, capsys):
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     file, out = tmp_path / "net.onnx", tmp_path / "out.onnx"
     htp_export.export(net, (torch.randn(1, 4),), file, verbose=False)
@@ -286,9 +278,7 @@ STEER_REFUSED = [("two#0:out[1]", "the same tensor for :in\\[x\\]"), ("two#0:in[
 
 
 @pytest.mark.parametrize(("place", "problem"), STEER_REFUSED)
-def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(
-    place: str, problem: str | None, net: tuple[Any, Path, dict[str, Any]]
-) -> None:
+def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(place, problem, net):
     model, file, inputs = net
     if problem is not None:
         with pytest.raises(InputError, match=problem):

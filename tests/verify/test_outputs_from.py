@@ -17,7 +17,7 @@ from htp_export.command.main import main
 from htp_export.editing.editing import add_constant, take_place
 from htp_export.errors import FileError, InputError
 from tests.decoders import TEXT
-from tests.exporting import SharedFiles, quick
+from tests.exporting import quick
 from tests.nets import Holding, spread
 
 
@@ -70,7 +70,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("wrong", quick(["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"], "blocks.4.act"))
-def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file: Path, wrong: str) -> None:
+def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file, wrong):
     model, (x,) = example()
     engine, tagged = Engine(file, wrong), htp_export.load(file)
     tensors = {each.tensor for path in tagged.paths for each in tagged.tensors(path) if each.side == "out"}
@@ -90,7 +90,7 @@ def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file: Pat
     assert result.modules["blocks.2.norm"].status in ("agrees", "inherits", "not compared")
 
 
-def test_an_engine_that_is_right_agrees_where_it_was_asked_and_nothing_is_known_elsewhere(file: Path) -> None:
+def test_an_engine_that_is_right_agrees_where_it_was_asked_and_nothing_is_known_elsewhere(file):
     model, (x,) = example()
     dump = Engine(file, None).run([str(value.name) for value in htp_export.load(file).results], x)
     result = htp_export.verify(model, file, (x,), outputs_from=dump)
@@ -101,7 +101,7 @@ def test_an_engine_that_is_right_agrees_where_it_was_asked_and_nothing_is_known_
     assert result.modules["head"].status == "agrees"
 
 
-def test_a_tap_is_a_tensor_of_its_module_and_names_may_be_those_that_engines_write(file: Path, tmp_path: Path) -> None:
+def test_a_tap_is_a_tensor_of_its_module_and_names_may_be_those_that_engines_write(file, tmp_path):
     model, (x,) = example()
     tapped = tmp_path / "tapped.onnx"
     htp_export.tap(file, "blocks.3:out", tapped)
@@ -115,7 +115,7 @@ def test_a_tap_is_a_tensor_of_its_module_and_names_may_be_those_that_engines_wri
 
 
 @pytest.mark.parametrize("axis", [-1, 1])
-def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file: Path, axis: int, tmp_path: Path) -> None:
+def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file, axis, tmp_path):
     model, (x,) = example()
     places = ["blocks.3:out", "blocks.4:out"] + ["blocks.2.up:out"] * (axis == -1)  # the last is of another size
     tapped = htp_export.tap(file, {"h": places}, tmp_path / "tapped.onnx", concat=axis)
@@ -132,9 +132,7 @@ def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file: Path, 
     assert result.modules["blocks.2.up"].status == ("agrees" if axis == -1 else "not compared")
 
 
-def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
-    shared_files: SharedFiles, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(shared_files, tmp_path, capsys):
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     options = ["llama", "--random-weights", "--task", "text-generation-with-past"]
     options += [word for name, value in TEXT.items() for word in ("--set", f"{name}={value}")]
@@ -165,9 +163,7 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
     assert "write the inputs of the run into the dump" in capsys.readouterr().err
 
 
-def test_the_command_reads_an_npz_with_its_inputs_and_says_what_to_ask_for(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_reads_an_npz_with_its_inputs_and_says_what_to_ask_for(file, tmp_path, capsys):
     x = torch.ones(2, 5, 8)
     [output] = [str(value.name) for value in htp_export.load(file).results]
     np.savez(tmp_path / "right.npz", **Engine(file, None).run([output], x))
@@ -180,7 +176,7 @@ def test_the_command_reads_an_npz_with_its_inputs_and_says_what_to_ask_for(
     assert len(found["next_outputs"]) == 1
 
 
-def test_dumps_that_say_nothing_are_refused(file: Path, tmp_path: Path) -> None:
+def test_dumps_that_say_nothing_are_refused(file, tmp_path):
     model, (x,) = example()
     with pytest.raises(InputError, match=r"has no tensor that .* computes; it has 'y'"):
         htp_export.verify(model, file, (x,), outputs_from={"y": np.ones(3)})

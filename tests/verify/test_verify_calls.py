@@ -3,7 +3,6 @@
 import gc
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +150,8 @@ def of_sum(total: float) -> torch.Tensor:
     ids=["both", "second_alone", "first_alone"],
 )
 def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_file(
-    total: float, numbers: list[int], not_taken: set[str], isolated: bool, branching: tuple[nn.Module, Path]
-) -> None:
+    total, numbers, not_taken, isolated, branching
+):
     model, path = branching
     result = htp_export.verify(model, path, (of_sum(total),), isolated=isolated)
     assert (result.ok, result.misplaced) == (True, ())
@@ -163,9 +162,7 @@ def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_fil
 
 @MODES
 @pytest.mark.parametrize("fault", [faults.weight_changed, faults.matrix_transposed, faults.nan_planted])
-def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
-    fault: Callable[..., None], isolated: bool, branching: tuple[nn.Module, Path]
-) -> None:
+def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(fault, isolated, branching):
     model, path = branching
     tagged = htp_export.load(path)
     fault(tagged, "a")
@@ -174,9 +171,7 @@ def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
     assert (result.ok, result.wrong[0]) == (False, "a")
 
 
-def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(
-    branching: tuple[nn.Module, Path],
-) -> None:
+def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(branching):
     model, path = branching
     tagged = htp_export.load(path)
     choice = next(node for node in tagged.nodes if node.op_type == "If")
@@ -193,7 +188,7 @@ def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(
 @pytest.mark.parametrize(
     "name", ["modules_in_branches", pytest.param("branches_inside_branches", marks=pytest.mark.slow)]
 )
-def test_two_files_are_compared_in_the_branches_that_run(name: str, shared_files: Any) -> None:
+def test_two_files_are_compared_in_the_branches_that_run(name, shared_files):
     model, kwargs = NETS[name].build()
     path = shared_files.net(name, "dynamo")
     verified = htp_export.verify(model, path, (), kwargs)
@@ -248,18 +243,13 @@ CASES = {
         ("Reshape", "", "", ""),
         {"2": "'view_1', which it gives back, is computed by the model itself"},
     ),
-    "computed by the module before": (
-        ("Relu", "0", "", ""),
-        {"1": "'relu', which it gives back, is computed by '0'"},
-    ),
+    "computed by the module before": (("Relu", "0", "", ""), {"1": "'relu', which it gives back, is computed by '0'"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("isolated", [False, True])
-def test_verify_names_modules_whose_tags_contradict_the_graph(
-    case: str, isolated: bool, right: onnx.ModelProto
-) -> None:
+def test_verify_names_modules_whose_tags_contradict_the_graph(case, isolated, right):
     (op_type, owner, path, fate), expected = CASES[case]
     file = wrong(right, op_type, owner, path, fate)
     result = htp_export.verify(*model_and_file(file), isolated=isolated)
@@ -274,20 +264,20 @@ def model_and_file(file: onnx.ModelProto) -> tuple[object, onnx.ModelProto, tupl
     return model, file, tuple(kwargs.values())
 
 
-def test_right_tags_are_no_contradiction_and_selected_modules_alone_are_looked_at(right: onnx.ModelProto) -> None:
+def test_right_tags_are_no_contradiction_and_selected_modules_alone_are_looked_at(right):
     assert contradictions(htp_export.load(right)) == {}
     file = wrong(right, "Reshape", "3", "2", "constant")
     assert htp_export.verify(*model_and_file(file), select=["0", "1"]).ok
     assert htp_export.verify(*model_and_file(file), select="2").wrong == ("2",)
 
 
-def test_a_border_that_the_export_found_wrong_itself_is_excused(right: onnx.ModelProto) -> None:
+def test_a_border_that_the_export_found_wrong_itself_is_excused(right):
     file = wrong(right, "Relu", "0")
     file.metadata_props.add(key="htp.contamination", value=json.dumps([["1", "relu", True]]))
     assert contradictions(htp_export.load(file)) == {}
 
 
-def test_a_file_without_signatures_shows_nothing(right: onnx.ModelProto, tmp_path: Path) -> None:
+def test_a_file_without_signatures_shows_nothing(right, tmp_path):
     file = wrong(right, "Reshape", "3", "2", "constant")
     kept = [entry for entry in file.metadata_props if entry.key != "htp.signatures"]
     del file.metadata_props[:]
@@ -297,9 +287,7 @@ def test_a_file_without_signatures_shows_nothing(right: onnx.ModelProto, tmp_pat
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"])
-def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(
-    name: str, exporter: str, shared_files: SharedFiles
-) -> None:
+def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(name, exporter, shared_files):
     assert contradictions(htp_export.load(shared_files.read(name, exporter))) == {}
 
 
@@ -319,7 +307,7 @@ def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("names", [None, "path"])
-def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_training_mode_too(names: str | None) -> None:
+def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_training_mode_too(names):
     net, (args, kwargs) = Scaled().eval(), call()
     program = htp_export.export(net, args, kwargs=kwargs, names=names, verbose=False)
     result = htp_export.verify(program)
@@ -332,7 +320,7 @@ def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_traini
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_temporary_inputs_are_those_of_the_exported_program(tmp_path: Path) -> None:
+def test_temporary_inputs_are_those_of_the_exported_program(tmp_path):
     net, file = nn.Sequential(nn.Linear(4, 3)).eval(), tmp_path / "net.onnx"
     program = htp_export.export(net, (torch.randn(2, 4),), file, verbose=False)
     gc.collect()
@@ -346,9 +334,7 @@ def test_temporary_inputs_are_those_of_the_exported_program(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_file_is_verified_with_the_call_that_it_was_exported_with(
-    dynamo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_verified_with_the_call_that_it_was_exported_with(dynamo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval(), torch.randn(2, 4)
     htp_export.export(net, (x,), "net.onnx", dynamo=dynamo, verbose=False)
@@ -359,7 +345,7 @@ def test_a_file_is_verified_with_the_call_that_it_was_exported_with(
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_neither_model_nor_inputs_are_kept_alive(tmp_path: Path) -> None:
+def test_neither_model_nor_inputs_are_kept_alive(tmp_path):
     net, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(2, 4)
     held = weakref.ref(net), weakref.ref(x)
     program = htp_export.export(net, (x,), tmp_path / "net.onnx", verbose=False)
@@ -375,7 +361,7 @@ def test_neither_model_nor_inputs_are_kept_alive(tmp_path: Path) -> None:
     assert [each() for each in (*held, file)] == [None] * 3
 
 
-def test_what_is_not_known_is_an_error_that_says_what_to_give() -> None:
+def test_what_is_not_known_is_an_error_that_says_what_to_give():
     net, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(2, 4)
     with htp_export.tagging():
         theirs = torch.onnx.export(net, (x,), dynamo=True, verbose=False)

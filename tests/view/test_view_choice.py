@@ -137,7 +137,7 @@ def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, the
     assert screens.unlike(taken, stored(page, pane, width, theme)) < TOLERATED
 
 
-def test_the_model_on_the_screens_is_valid() -> None:
+def test_the_model_on_the_screens_is_valid():
     onnx.checker.check_model(ir.to_proto(screens.encoder()), full_check=True)
 
 
