@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools.shrinking import smaller
-from tools.sweep_table import missing, page
+from tools.sweep_table import page
 
 ROOT = Path(__file__).parents[2]
 TWO = ("torch/TransformerEncoder", "transformers/vit")
@@ -107,25 +107,6 @@ def test_the_page_counts_what_is_exported_exact_and_tagged():
     assert "and by us with none: none." in text
 
 
-def test_a_model_that_we_do_not_export_and_another_does_is_named():
-    ours_fails = {"torch": {"seconds": 1.0}, "ours": {"error": "CaptureError: lost"}}
-    by_tagging = {"ours": {}, "untagged": 0, "agrees": True, "others_agree": True, "exact": 1, "total": 1, "fused": 0}
-    lost = row("a/lost", dynamo=ours_fails)
-    assert missing(lost)
-    assert not missing(row("a/other", dynamo=ours_fails, transformers=by_tagging))
-    assert not missing(row("a/none", dynamo={"torch": {"error": "E"}, "ours": {"error": "E"}}))
-    assert "and by us with none: a/lost." in page([lost], listed=1)
-
-
-def test_what_could_not_be_built_or_was_stopped_has_its_reason():
-    stopped = {**row("b/slow", dynamo={"torch": {"seconds": 9.0}}), "ended": "stopped after 9 s (dynamo, ours)"}
-    text = page([{"name": "a/none", "error": "ImportError: no package"}, stopped], listed=2)
-    assert "| not built (1) |  |  | a/none |" in text
-    assert "1. `ImportError: no package`" in text
-    assert "| no (2), torch: yes |  | stopped (2) | b/slow |" in text
-    assert "2. `stopped after 9 s (dynamo, ours)`" in text
-
-
 # --- small configs ---------------------------------------------------
 
 
@@ -143,11 +124,6 @@ def test_widths_become_one_number_and_layers_two():
     }
 
 
-def test_only_layers_and_tokens_become_fewer_in_a_shallow_config():
-    settings = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30_000}
-    assert smaller(config(**settings), "shallow") == {"num_hidden_layers": 2, "vocab_size": 1000}
-
-
 def test_numbers_only_become_smaller_and_rates_kernels_and_counts_of_listed_parts_stay():
     assert smaller(config(hidden_size=32, dropout=0.1, conv_kernel=[10, 3], patch_size=16, use_cache=True)) == {}
     assert smaller(config(num_stages_layers=4, depths=[2, 2, 6, 2])) == {"depths": [1, 2, 2, 2]}
@@ -158,17 +134,3 @@ def test_special_tokens_stay_apart_and_within_the_vocabulary():
     assert found["vocab_size"] == 1000
     assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
     assert 900 <= found["image_token_id"] < 1000
-
-
-def test_configs_inside_a_config_are_walked():
-    inner = config(hidden_size=512)
-    outer = SimpleNamespace(to_dict=lambda: {"text_config": {}}, sub_configs={"text_config": object}, text_config=inner)
-    assert smaller(outer) == {"text_config.hidden_size": 64}
-
-
-def test_the_sections_of_a_rotary_embedding_share_half_of_a_head():
-    rope = {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    assert smaller(config(head_dim=128, rope_parameters=rope)) == {
-        "head_dim": 16,
-        "rope_parameters.mrope_section": [2, 3, 3],
-    }
