@@ -11,6 +11,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import InputError
+from tests.nets import Apply
 
 NAN = float("nan")
 
@@ -20,11 +21,6 @@ def example(seed: int = 0, *, broken: bool = False) -> dict[str, Any]:
     if broken:
         x[0, 3] = NAN
     return {"input": x.numpy()}
-
-
-class Log(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.log()
 
 
 def exported(folder: Path, *more: nn.Module, broken: bool = False) -> Path:
@@ -51,7 +47,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A part of what it returns is NaN."""
-    return exported(tmp_path_factory.mktemp("nan"), Log())
+    return exported(tmp_path_factory.mktemp("nan"), Apply(lambda x: x.log()))
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])

@@ -257,14 +257,10 @@ def test_a_tied_weight_is_in_the_first_stage_that_reads_it_and_crosses(exported)
     assert agree(file, found, inputs)
 
 
-class Skipping(nn.Module):
+class Skipping(
+    Holding, stem=nn.Linear(8, 8), layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 2)
+):
     """The input of the first layer is read by the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = hidden = self.stem(x).tanh()

@@ -16,7 +16,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
 from tests import faults
 from tests.exporting import exported, quick
-from tests.nets import EXPORTERS, NETS, Holding, ready, spread, x
+from tests.nets import EXPORTERS, NETS, Apply, Holding, ready, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 MODES = pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
@@ -173,12 +173,7 @@ def test_alone_two_faults_are_both_found_innermost_first(stack_file):
     assert "also wrong: blocks.2.second" in alone.summary
 
 
-class Sum(nn.Module):
-    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y + z
-
-
-class MakesMask(Holding, layer=Sum()):
+class MakesMask(Holding, layer=Apply(lambda y, z: y + z)):
     """Gives a module a tensor that it computes itself and that no module gives back."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
