@@ -13,6 +13,7 @@ import htp_export
 from htp_export.capabilities.cost.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
+from tests.exporting import open_sizes
 from tests.handmade import branching, with_function
 from tests.nets import Holding
 
@@ -249,10 +250,8 @@ class Attending(Holding, qkv=torch.nn.Linear(16, 48)):
 def test_shapes_are_those_that_onnx_runtime_finds(exporter, tmp_path):
     file = tmp_path / "model.onnx"
     x = torch.randn(2, 6, 16)
-    sizes: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: "batch", 1: "length"},)}
-    if exporter == "torchscript":
-        sizes = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "length"}}}
-    htp_export.export(Attending().eval(), (x,), file, verbose=False, **sizes)
+    sizes = open_sizes(exporter, x={0: "batch", 1: "length"})
+    htp_export.export(Attending().eval(), (x,), file, verbose=False, dynamo=exporter == "dynamo", **sizes)
     found = {
         tensor.name: tensor.shape
         for step in run(file, dims={"batch": 3, "length": 10}).steps

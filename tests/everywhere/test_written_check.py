@@ -132,6 +132,16 @@ def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
         assert out.read_bytes() == given["net"].read_bytes()
 
 
+@pytest.mark.parametrize("writer", [writer for writer in WRITERS if "export" not in writer])
+def test_models_in_memory_stay_as_they_were(writer, given, tmp_path):
+    models = {name: htp_export.load(file) if file.is_file() else file for name, file in given.items()}
+    protos = {name: ir.to_proto(each.model) for name, each in models.items() if name != "adapter"}
+    before = {name: proto.SerializeToString(deterministic=True) for name, proto in protos.items()}
+    WRITERS[writer](models, tmp_path / "out.onnx")
+    for name, proto in before.items():
+        assert ir.to_proto(models[name].model).SerializeToString(deterministic=True) == proto, name
+
+
 def test_the_error_says_node_module_and_whose_fault_it_is(given, tmp_path):
     tagged = htp_export.load(given["net"])
     node = tagged["act"].nodes[0]

@@ -16,7 +16,7 @@ import htp_export
 from htp_export.capabilities.partition.balancing import balanced_cuts
 from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
 from tests import handmade
-from tests.exporting import of_type, tiny_bert
+from tests.exporting import of_type, open_sizes, tiny_bert
 from tests.extract.test_cutting import exact, exported_to, run_file
 from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
@@ -163,11 +163,8 @@ def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_
 def test_dynamic_sizes_stay_dynamic(exporter, tmp_path):
     model, kwargs = bert()
     kwargs = {name: tensor.repeat(2, 1) for name, tensor in kwargs.items()}
-    dims = {0: "batch", 1: "length"}
-    options: dict[str, Any] = {"input_names": list(kwargs), "dynamic_axes": dict.fromkeys(kwargs, dims)}
-    if exporter == "dynamo":
-        options = {"dynamic_shapes": dict.fromkeys(kwargs, dict.fromkeys(dims, torch.export.Dim.DYNAMIC))}
-    file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter, **options)
+    sizes = open_sizes(exporter, **{name: {0: "batch", 1: "length"} for name in kwargs})
+    file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter, **sizes)
     inputs = {name: tensor[:, :5].repeat(2, 1).numpy() for name, tensor in kwargs.items()}
     found = htp_export.partition(file, 3)
     assert agree(file, found, inputs)

@@ -12,7 +12,7 @@ from torch.nn.utils import prune as torch_prune
 
 import htp_export
 from htp_export.errors import InputError
-from tests.exporting import BOTH
+from tests.exporting import BOTH, open_sizes
 from tests.extract.test_cutting import exported_to, run_file
 from tests.nets import composed, spread, x
 from tests.prune.test_prune import words
@@ -149,12 +149,6 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(spread(stacked(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
 
 
-def open_dimensions(exporter: str) -> dict[str, Any]:
-    if exporter == "dynamo":
-        return {"dynamic_shapes": {"words": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}}
-    return {"input_names": ["words"], "dynamic_axes": {"words": {0: "batch", 1: "length"}}}
-
-
 def without_heads(attention: Any, groups: list[int]) -> None:
     """Cut heads out of an attention module, by groups of those that share keys."""
     times, size = attention.heads // attention.groups, attention.size
@@ -172,7 +166,8 @@ def without_heads(attention: Any, groups: list[int]) -> None:
 def test_heads_are_cut(is_open, groups, exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(2, 4, groups)).eval()
-    file = export(model, words(), exporter, tmp_path, **(open_dimensions(exporter) if is_open else {}))
+    sizes = open_sizes(exporter, words={0: "batch", 1: "length"}) if is_open else {}
+    file = export(model, words(), exporter, tmp_path, **sizes)
     result = htp_export.prune(file, {"layers.0.attention": "heads:0.5"}, tmp_path / "cut.onnx")
     attention = model.layers[0].attention
     means = [
@@ -193,7 +188,7 @@ def test_heads_are_cut(is_open, groups, exporter, tmp_path):
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(1)).eval()
-    file = export(model, words(), exporter, tmp_path, **open_dimensions(exporter))
+    file = export(model, words(), exporter, tmp_path, **open_sizes(exporter, words={0: "batch", 1: "length"}))
     plan = {"layers.*.up": "channels:0.25", "embed": "channels:0.5"}
     htp_export.prune(file, plan, tmp_path / "cut.onnx")
     stream = smallest(model.embed.weight.T, 0.5)

@@ -22,7 +22,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import assigned
 from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
-from tests.exporting import of_type
+from tests.exporting import of_type, open_sizes
 from tests.nets import EXPORTERS, composed, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, node_bytes, outputs
 
@@ -117,12 +117,10 @@ def exported_to(folder: Path, name: str, exporter: str) -> tuple[Path, Feed]:
         return file, decoder_to(file)
     model, inputs = built(name, exporter)
     options: dict[str, Any] = {"dynamo": exporter == "dynamo", "kwargs": inputs, "verbose": False}
-    if exporter == "torchscript":
+    if "ids" in inputs:
+        options |= open_sizes(exporter, ids={0: "batch", 1: "length"})
+    elif exporter == "torchscript":
         options["input_names"] = list(inputs)
-    if "ids" in inputs and exporter == "dynamo":
-        options["dynamic_shapes"] = {"ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
-    elif "ids" in inputs:
-        options["dynamic_axes"] = {"ids": {0: "batch", 1: "length"}}
     htp_export.export(spread(model.eval()), (), file, **options)
     known = {value.name for value in htp_export.load(file).model.graph.inputs}
     return file, {key: value.numpy() for key, value in inputs.items() if key in known}

@@ -16,6 +16,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.weights.rebuilding import rebuilt
+from tests.exporting import open_sizes
 from tests.nets import EXPORTERS, Apply, composed, spread
 from tests.quantized import (
     IDS,
@@ -310,15 +311,11 @@ def sized(self: Any, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("chosen", ["body", "after", "head"])
 def test_sizes_are_read_of_the_tensor_that_was_there(chosen, exporter, tmp_path):
     torch.manual_seed(0)
-    options: dict[str, Any] = (
-        {"dynamic_shapes": {"ids": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}}
-        if exporter == "dynamo"
-        else {"input_names": ["ids"], "dynamic_axes": {"ids": {0: "batch", 1: "length"}}}
-    )
+    sizes = open_sizes(exporter, ids={0: "batch", 1: "length"})
     after = Apply(lambda x: torch.relu(x.reshape(x.shape[0] * x.shape[1], 8)))
     layers = {"body": nn.Linear(8, 8), "after": after, "head": nn.Linear(8, 4)}
     net, model = tmp_path / "net.onnx", spread(composed(sized, table=nn.Embedding(50, 8), **layers).eval())
-    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **options)
+    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **sizes)
     assert any(node.op_type == "Shape" for node in onnx.load(net).graph.node)
     htp_export.quantize(net, {chosen: "fp16"}, tmp_path / "half.onnx")
     assert_others_are_the_same(net, tmp_path / "half.onnx", chosen)

@@ -283,13 +283,6 @@ def test_weights_are_not_read(file, monkeypatch):
     assert len(htp_export.rename(file).nodes) == 10
 
 
-def test_a_model_in_memory_is_not_changed(file):
-    tagged = htp_export.load(file)
-    before = wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)
-    htp_export.rename(tagged)
-    assert (wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)) == before
-
-
 def test_a_map_describes_the_named_model(file):
     named = htp_export.rename(htp_export.embed_map(file)).model
     assert htp_export.carry(stripped(named)).recovered == {"tensor": 10}

@@ -17,7 +17,7 @@ from htp_export.capabilities.verify.locating import contradictions
 from htp_export.errors import InputError
 from tests import faults
 from tests.exporter.test_exactness import declare, retag
-from tests.exporting import SharedFiles, exported
+from tests.exporting import SharedFiles, exported, open_sizes
 from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
@@ -50,13 +50,12 @@ def net() -> nn.Module:
 @pytest.fixture(scope="module")
 def files(net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelProto]:
     """Of each exporter, a file whose heights and widths are open."""
-    open_sizes = torch.export.Dim.DYNAMIC
-    options: dict[str, dict[str, Any]] = {
-        "dynamo": {"dynamic_shapes": {"x": {2: open_sizes, 3: open_sizes}}},
-        "torchscript": {"input_names": ["x"], "dynamic_axes": {"x": {2: "height", 3: "width"}}},
-    }
-    folders = {exporter: tmp_path_factory.mktemp(exporter) for exporter in EXPORTERS}
-    return {each: exported(net, {"x": x(2, 3, 8, 6)}, each, folders[each], **options[each]) for each in EXPORTERS}
+
+    def export(exporter: str) -> onnx.ModelProto:
+        sizes = open_sizes(exporter, x={2: "height", 3: "width"})
+        return exported(net, {"x": x(2, 3, 8, 6)}, exporter, tmp_path_factory.mktemp(exporter), **sizes)
+
+    return {exporter: export(exporter) for exporter in EXPORTERS}
 
 
 def stripped(file: onnx.ModelProto) -> onnx.ModelProto:
