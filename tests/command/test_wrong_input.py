@@ -466,7 +466,10 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(folder, tmp_path, 
     assert warning in caplog.text
 
 
-@pytest.mark.parametrize("command", ["optimize", "functions", "functions --undo", "splice", "carry", "run"])
+SHARING = ("optimize", "functions", "functions --undo", "splice", "carry", "run", "rename", "tap", "quantize")
+
+
+@pytest.mark.parametrize("command", SHARING)
 def test_weights_are_shared_on_request(folder, tmp_path, command):
     write_model(_square(), tmp_path / "net.onnx", "net.onnx.data")
     write_model(_square(), tmp_path / "part.onnx")
@@ -485,6 +488,9 @@ def test_weights_are_shared_on_request(folder, tmp_path, command):
         "splice": [net, "layer.0", str(tmp_path / "part.onnx")],
         "carry": [net, net],
         "run": ["onnxscript", net],
+        "rename": [net],
+        "tap": [net, "layer.0:out"],
+        "quantize": [net, "--rule", "layer.0.fc=fp16"],
     }
     assert main([*command.split(), *arguments[command], "-o", str(out), "--share-weights"]) == 0
     model = read_model(out)

@@ -79,25 +79,6 @@ def devices(model: Any) -> dict[str, str | None]:
 # --- the rules ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize(
-    "net", ["child_of_two_parents", "called_from_outside", "conv_bn_relu", "mask_made_in_every_layer"]
-)
-def test_exactly_the_region_of_a_module_gets_its_device(net, exporter, shared_files):
-    tagged = htp_export.load(shared_files.net(net, exporter))
-    seen = 0
-    for path in tagged:
-        if tagged[path].nodes:
-            placed = htp_export.place(tagged, {f"re:{path.replace('.', '[.]')}" if path else ".": "gpu"})
-            twins = dict(zip(tagged.nodes, placed.tagged.nodes, strict=True))
-            annotated = {node for node, twin in twins.items() if twin.metadata_props.get("layer_ann") == "gpu"}
-            assert annotated == set(tagged[path].nodes), path
-            assert placed.free == len(tagged.nodes) - len(annotated)
-            assert not placed.free or len(placed.listed) > 1  # not the root alone
-            seen += 1
-    assert seen > 1
-
-
 def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file):
     placed = htp_export.place(file, {".": "cpu", "blocks.*,!blocks.1": "gpu", "blocks.2.norm": "cpu"})
     expected = {"blocks.0": "gpu", "blocks.1": "cpu", "blocks.3": "gpu", "stem": "cpu", "head": "cpu"}

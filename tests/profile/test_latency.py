@@ -136,14 +136,6 @@ class TestRealModels:
         assert {each: each.stat().st_mtime_ns for each in path.parent.iterdir()} == before
         assert list(tmp_path.iterdir()) == []
 
-    def test_session_options_are_put_back(self, exported):
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads, options.profile_file_prefix = 1, "mine"
-        htp_export.profile(exported("bert"), runs=1, session_options=options)
-        kept = (options.enable_profiling, options.profile_file_prefix, options.optimized_model_filepath)
-        assert kept == (False, "mine", "")
-        assert options.intra_op_num_threads == 1
-
 
 class Uneven(Holding, small=nn.Linear(64, 64), wide=nn.Linear(64, 3200), back=nn.Linear(3200, 64)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -250,22 +242,6 @@ def test_torch_scopes_are_taken_with_a_warning_and_no_tags_are_refused(tmp_path,
 
 
 class TestInputs:
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({}, r"no value for input 'x' \(float \[2, 4\]\)"),
-            ({"x": np.ones((2, 4)), "z": 1}, "no input 'z' in this model, only 'x'"),
-            ({"x": np.ones((2, 4))}, r"input 'x': is double \[2, 4\], and the model wants float \[2, 4\]"),
-            ({"x": torch.ones(2, 5)}, r"input 'x': is float \[2, 5\], and the model wants float \[2, 4\]"),
-            ({"x": np.ones(4, np.float32)}, r"is float \[4\]"),
-            ({"x": "words"}, "input 'x'"),
-            ([np.ones((2, 4))], "a dict of name"),
-        ],
-    )
-    def test_wrong_ones_are_refused_by_name(self, given, message):
-        with pytest.raises(InputError, match=message):
-            htp_export.profile(encoder(), given)
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [

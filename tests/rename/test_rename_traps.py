@@ -242,9 +242,6 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
-
-
 def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_names(file):
     nested = htp_export.functions(file, "class:Block")
     named = htp_export.rename(nested)
@@ -259,22 +256,6 @@ def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_na
 
 
 # --- files ---
-
-
-def test_weights_stay_in_the_data_file_that_is_shared(file, tmp_path):
-    source = htp_export.load(file)
-    source.save(tmp_path / "net.onnx", "net.data")
-    data = (tmp_path / "net.data").stat()
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "shared.onnx", share_weights=True)
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "own.onnx")
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "net.onnx")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["net.data", "net.onnx", "own.onnx", "own.onnx.data", "shared.onnx"]
-    assert (tmp_path / "net.data").stat().st_mtime_ns == data.st_mtime_ns
-    results = [onnx.load(str(tmp_path / name)) for name in ("net.onnx", "shared.onnx", "own.onnx")]
-    assert all(equal(run(each, [X]), run(onnx.load(str(file)), [X])) for each in results)
-    for name in ("net.onnx", "shared.onnx", "own.onnx"):
-        assert node_names(htp_export.load(tmp_path / name).model)[0] == "/0/fc/Gemm"
 
 
 def test_weights_are_not_read(file, monkeypatch):
