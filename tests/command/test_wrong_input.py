@@ -332,7 +332,16 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx int8 -o rules.yaml/o.onnx", "rules.yaml/o.onnx"),
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),
-    ("quantize untagged.onnx int8 -o o.onnx", "untagged.onnx: it has no module tags; export it with htp-export export"),
+    *(
+        (command, "untagged.onnx: it has no module tags; export it with htp-export export")
+        for command in (
+            "quantize untagged.onnx int8 -o o.onnx",
+            "place untagged.onnx --rule .=cpu -o o.onnx",
+            "nodes untagged.onnx",
+            "partition untagged.onnx 2 -o stages",
+            "rename untagged.onnx -o o.onnx",
+        )
+    ),
     ("quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing", "{module}:gives_nothing returned no function"),
     ("prune net.onnx 0.5 -o o.onnx", "no file '0.5'; a rule is an option: --rule SELECTOR=VALUE"),
     ("prune net.onnx --rule .=0.5 --method l3 -o o.onnx", "'l3' is not one of 'l1'"),

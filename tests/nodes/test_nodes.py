@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.command.main import main
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
@@ -337,11 +337,6 @@ class TestOtherFiles:
         reader.replace_input_with(2, node.outputs[0])
         found = htp_export.nodes(htp_export.carry(file, model).tagged)
         assert uses(found) == {"weight": {""}, "bias": {"quantized"}}
-
-    def test_a_file_without_tags_is_refused(self):
-        relu = ir.node("Relu", [ir.val("x")])
-        with pytest.raises(UntaggedModelError):
-            htp_export.nodes(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10))
 
 
 MODULES = [htp_export.ModuleInfo("", "net.Net", 1, "computed"), htp_export.ModuleInfo("fc", "net.Fc", 1, "computed")]

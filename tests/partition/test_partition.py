@@ -14,7 +14,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.partition.balancing import balanced_cuts
-from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
+from htp_export.errors import InputError, UnknownModuleError
 from tests import handmade
 from tests.exporting import of_type, open_sizes, tiny_bert
 from tests.extract.test_cutting import exact, exported_to, run_file
@@ -392,11 +392,6 @@ def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_n
 def test_what_cannot_be_done_is_said(stages, options, kind, message):
     with pytest.raises(kind, match=message):
         htp_export.partition(handmade.encoder(), stages, **options)
-
-
-def test_a_model_without_tags_is_refused():
-    with pytest.raises(UntaggedModelError):
-        htp_export.partition(handmade.model([value("x")], [ir.node("Relu", [value("x")])], [], []), 2)
 
 
 # --- running ----------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.parts import Item, fill
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
@@ -169,12 +169,6 @@ def test_rules_and_budgets_that_mean_nothing_are_refused(plan, budget, problem, 
     with pytest.raises(InputError, match=problem):
         htp_export.place(file, plan, tmp_path / "out.onnx", budget=budget)
     assert not list(tmp_path.iterdir())
-
-
-def test_untagged_models_are_refused():
-    relu = ir.node("Relu", [value("x")], outputs=[value("y")])
-    with pytest.raises(UntaggedModelError):
-        htp_export.place(model(list(relu.inputs), [relu], [], []), {".": "gpu"})
 
 
 def test_words_for_devices():

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.errors import UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
@@ -267,11 +266,6 @@ def test_weights_are_not_read(file, monkeypatch):
 def test_a_map_describes_the_named_model(file):
     named = htp_export.rename(htp_export.embed_map(file)).model
     assert htp_export.carry(stripped(named)).recovered == {"tensor": 10}
-
-
-def test_a_model_without_tags_is_refused(file):
-    with pytest.raises(UntaggedModelError, match=r"lost their module tags; .*carry"):
-        htp_export.rename(stripped(htp_export.load(file).model))
 
 
 # --- after other operations, and before them ---
