@@ -98,7 +98,7 @@ def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path):
         htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai")
 
 
-# --- Stages of a decoder with a key-value cache: each layer's cache is in the stage o ---
+# --- stages of a decoder: the cache of each layer is in the stage of the layer ---
 
 
 class Layer(Holding, key=nn.Linear(4, 4)):

@@ -320,7 +320,7 @@ def test_an_engine_of_another_package_says_what_it_ran(monkeypatch):
         htp_export.profile(encoder(), engine="mine", measured=["times.json"])
 
 
-# --- Budgets of modules: which hold, what is over, and the exit status; times are tho ---
+# --- budgets of modules: which hold, what is over, and the exit status ---
 
 
 MS = dict(zip((name for name, _ in NODES.values()), (4.0, 1.0, 1.0, 2.0, 1.0, 0.0, 6.0, 2.0, 3.0), strict=True))

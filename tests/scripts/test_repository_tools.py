@@ -1,4 +1,4 @@
-"""The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, the plot of latencies."""
+"""The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, latencies in pairs."""
 
 import contextlib
 import io
@@ -63,7 +63,7 @@ def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_inst
     assert lines[0].count("|") == lines[2].count("|")
 
 
-# --- ``tools/gpu.py`` with the CPU in place of a GPU: steps run and write Markdown; w ---
+# --- tools/gpu.py with the CPU in place of a GPU: steps run and write Markdown ---
 
 
 SMALL = ["--layers", "1", "--width", "64", "--length", "8", "--runs", "2"]
@@ -104,7 +104,7 @@ def test_a_step_that_fails_is_said_the_others_run_and_the_status_is_1(capsys, mo
     assert "allocated for the outputs of kernels" in output.out
 
 
-# --- The page of commands and the gallery, which the site of the documentation has ---
+# --- the page of commands, which the site of the documentation has ---
 
 
 def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch):
@@ -122,7 +122,7 @@ def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch
         assert f"Usage: htp-export {name} " in page
 
 
-# --- The plot of nodes against latency: what tools/compare_tools.py draws and says ---
+# --- pairs of latencies ---
 
 
 def test_pairs_are_timed_in_turn_and_their_first_ones_left_out():

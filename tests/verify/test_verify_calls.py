@@ -205,7 +205,7 @@ def test_two_files_are_compared_in_the_branches_that_run(name, shared_files):
     assert path.read_bytes() == before
 
 
-# --- Tags that are wrong although every tensor of the file has the right values: veri ---
+# --- tags that are wrong although every tensor of the file has the right values ---
 
 
 NET = "view_after_a_change"  # a convolution, a change in place, a view, a linear layer

@@ -114,7 +114,7 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
 
 
-# --- Screens of the page, compared with those in docs/images, which `python -m tools. ---
+# --- screens of the page, compared with those in docs/images ---
 
 
 TOLERATED = 0.027  # of a screen; another font makes up to 0.025, a missing part at least 0.028
