@@ -159,6 +159,7 @@ SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
                "tree net.onnx")  # fmt: skip
+UNTAGGED = "untagged.onnx: it has no module tags; export it with htp-export export"
 OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
@@ -332,16 +333,11 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx int8 -o rules.yaml/o.onnx", "rules.yaml/o.onnx"),
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),
-    *(
-        (command, "untagged.onnx: it has no module tags; export it with htp-export export")
-        for command in (
-            "quantize untagged.onnx int8 -o o.onnx",
-            "place untagged.onnx --rule .=cpu -o o.onnx",
-            "nodes untagged.onnx",
-            "partition untagged.onnx 2 -o stages",
-            "rename untagged.onnx -o o.onnx",
-        )
-    ),
+    ("quantize untagged.onnx int8 -o o.onnx", UNTAGGED),
+    ("place untagged.onnx --rule .=cpu -o o.onnx", UNTAGGED),
+    ("nodes untagged.onnx", UNTAGGED),
+    ("partition untagged.onnx 2 -o stages", UNTAGGED),
+    ("rename untagged.onnx -o o.onnx", UNTAGGED),
     ("quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing", "{module}:gives_nothing returned no function"),
     ("prune net.onnx 0.5 -o o.onnx", "no file '0.5'; a rule is an option: --rule SELECTOR=VALUE"),
     ("prune net.onnx --rule .=0.5 --method l3 -o o.onnx", "'l3' is not one of 'l1'"),

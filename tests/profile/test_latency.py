@@ -300,3 +300,14 @@ class TestCommandLine:
         assert result["unattributed_ms"] == 0
         operators = {"Neg", "Transpose", "MatMul", "Add", "Mul", "Relu"}
         assert {kernel["op_type"] for kernel in result["kernels"]} == operators
+
+    def test_memory_stands_beside_the_times_and_is_in_the_json(self, file, capfd):
+        assert main(["profile", file, "--runs", "1", "--memory"]) == 0
+        output = capfd.readouterr()
+        assert "allocated for the outputs of kernels" in output.out
+        assert "already exists" not in output.err  # ONNX Runtime's warning of an option that is set again
+        assert main(["profile", file, "--runs", "1", "--memory", "--optimization", "disable", "--json"]) == 0
+        result = json.loads(capfd.readouterr().out)
+        assert result["memory"]["allocated_bytes"] == sum(kernel["bytes"] for kernel in result["memory"]["kernels"])
+        assert result["modules"]["layer.0"]["estimated_bytes"] > 0
+        assert result["modules"][""]["allocated_bytes"] == result["memory"]["allocated_bytes"]
