@@ -1162,6 +1162,21 @@ net(
 )
 
 
+net(  # `broadcast_tensors` gives back what has the size already
+    "given_back_in_a_list",
+    lambda: nn.Sequential(
+        nn.Linear(4, 4),
+        composed(
+            lambda self, x: nn.functional.mse_loss(self.code(x.argmax(-1)), x, reduction="none"),
+            code=nn.Embedding(4, 4),
+        ),
+    ),
+    lambda: {"input": x(2, 3, 4)},
+    fates=computed("", "0", "1", "1.code"),
+    owners={"Gather": [("1.code",)], "ArgMax": [("1",)]},
+)
+
+
 net(
     "view_after_a_change",
     lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)),

@@ -23,7 +23,7 @@ from htp_export.command.terminal import CheckFailed, error_line
 from htp_export.errors import HtpExportError, InputError, described
 from htp_export.process.restoring import rare_collections
 
-_INTERNAL_ERROR = 3
+_INTERNAL_ERROR = 3  # the exit status; 1 is a check that failed, 2 wrong input
 _INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 app = typer.Typer(

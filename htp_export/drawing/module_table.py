@@ -17,9 +17,9 @@ if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed t
     from rich.table import Table
     from rich.text import Text
 
-_GAP = 3
-_SHORTEST_NAME = 24
-_SHORTEST_WORDS = 20
+_GAP = 3  # characters between columns
+_SHORTEST_NAME = 24  # characters below which columns are left out rather than names cut
+_SHORTEST_WORDS = 20  # and words of a column cut no shorter
 _MOST_GUIDES = 100  # what lies deeper has the number of levels in front of it
 
 

@@ -127,6 +127,7 @@ class _Dissolver:
         inlined: list[InlinedCall] | None,
     ) -> None:
         self._functions, self._expected, self._inlined = functions, expected, inlined
+        self._given: dict[ir.Value, ir.Value | None] = {}  # input of a body in the graph → the argument
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
@@ -168,10 +169,13 @@ class _Dissolver:
         for value in all_values(body):
             if value.name and value not in returned and not value.is_graph_input():
                 rename(value, self._value_names.unused(value.name))
-        arguments = dict(zip(body.inputs, call.inputs, strict=False))
+        given = (value and self._given.get(value, value) for value in call.inputs)
+        arguments = dict(zip(body.inputs, given, strict=False))
         replaced = {formal: arguments.get(formal) for formal in body.inputs}
+        self._given |= replaced
         for node in dict.fromkeys(use.node for formal in body.inputs for use in formal.uses()):
-            replace_inputs(node, replaced)
+            if node.op_identifier() not in self._functions:  # an inner call is replaced, too
+                replace_inputs(node, replaced)
         nodes, results = list(body), list(body.outputs)
         body.outputs.clear()
         body.remove(nodes)
@@ -181,7 +185,7 @@ class _Dissolver:
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
             take_place(result, value, rest=result.name)  # the results of inner calls are looked up by their names
-        replace_inputs(call, {value: None for value in call.inputs if value is not None})
+        replace_inputs(call, {value: None for value in call.inputs if value is not None and value not in self._given})
         graph.remove(call)
 
 

@@ -21,7 +21,7 @@ from htp_export.model.neighbours import replace_inputs
 from htp_export.model.recipes import known_beginning, recipe_of, recorded
 from htp_export.model.regions import all_values, twins_of
 from htp_export.model.tensor_names import Names, UsedNames, rename
-from htp_export.shapes.operator_kinds import is_standard, with_subgraphs
+from htp_export.shapes.operator_kinds import with_subgraphs, without_copies
 from htp_export.shapes.symbolic import Symbolic
 
 _MOST_BITS = 8  # of the elements of a quantized tensor
@@ -68,8 +68,7 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
     TorchScript exports have an ``Identity`` between a weight and each further module that has an equal one.
     """
-    while value is not None and is_standard(producer := value.producer(), "Identity"):
-        value = producer.inputs[0]  # type: ignore[union-attr]
+    value = None if value is None else without_copies(value)
     return None if value is None or value.is_graph_input() else stored_tensor(value)
 
 

@@ -26,7 +26,7 @@ from htp_export.format import tags
 from htp_export.process.restoring import Changes, hold_collection, restored, set_variable, turn_attention_fast_path_off
 from htp_export.shapes.operator_kinds import VIEW
 
-_IR_VERSION = 10
+_IR_VERSION = 10  # that of torch's own files
 _CONTROL_FLOW = 23  # ONNX's opset for ``If``, which a graph has for ``torch.cond``
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own key; what draws nodes reads their lines there
 

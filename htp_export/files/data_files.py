@@ -18,10 +18,8 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import Identity
-from htp_export.files.stored import Slot, about, write_values
+from htp_export.files.stored import CHUNK_BYTES, Slot, about, write_values
 from htp_export.process.progress import counted
-
-_CHUNK_BYTES = 1 << 20
 
 
 class DataFile:
@@ -144,7 +142,7 @@ class DataTensor(ir.ExternalTensor):
         with self.file.opened() as source:
             source.seek(self.offset or 0)
             while left:
-                part = source.read(min(left, _CHUNK_BYTES))
+                part = source.read(min(left, CHUNK_BYTES))
                 if not part:
                     raise FileError(self.file.path, f"cannot be read: it ends within tensor {self.name!r}")
                 file.write(part)

@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.replacing import Move
-from htp_export.files.stored import Slot
+from htp_export.files.stored import CHUNK_BYTES, Slot
 from htp_export.format import tags
 
 _SMALL_BYTES = 256
@@ -132,10 +132,9 @@ def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
 Place = tuple[int, int]
 """Where a tensor lies in a data file: where it begins, and how many bytes it takes."""
 
-_BLOCK_BYTES = 4096
-_BLOCKS = 64
-_TENSOR_BYTES = 256
-_CHUNK_BYTES = 1 << 20
+_BLOCK_BYTES = 4096  # a page
+_BLOCKS = 64  # of a file, whatever its size: they are read in a millisecond
+_TENSOR_BYTES = 256  # of the start of each tensor: other numbers differ there
 
 _SHARED = {"size": int, "modified_ns": int, "sha256": str}
 _OWN = {"size": int, "serial": str, "tensors": str}
@@ -275,7 +274,7 @@ def _first_difference(first_path: Path, second_path: Path) -> int | None:
     """Return the offset of the first block that differs between a file and the start of another; None without one."""
     with first_path.open("rb") as first, second_path.open("rb") as second:
         at = 0
-        while chunk := first.read(_CHUNK_BYTES):
+        while chunk := first.read(CHUNK_BYTES):
             opposite = second.read(len(chunk))
             if chunk != opposite:
                 bounds = [*range(0, len(chunk), _BLOCK_BYTES), len(chunk)]

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 LARGE_BYTES = 1 << 16
 """Values of at least this size are cut out; a few bytes of each smaller tensor are soon read."""
 
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 _RAW_DATA = "raw_data"
 _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that lead to the bytes of tensors
@@ -30,7 +30,7 @@ _INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that 
     "attribute": {5: "tensor", 6: "graph", 11: "graph"},
     "tensor": {9: _RAW_DATA},
 }
-_LONGEST_VARINT = 10
+_LONGEST_VARINT = 10  # bytes: 7 bits of 64 in each
 _DEEPEST = 100
 """The nesting limit of protobuf."""
 

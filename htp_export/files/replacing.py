@@ -24,7 +24,7 @@ from htp_export.files import filesystem
 from htp_export.files.filesystem import Identity
 
 _NAME = re.compile(r"\.htp-[0-9a-f]{12}")
-_ATTEMPTS = 100
+_ATTEMPTS = 100  # random names that are all taken mean another problem
 
 
 @dataclass(frozen=True)

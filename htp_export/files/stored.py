@@ -72,7 +72,7 @@ def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol],
     return put
 
 
-_CHUNK_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20  # of a file, read at a time: larger chunks are no faster
 _MESSAGE_BYTES = (1 << 31) - 1
 """Protobuf reads no more."""
 
@@ -151,9 +151,9 @@ class FileTensor(ir.TensorProtoTensor):
 
     def tofile(self, file: IO[bytes]) -> None:
         """Copy the values to another file, a part at a time."""
-        buffer = memoryview(bytearray(min(_CHUNK_BYTES, self._length)))
-        for start in range(0, self._length, _CHUNK_BYTES):
-            part = buffer[: min(_CHUNK_BYTES, self._length - start)]
+        buffer = memoryview(bytearray(min(CHUNK_BYTES, self._length)))
+        for start in range(0, self._length, CHUNK_BYTES):
+            part = buffer[: min(CHUNK_BYTES, self._length - start)]
             self._file.read(self._offset + start, part)
             file.write(part)
 

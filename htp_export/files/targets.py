@@ -21,7 +21,7 @@ from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
 _NAMES_OF_MODELS = (".onnx", ".data", ".ort")
-_HEAD_BYTES = 1024
+_HEAD_BYTES = 1024  # enough to tell text, JSON and ONNX apart
 
 
 class Kind(enum.StrEnum):

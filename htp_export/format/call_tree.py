@@ -289,7 +289,7 @@ class CallTree:
                     break
                 current = caller
             paths = [each.path for each in running]
-            containers = (up for up in tags.all_above(paths) if not self._ran(up))
+            containers = (up for up in tags.all_above(paths, around.modules) if not self._ran(up))
             modules = around.modules.union((*paths, *containers, ""))
             self._parts[call] = Part(call, dict.fromkeys((*running, *around.running)).keys(), modules)
         return self._parts[call]

@@ -192,9 +192,11 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> [(path, module.calls) for path, module in tree.items()]
             [('', 1), ('layer', 0), ('layer.0', 2)]
         """
-        modules = dict(self._modules)
+        modules, seen = dict(self._modules), set[str]()
         for path in calls:
-            for up in reversed(list(tags.ancestors(path))):
+            unseen = list(itertools.takewhile(lambda up: up not in seen, tags.ancestors(path)))
+            seen.update(unseen)
+            for up in reversed(unseen):
                 if up not in modules:
                     modules[up] = ModuleInfo(up, (classes or {}).get(up, ""), calls.get(up, 0))
         return Hierarchy(modules.values())

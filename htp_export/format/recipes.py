@@ -22,8 +22,8 @@ _LONGEST = 1 << 14
 _DEEPEST = 40
 """Steps inside one another: 3 or 4 are common; the gates of an LSTM have 8."""
 
-_MOST_OPERANDS = 256
-_LARGEST_BLOCK = 1 << 16
+_MOST_OPERANDS = 256  # of a concatenation: more than there are experts in a layer
+_LARGEST_BLOCK = 1 << 16  # numbers with one scale; quantizers have up to a row
 
 
 def _is_text(setting: Any) -> bool:

@@ -134,8 +134,8 @@ def nearest_above(path: str, among: Container[str]) -> str | None:
     return next((up for up in ancestors(path) if up != path and up in among), None)
 
 
-def all_above(paths: Iterable[str]) -> set[str]:
-    """Every path that lies above one of ``paths``, up to the root; each is looked at once.
+def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:
+    """Every path that lies above one of ``paths``, up to the root or one that is ``known``; each is looked at once.
 
     Example:
         >>> sorted(all_above(["a.b.c", "a.b", "d"]))
@@ -144,7 +144,7 @@ def all_above(paths: Iterable[str]) -> set[str]:
     ancestors_of_paths: set[str] = set()
     for path in paths:
         above = parent_path(path)
-        while above is not None and above not in ancestors_of_paths:
+        while above is not None and above not in ancestors_of_paths and above not in known:
             ancestors_of_paths.add(above)
             above = parent_path(above)
     return ancestors_of_paths

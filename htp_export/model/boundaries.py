@@ -25,11 +25,15 @@ T = TypeVar("T")
 
 def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
     """Module path → the nodes with an owner at or below it, without what such a module computed for other callers."""
-    below: dict[str, list[T]] = {}
-    for node, work in nodes:
-        for path in work.modules:
-            below.setdefault(path, []).append(node)
-    return below
+    listed = list(nodes)
+    alike: dict[frozenset[str], list[int]] = {}
+    for place, (_, work) in enumerate(listed):
+        alike.setdefault(work.modules, []).append(place)
+    below: dict[str, list[int]] = {}
+    for modules, places in alike.items():
+        for path in modules:
+            below.setdefault(path, []).extend(places)
+    return {path: [listed[place][0] for place in sorted(places)] for path, places in below.items()}
 
 
 class Boundaries(Generic[Key]):

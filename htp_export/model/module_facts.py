@@ -27,7 +27,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 
-_QUANTIZED_BITS = 8
+_QUANTIZED_BITS = 8  # integers that are wider are no weights, but sizes and indices
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
 _COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
 

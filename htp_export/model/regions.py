@@ -6,6 +6,7 @@ holds which subgraph, where functions are called, and which values are the same 
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -83,6 +84,19 @@ class GraphIndex:
     def below(self) -> Mapping[str, Sequence[ir.Node]]:
         """Module path → the nodes in its region, in order."""
         return nodes_below(self.works.items())
+
+    def counts(self, kind: Callable[[ir.Node], str]) -> dict[str, dict[str, int]]:
+        """Module path → a kind of nodes → how many are in its region, most frequent first; ``""`` is no kind."""
+        alike: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # nodes in the same regions
+        for node, work in self.works.items():
+            if name := kind(node):
+                alike[work.modules][name] += 1
+        by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for modules, counts in alike.items():
+            for path in {"", *modules}:
+                for name, count in counts.items():
+                    by_path[path][name] += count
+        return {path: dict(counts.most_common()) for path, counts in by_path.items()}
 
     @cached_property
     def _called(self) -> dict[ir.Node, list[ir.Graph]]:

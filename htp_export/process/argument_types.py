@@ -223,7 +223,7 @@ MOST_SEED = 2**32 - 1
 MOST_RUNS = 1_000_000
 """Of timed runs, and of trials: more take days for the smallest model, and their times are kept in memory."""
 
-_THREADS_OF_A_CORE = 16
+_THREADS_OF_A_CORE = 16  # beyond what any scheduler gains from
 
 
 def most_threads() -> int:

@@ -171,7 +171,7 @@ def plain(value: Any) -> Any:
 
 
 _MOST_IN_TREE = 4000  # modules of a tree in a notebook: more make it slow to scroll
-_OPEN_LEVELS = 2
+_OPEN_LEVELS = 2  # of a tree in a notebook: the model and its parts
 _MOST_LINES = 400  # of a table in a notebook, which shows each as a row
 _NUMBER = re.compile(r"(?:[-+\d.,e]+|nan|-?inf)?")
 _STYLE = "font-family:monospace;white-space:pre"

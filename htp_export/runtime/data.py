@@ -29,7 +29,7 @@ Run: TypeAlias = Mapping[str, Any] | str | os.PathLike[str]
 Data: TypeAlias = Run | Iterable[Run]
 """One run, or several; a folder of ``.npz`` files; or ``"package.module:factory"``, which returns data."""
 
-_RANDOM_RUNS = 4
+_RANDOM_RUNS = 4  # ranges and medians hardly change with more random data
 _FORMS = "arrays by input name, several of these, an .npz file, a folder of them, or 'package.module:factory'"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.npz_file import ArrayHeader
 from htp_export.runtime.arrays import Array, from_torch
+from htp_export.shapes.operator_kinds import is_standard
 
 Shape = tuple[int | str | None, ...]
 
@@ -22,13 +23,15 @@ class Input:
     """An input of a model.
 
     The type is None if it is unknown, or the input is not a tensor. The shape has for each dimension a size, a name, or
-    None for an open dimension without a name; it is None if the rank is unknown.
+    None for an open dimension without a name; it is None if the rank is unknown. ``rows`` are those of the smallest
+    table in which it is looked up; None if there is no table.
     """
 
     name: str
     type: ir.DataType | None
     shape: Shape | None
     tensor: bool = True
+    rows: int | None = None
 
     @classmethod
     def of(cls, value: ir.Value) -> Input:
@@ -38,13 +41,23 @@ class Input:
         shape = None
         if value.shape is not None:
             shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        return cls(str(value.name), value.dtype if known else None, shape, tensor)
+        return cls(str(value.name), value.dtype if known else None, shape, tensor, min(_rows(value), default=None))
 
     def __str__(self) -> str:
         shape = (
             "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
         )
         return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
+
+
+def _rows(value: ir.Value) -> Iterator[int]:
+    """The rows of each table in which a value is looked up."""
+    for node, place in value.uses():
+        table = node.inputs[0] if is_standard(node, "Gather") and place == 1 else None
+        if table is not None and table.shape:
+            rows = table.shape[node.attributes.get_int("axis", 0)]
+            if isinstance(rows, int) and rows > 0:
+                yield rows
 
 
 def is_float(array: Array) -> bool:
@@ -105,4 +118,4 @@ def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Gener
         if math.prod(shape) == 0:
             return np.zeros(shape, dtype=kind.numpy())
         return np.asarray(generator.standard_normal(shape, dtype=np.float32)).astype(kind.numpy())
-    return np.asarray(generator.integers(0, 2, shape)).astype(kind.numpy())
+    return np.asarray(generator.integers(0, min(2, wanted.rows or 2), shape)).astype(kind.numpy())

@@ -22,7 +22,7 @@ CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after
 """``past_key_values.0.key`` as optimum has it, ``input.cache.layers.0.keys`` as transformers has it."""
 
 _IDS, _MASK, _POSITIONS, _LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
-_RANDOM_LENGTH = 16
+_RANDOM_LENGTH = 16  # tokens: as many as a short prompt has
 
 
 @dataclass(frozen=True)

@@ -180,8 +180,9 @@ class Inputs:
         open_sizes: Sequence[int] = (1,),
         true: float = 1.0,
     ) -> Feed:
-        """Create random inputs: floats are normally distributed, integers are 0 or 1, which every vocabulary has.
+        """Create random inputs: floats are normally distributed, integers are 0 or 1, which most vocabularies have.
 
+        They are 0 where they are looked up in a table of one row.
         ``open_sizes`` are for further open dimensions, see `assume`; ``true`` is the probability that a boolean is
         true.
         """

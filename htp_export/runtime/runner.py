@@ -179,7 +179,7 @@ def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[
         return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))
 
 
-_WARMUP = 2
+_WARMUP = 2  # runs: the first allocates memory, the second fills caches
 
 
 def median_times(sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], runs: int) -> list[float]:

@@ -242,9 +242,9 @@ def _add_to_launch(
 
 
 _STATISTICS = "session.collect_node_memory_stats_to_file"
-_MASK = 0xFFFFFFFF
-_FACTORS = (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93)
-_ROTATIONS = (15, 16, 17, 18)
+_MASK = 0xFFFFFFFF  # 32 bits; the numbers below are those of MurmurHash3_x86_128, which ONNX Runtime uses
+_FACTORS = (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93)  # multiplied with each word
+_ROTATIONS = (15, 16, 17, 18)  # of each word, in bits
 _MIXED = ((19, 0x561CCD1B), (17, 0x0BCAA747), (15, 0x96CD1C35), (13, 0x32AC3B17))
 
 

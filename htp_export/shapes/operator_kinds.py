@@ -70,6 +70,20 @@ def is_standard(node: ir.Node | None, *op_types: str) -> bool:
     return node is not None and node.domain == "" and (not op_types or node.op_type in op_types)
 
 
+def without_copies(value: ir.Value) -> ir.Value:
+    """The tensor that ``Identity`` nodes before a value copy; the value itself where there are none.
+
+    Examples:
+        >>> x = ir.val("x")
+        >>> copied = ir.node("Identity", ir.node("Identity", [x]).outputs)
+        >>> without_copies(copied.outputs[0]) is x is without_copies(x)
+        True
+    """
+    producer = value.producer()
+    source = producer.inputs[0] if producer is not None and is_standard(producer, "Identity") else None
+    return value if source is None else without_copies(source)
+
+
 def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:
     """The graphs in a node's attributes: branches and loop bodies."""
     if not node.attributes:

@@ -23,7 +23,7 @@ from htp_export.weights.parameter_places import WeightSources
 
 _Array = npt.NDArray[Any]
 
-_LAST_TWO = (-2, -1)
+_LAST_TWO = (-2, -1)  # the axes that a product sums over, and gives to its results
 _PRODUCTS: Mapping[str, Mapping[int, tuple[int, int]]] = {
     "MatMul": {1: _LAST_TWO, 0: (-1, -2)},
     "com.microsoft::FusedMatMul": {1: _LAST_TWO, 0: (-1, -2)},

@@ -146,6 +146,23 @@ def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter, tm
         assert inexact(model, kwargs, tmp_path / "out.onnx") == []
 
 
+@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
+def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
+    """Both are outputs of the model: a tool computes them twice, or gives one of them back from the other."""
+
+    def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(part for head in (self.one, self.two) for part in head(x))
+
+    heads = {name: composed(lambda self, x: (self.fc(x), x.sum(-1)), fc=nn.Linear(4, 4)) for name in ("one", "two")}
+    model, kwargs = spread(composed(forward, **heads).eval()), {"x": torch.randn(2, 4)}
+    exported(model, kwargs, exporter, tmp_path)
+    for tool in (tools.onnxslim, tools.onnxscript, htp_export.optimize):
+        tool(tmp_path / "model.onnx", tmp_path / "out.onnx")
+        assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
+        assert inexact(model, kwargs, tmp_path / "out.onnx") == []
+        assert {info.fate for info in htp_export.load(tmp_path / "out.onnx").hierarchy.values()} == {"computed"}
+
+
 def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
     import onnxruntime
 
@@ -332,6 +349,13 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
     with pytest.raises(ToolError, match=r"twice made a model of this one that is not valid: .*redeclared"):
         adapter(twice)(attention[2], tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_is_broken(tmp_path):
+    exported(nn.Linear(4, 4).eval(), {"input": torch.randn(2, 3, 4)}, "dynamo", tmp_path)
+    adapted = htp_export.lora.insert(tmp_path / "model.onnx", ".").model
+    with pytest.raises(ToolError, match=r"of 'lora_A': .*; it took the default value of input '.*lora_A.weight' for"):
+        tools.onnxslim(adapted, tmp_path / "slim.onnx")
 
 
 def test_a_library_that_is_not_installed_is_named_with_what_to_install():

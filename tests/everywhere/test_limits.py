@@ -161,6 +161,24 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat():
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
+def test_weights_are_handed_on_to_functions_in_time_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: Counter[str] = Counter()
+    replace = ir.Node.replace_input_with
+
+    def replace_input_with(node: ir.Node, place: int, value: ir.Value | None) -> None:
+        steps[doing] += len(node.inputs)  # it makes the tuple of all inputs anew
+        replace(node, place, value)
+
+    monkeypatch.setattr(ir.Node, "replace_input_with", replace_input_with)
+    for levels in (30, 60):
+        doing = f"functions {levels}"
+        nested = htp_export.functions(scale.deep(levels), "**")
+        doing = f"inline {levels}"
+        htp_export.inline(nested.model)
+    for what in ("functions", "inline"):  # weights times levels; 8 times, if each call replaced its inputs one by one
+        assert steps[f"{what} 60"] < 5 * steps[f"{what} 30"]
+
+
 def test_weights_of_deep_modules_have_short_names_in_functions():
     for function in nested_too_deep().model.functions.values():
         names = [str(value.name) for value in function.inputs]

@@ -25,6 +25,7 @@ from htp_export.errors import InputError, RuleError, ToolError
 from htp_export.format import tags
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
+from htp_export.runtime.crashes import safe_entries
 from htp_export.weights.rebuilding import rebuilt
 from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file, wrong_parts
@@ -73,7 +74,10 @@ class Case:
     def far(self, file: Path, share: float) -> list[str]:
         """Empty if results, as ONNX Runtime computes them for users, differ by no more than a share of the largest."""
         most = max(float(np.abs(array).max()) for array in self.expected)
-        session = onnxruntime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+        options = onnxruntime.SessionOptions()
+        for key, value in safe_entries(htp_export.load(file).model).items():
+            options.add_session_config_entry(key, value)
+        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
         pairs = zip(session.run(None, self.feeds), self.expected, strict=True)
         off = max(float(np.nan_to_num(np.abs(one - other), nan=np.inf).max()) for one, other in pairs)
         return [] if off <= share * most else [f"results differ by {off:.2g}, the largest is {most:.2g}"]

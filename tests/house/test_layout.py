@@ -297,6 +297,27 @@ def test_a_name_of_a_class_stands_for_one_thing():
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
+def test_numbers_with_a_name_have_a_reason_beside_them():
+    bare = []
+    for module, path in MODULES.items():
+        lines, body = path.read_text().splitlines(), parsed(module).body
+        for node, behind in zip(body, [*body[1:], ast.Pass()], strict=True):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_number(node.value):
+                documented = isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
+                commented = "#" in f"{lines[node.lineno - 2]}{lines[node.lineno - 1]}"
+                bare += [] if documented or commented else [f"{module}: {lines[node.lineno - 1]}"]
+    assert bare == []
+
+
+def is_number(expression: ast.expr) -> bool:
+    """Whether an expression is a number, such as ``1 << 20``, or several."""
+    made_of = ast.BinOp | ast.UnaryOp | ast.Tuple | ast.operator | ast.unaryop | ast.expr_context
+    return all(
+        type(node.value) in (int, float) if isinstance(node, ast.Constant) else isinstance(node, made_of)
+        for node in ast.walk(expression)
+    )
+
+
 def test_the_drawing_in_the_documentation_is_that_of_the_code():
     page = PACKAGE.parent / "docs" / "architecture.md"
     text = page.read_text(encoding="utf-8")

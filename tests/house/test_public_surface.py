@@ -138,6 +138,15 @@ def test_version_is_that_of_the_project():
     assert re.findall(r'^version = "(.*)"$', project, re.MULTILINE) == [htp_export.__version__]
 
 
+def test_a_file_is_drawn_without_torch():
+    node = "onnx_ir.node('Relu', [onnx_ir.val('x', onnx_ir.DataType.FLOAT, [2])])"
+    graph = "onnx_ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={'': 20})"
+    drawn = "htp_export.view(onnx_ir.Model(graph, ir_version=10), explorer=False)"
+    code = f"import sys, htp_export, onnx_ir; node = {node}; graph = {graph}; {drawn}; print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    assert run.stdout == "False\n"
+
+
 def test_importing_the_package_imports_no_library_and_exporting_none_but_torch():
     show = "print(*{'torch', 'transformers', 'onnxruntime', 'typer'} & sys.modules.keys(), sep=', ')"
     names = "htp_export.results.Profile; htp_export.export; htp_export.load; htp_export.tools.onnxslim"

@@ -23,9 +23,9 @@ from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError, PassError
 from htp_export.model.regions import all_nodes
 from htp_export.runtime.data import Samples
-from tests.exporting import exported, of_type
+from tests.exporting import BOTH, exported, of_type
 from tests.graphs import array, ops, owners, passed, run, tagged
-from tests.nets import composed, ready
+from tests.nets import composed, ready, spread
 from tests.truth import inexact
 
 
@@ -583,6 +583,15 @@ def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
     assert "FusedMatMul" in {node.op_type for node in result.model.graph}
     assert all("htp.module" in node.metadata_props for node in all_nodes(result.model))
     assert inexact(model, kwargs, tmp_path / "small.onnx") == []
+
+
+@BOTH
+def test_a_tensor_that_is_returned_twice_still_is(exporter, tmp_path):
+    twice = composed(lambda self, x: (lambda y: (y, y.tanh(), y))(self.fc(x)), fc=torch.nn.Linear(4, 4))
+    before = exported(spread(twice.eval()), {"x": torch.randn(2, 4)}, exporter, tmp_path)
+    small = htp_export.optimize(before, level="fused").model
+    assert [output.name for output in small.graph.outputs] == [output.name for output in before.graph.output]
+    assert [node.op_type for node in small.graph] == [node.op_type for node in before.graph.node]
 
 
 def test_changes_of_layout_around_fused_attention_go(tmp_path):

@@ -175,3 +175,28 @@ def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(export
     names = [value.name for value in onnx.load(file).graph.input]
     [found] = run_file(tmp_path / "cut.onnx", {names[0]: kwargs["x"].numpy()})
     assert torch.allclose(torch.tensor(found), model(**kwargs), atol=1e-5)
+
+
+@TORCHSCRIPT
+def test_projections_are_split_by_their_own_width_where_less_is_read(exporter, tmp_path):
+    """`nn.MultiheadAttention` splits its projections by the width of its input."""
+    parts = {
+        "read": nn.Linear(5, 8),
+        "attention": nn.MultiheadAttention(8, 2, batch_first=True),
+        "head": nn.Linear(8, 3),
+    }
+    torch.manual_seed(0)
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.read(x)
+        return self.head(self.attention(x, x, x)[0])
+
+    model: Any = spread(composed(forward, **parts)).eval()
+    kwargs = {"x": x(4, 3, 5)}
+    file = export(model, kwargs, exporter, tmp_path, **open_batch(exporter))
+    htp_export.prune(file, {"read": "channels:0.5"}, tmp_path / "cut.onnx")
+    with torch.no_grad():
+        cut = model.read.weight.abs().mean(1).argsort()[:4]
+        model.read.weight[cut], model.read.bias[cut] = 0, 0
+    [found] = run_file(tmp_path / "cut.onnx", {"x": kwargs["x"].numpy()})
+    assert torch.allclose(torch.tensor(found), model(**kwargs), atol=1e-5)

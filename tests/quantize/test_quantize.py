@@ -19,7 +19,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError, SelectorError, ToolError
 from htp_export.format import tags
-from tests.exporting import quick
+from tests.exporting import exported, quick
 from tests.nets import EXPORTERS, Apply, TiedWeights, composed, image, spread
 from tests.quantized import (
     IDS,
@@ -219,6 +219,16 @@ def test_logging_of_the_program_stays_as_it_was(net):
     assert (root.handlers[:], root.level) == before
 
 
+@pytest.mark.parametrize("data", [True, False])
+def test_a_range_that_is_no_number_is_refused_with_the_tensor(data, tmp_path):
+    """A softmax of which everything is masked."""
+    parts = {"fc": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
+    net = composed(lambda self, x: self.head((self.fc(x) + torch.full((8,), -torch.inf)).softmax(-1)), **parts)
+    file = written(net, (torch.randn(4, 8),), tmp_path / "net.onnx", "dynamo", ["x"])
+    with pytest.raises(InputError, match="computes NaN in 'softmax'; its range is not known"):
+        htp_export.quantize(file, "u8s8", data=[{"x": np.ones((4, 8), np.float32)}] if data else None)
+
+
 class TestCasts:
     def test_stand_at_borders_alone(self, net):
         model = htp_export.quantize(net, {"class:Linear,act,norm": "fp16"}).model
@@ -262,6 +272,22 @@ class TestCasts:
         net = composed(lambda self, x: self.table((self.fc(x).abs() * 2).clamp(0, 9).long()), **parts)
         x = torch.randn(2, 4)
         file = written(net, (x,), tmp_path / "net.onnx", exporter, ["x"])
+        htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
+        with torch.no_grad():
+            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
+
+    @pytest.mark.parametrize("summed", ["scatter_add", "index_put"])
+    def test_sums_of_scattered_numbers_stay(self, summed, tmp_path):
+        """ONNX Runtime loads them in half precision, and refuses to run them."""
+
+        def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+            h, places = self.fc(x), torch.tensor([0, 1, 0])
+            if summed == "scatter_add":
+                return torch.zeros(2, 4).scatter_add(0, places[:, None].expand(3, 4), h)
+            return torch.zeros(2, 4).index_put((places,), h, accumulate=True)
+
+        net, x = composed(forward, fc=nn.Linear(4, 4)), torch.randn(3, 4)
+        file = written(net, (x,), tmp_path / "net.onnx", "dynamo", ["x"])
         htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
         with torch.no_grad():
             assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
@@ -444,6 +470,13 @@ class TestRefused:
             htp_export.quantize(net, plan, target, data=runs())
         assert target.read_bytes() == b"as it was"
         assert [path.name for path in tmp_path.iterdir()] == ["quantized.onnx"]
+
+    def test_weights_that_nodes_transpose(self, tmp_path):
+        file = exported(nn.Linear(16, 16).eval(), {"input": torch.randn(2, 3, 16)}, "dynamo", tmp_path, optimize=False)
+        with pytest.raises(InputError, match=r"1 Transpose.*; weights are still computed .* optimize the file first"):
+            htp_export.quantize(file, {".": "int8-dynamic"})
+        optimized = htp_export.optimize(file).model
+        assert htp_export.quantize(optimized, {".": "int8-dynamic"}).modules[""].changed == 1
 
     @pytest.mark.parametrize(
         ("data", "problem"),

@@ -118,3 +118,10 @@ def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path)
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
         NpzArrays(tmp_path / "x.npz")["x"]
+
+
+def test_random_integers_are_within_the_tables_in_which_they_are_looked_up():
+    ids, table = ir.val("ids", ir.DataType.INT64, [8]), ir.val("table", ir.DataType.FLOAT, [1, 4])
+    row = ir.node("Gather", [table, ids])
+    given = Inputs.of(ir.Model(ir.Graph([ids, table], row.outputs, nodes=[row]), ir_version=10))
+    assert not given.random().arrays["ids"].any()

@@ -12,7 +12,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.verify.pytorch_run import stable_sorting
 from tests import faults
-from tests.nets import EXPORTERS, Holding, spread, x
+from tests.nets import EXPORTERS, Holding, composed, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 Tensor = torch.Tensor
@@ -230,3 +230,11 @@ def test_other_weights_are_refused_in_half_precision_too(tmp_path):
     with pytest.raises(htp_export.InputError, match="it has other weights"):
         htp_export.verify(spread(copy.deepcopy(model), seed=5), tmp_path / "half.onnx", args)
     assert np.float16 == htp_export.load(tmp_path / "half.onnx").model.graph.inputs[0].dtype.numpy()  # type: ignore[union-attr]
+
+
+@BOTH
+def test_a_weight_of_a_layer_that_the_model_returns(tmp_path, exporter):
+    model = spread(composed(lambda self, y: (self.fc(y), self.fc.weight), fc=nn.Linear(4, 3)).eval())
+    result = htp_export.verify(model, file_of(model, (x(2, 4),), tmp_path, exporter), (x(2, 4),))
+    assert result.ok
+    assert not result.misplaced

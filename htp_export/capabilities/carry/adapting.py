@@ -133,7 +133,10 @@ def _run(
                 with made_from(lambda: [before]):
                     write_model(result.model, output)
             except ResultError as error:
-                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}") from error
+                left = {value.name for value in result.model.graph.inputs}
+                frozen = next((value.name for value in before.graph.inputs if value.name not in left), None)
+                hint = f"; it took the default value of input {frozen!r} for a constant" if frozen else ""
+                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}{hint}") from error
         _into_memory(result.model, Path(folder))
     return result
 

@@ -303,11 +303,10 @@ def _carried(
 
 def _modules(found: Found, hierarchy: Hierarchy) -> dict[str, CarriedModule]:
     nodes, unknown = Counter[str](), Counter[str]()
-    for entry in found.owned:
-        above = dict.fromkeys(path for owner in entry.paths for path in tags.ancestors(owner))
-        nodes.update(above.keys())
-        if entry.reason == Reason.UNKNOWN:
-            unknown.update(above.keys())
+    for (owners, reason), count in Counter((entry.paths, entry.reason) for entry in found.owned).items():
+        for path in dict.fromkeys(path for owner in owners for path in tags.ancestors(owner)):
+            nodes[path] += count
+            unknown[path] += count * (reason == Reason.UNKNOWN)
     return {
         path: CarriedModule(path, info.class_name, nodes[path], unknown[path], info.fate)
         for path, info in hierarchy.items()

@@ -289,7 +289,7 @@ def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir
     if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
         parts = [_content(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]  # plain numbers, as a tensor
     text = ";".join(parts)
-    if len(text) > 24:
+    if len(text) > 24:  # longer than its hash and a little
         text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
     return sys.intern(text), tuple(words), bodies
 
@@ -302,4 +302,4 @@ def _content(tensor: ir.TensorProtocol | None) -> str:
         return ""
     shape = ",".join(str(dimension) for dimension in tensor.shape)
     text = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
-    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()  # 24 characters

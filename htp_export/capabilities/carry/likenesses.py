@@ -31,7 +31,7 @@ _AMPLIFIED = 4.0
 _FEWEST = 4  # different numbers; tensors with fewer, such as masks, are equal by chance
 _PLACES = 128  # elements of a sample; the error of two random tensors in a sample is 1.4, and never below 0.9
 _SAMPLED = 1.5  # error in a sample, per error of the whole
-_MOST_PARTS = 8
+_MOST_PARTS = 8  # projections that are joined are three, gates of an LSTM four
 _SORTED = 1e-3  # relative error of sorted numbers: those of two tensors with one distribution differ by more
 _MOST_AXES = 5  # whose permutations are tried
 _FEW, _FITTED = 256, 0.05  # a fit may bring few numbers near others by chance, and has to be closer for these
@@ -292,7 +292,7 @@ def _is_whole(array: Array) -> bool:
 def _facts(array: Array) -> Array:
     """Numbers that are the same in every layout: mean, root mean square and largest of what is finite, and no mask."""
     numbers = array.reshape(-1).astype(np.float64)
-    numbers = numbers[np.abs(numbers) < 1e30]
+    numbers = numbers[np.abs(numbers) < 1e30]  # masks hold the lowest number of a type
     if not numbers.size:
         return np.full(3, math.inf)
     return np.array([numbers.mean(), math.sqrt(np.square(numbers).mean()), np.abs(numbers).max()])

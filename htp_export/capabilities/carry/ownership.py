@@ -161,7 +161,9 @@ class _CarriedEvidence(FateEvidence[int]):
         return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
 
     def _name(self, name: str) -> str | None:
-        value = self._remaining.get(self._numbered(name), NOTHING)
+        number, value = self._numbered(name), self._alignment.after.find(name)
+        if value == NOTHING or number == NOTHING or self.counterpart(value) != number:
+            value = self._remaining.get(number, NOTHING)
         return None if value == NOTHING else self._alignment.after.values[value].name
 
     def _numbered(self, name: str) -> int:

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from htp_export.capabilities.carry.alignment import Alignment
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
+from htp_export.capabilities.carry.numbering import repeats
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
@@ -44,12 +45,17 @@ class _Division:
         self.before, self.after = alignment.before, alignment.after
         self.number = alignment.numbers.number
         kept = (value for value in range(len(self.after.values)) if alignment.keeps_name(value))
-        self._taken = {*map(alignment.origin, kept)}  # original values that remain under their name
+        self._taken = {alignment.origin(value) for value in kept if self._is_made(value)}
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
         self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
         self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
+
+    def _is_made(self, value: int) -> bool:
+        """Whether an original value that remains under its name is still computed: not given back from an equal one."""
+        maker = self.after.maker[value]
+        return maker == NOTHING or not repeats(self.after.nodes[maker])
 
     def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
         """For each node: numbers of the nearest matched tensors before it, and the nearest matched values after it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from htp_export.capabilities.cost.execution import Body, Run, RunStep, run_by_shapes, walk
@@ -149,15 +150,19 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     total: _Sums = defaultdict(Counter)
     own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
+    alike: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # sums over nodes of the same regions
     for node in nodes:
         for path in node.modules if not node.counted else ():
             uncounted[path][node.op_type] += 1
         for name in _SUMMED:
             number = getattr(node, name)
-            for path in node.modules:
-                total[path][name] += number
+            alike[node.modules][name] += number
             for owner, share in divided(number, node.owners or ("",)):
                 own_total[owner][name] += share
+    for modules, sums in alike.items():
+        for name, number in sums.items():
+            for path in modules if number else ():
+                total[path][name] += number
     return total, own_total, uncounted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -194,7 +193,7 @@ class ModelDifference(Result):
         return None if self.same else ([MODULE, *DIFFERENCE_COLUMNS], self.topmost())
 
 
-_MOST_OPERATORS = 5
+_MOST_OPERATORS = 5  # what fits a line of a table
 _STYLES = {"same": "dim", "changed": "yellow", "moved": "cyan", "added": "green", "removed": "red"}
 
 
@@ -292,26 +291,14 @@ def _compared(path: str, before: ModuleState | None, after: ModuleState | None) 
 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
-    contents, hasher, operators = contents_of(tagged).modules, Hasher(GraphFacts(tagged)), _operators_of(tagged)
+    contents, hasher = contents_of(tagged).modules, Hasher(GraphFacts(tagged))
+    operators = tagged.index.counts(lambda node: f"{node.domain}.{node.op_type}" if node.domain else node.op_type)
     return {
         path: ModuleState(
             **vars(contents[path].facts), operators=operators.get(path, {}), structure=hasher.region(path)
         )
         for path in (tagged.paths if by_module else [""])
     }
-
-
-def _operators_of(tagged: TaggedModel) -> dict[str, dict[str, int]]:
-    """Module path → operator → nodes in its region, most frequent first."""
-    groups: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # of nodes in the same regions
-    for node, work in tagged.index.works.items():
-        operator = f"{node.domain}.{node.op_type}" if node.domain else node.op_type
-        groups[work.modules][operator] += 1
-    by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
-    for regions, counts in groups.items():
-        for path in {"", *regions}:
-            by_path[path].update(counts)
-    return {path: dict(counts.most_common()) for path, counts in by_path.items()}
 
 
 def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from htp_export.results.result import Result
 from htp_export.results.tag_facts import TagFacts
 
 _LEAST_NODES = 3  # of a module
-_LEAST_IN_PIECES = 5
+_LEAST_IN_PIECES = 5  # nodes of a block without modules: fewer repeat by chance
 _LONGEST_CHAIN = 4096  # pieces; what comes after is not looked at
 _WEIGHED = frozenset((
     "Attention", "Conv", "ConvInteger", "ConvTranspose", "FusedConv", "FusedMatMul", "GRU", "Gemm", "LSTM", "MatMul",

@@ -24,7 +24,7 @@ from htp_export.shapes.operator_kinds import is_standard, subgraphs, with_subgra
 _LONGEST = 64
 """Characters of a name of several parts: every function around a deep module names its weights anew."""
 
-_LONGEST_PART = 128
+_LONGEST_PART = 128  # characters of what is left of a long name
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +50,16 @@ class Bodies:
         # Now: what the index does not know yet, it would read from graphs that are changed.
         self._signatures, self._constant, self._owners = work.signatures, index.constant, index.owners
         self._known: dict[Hashable, ir.Function] = {}
+        # What a call reads in place of a weight → the weight. It becomes an input of the function around the call:
+        # replacing each of many inputs of a node takes time with the square of their number.
+        self._weights: dict[ir.Value, ir.Value] = {}
         self._names = UsedNames(name for domain, name, _ in self.model.functions if domain == DOMAIN)
 
     def build(self, graph: ir.Graph, items: Iterable[Item]) -> None:
         """Make functions of the groups of a graph; its nodes are then in the order of ``items``."""
         nodes = self._nodes_of(items, graph)
+        for node in nodes:
+            replace_inputs(node, self._weights)
         graph.remove(nodes)
         graph.extend(nodes)
 
@@ -66,7 +71,9 @@ class Bodies:
         instance, nodes = group.instance, self._nodes_of(group.items, graph)
         every = [held for node in nodes for held in with_subgraphs(node)]
         inside, graphs = set(every), {body for node in every for body in subgraphs(node)}
-        read = dict.fromkeys(value for node in every for value in node.inputs if value is not None)
+        read = dict.fromkeys(
+            self._weights.get(value, value) for node in every for value in node.inputs if value is not None
+        )
         # Tensors first, then weights, as in torch.nn.functional; each kind as it came.
         entering = sorted((value for value in read if _enters(value, inside, graphs)), key=self._is_weight)
         leaving = [value for node in nodes for value in node.outputs if _leaves(value, inside)]
@@ -81,9 +88,11 @@ class Bodies:
         body = ir.Graph(formals, leaving, nodes=nodes, opset_imports=self._opsets(every))
         function = self._shared(body, instance)
         number = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
+        given = [ir.Value() if value.is_initializer() else value for value in entering]
+        self._weights.update((one, value) for one, value in zip(given, entering, strict=True) if one is not value)
         call = ir.node(
             function.name,
-            entering,
+            given,
             domain=DOMAIN,
             outputs=results,
             name=_relative_name(instance, ""),
@@ -104,14 +113,18 @@ class Bodies:
         for value in leaving:
             value.name = used.unused("output")
         names = self._names_of(entering, nodes, instance, used)
-        formals = {
+        stand_ins = [value for node in nodes for value in node.inputs if value is not None and value in self._weights]
+        formals = {self._weights[value]: value for value in stand_ins}
+        for value, name in zip(entering, names, strict=True):
             # Weights have their types in the graph. A function around a deep module would write them all again.
-            value: ir.Value(name=name) if self._is_weight(value) else copy_value(value, name)
-            for value, name in zip(entering, names, strict=True)
-        }
+            if value not in formals:
+                formals[value] = ir.Value() if self._is_weight(value) else copy_value(value, name)
+            formals[value].name = name
+        others = {value: formal for value in stand_ins if (formal := formals[self._weights[value]]) is not value}
+        replaced = formals | others
         for node in nodes:
-            replace_inputs(node, formals)
-        return list(formals.values())
+            replace_inputs(node, replaced)
+        return [formals[value] for value in entering]
 
     def _shared(self, body: ir.Graph, instance: Instance) -> ir.Function:
         """The function with this body, or one that has an equal one already."""
@@ -143,7 +156,7 @@ class Bodies:
         for node in nodes:
             for position, value in enumerate(node.inputs):
                 if value is not None:
-                    readers.setdefault(value, (node, position))
+                    readers.setdefault(self._weights.get(value, value), (node, position))
         arguments = self._arguments(instance)
         return [
             used.unused(arguments.get(value.name or "") or self._wanted(value, readers[value], instance.path))

@@ -127,7 +127,7 @@ def leaf_name(path: str, prefix: str) -> str:
     return f"{prefix}.{layer}.{_SIDES[side]}{_SINGULAR.get(attribute, attribute)}"
 
 
-_PADDING = 3
+_PADDING = 3  # tokens: enough to shift every position, fewer than a prompt has
 _WINDOWS = ("sliding_window", "window_size")  # None in the configs of models that apply none
 
 _log = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 1 << 20  # smaller tensors stay in memory: all of a model's together are a few megabytes
 _RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
 _SEVERAL = 5  # names in a message
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"

@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 import htp_export.errors
 from htp_export.errors import described
-from htp_export.exporter.broken_graphs import module_of_frame
 from htp_export.model.tagged import HoldsModel
 from htp_export.results.result import PlainData
 
@@ -109,6 +108,8 @@ _TRACERS = ("torch", "onnx", "onnxscript", "onnx_ir", "numpy")  # packages in wh
 
 def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> Stop:
     """Where a way ended with an error; ``path_by_id``: ``id(module)`` → module path, for the modules of the model."""
+    from htp_export.exporter.broken_graphs import module_of_frame  # imports torch, which results do not need
+
     errors = list(_chain(error))
     frames = list(_frames(errors[-1]))
     every = (frame for each in reversed(errors) for frame, _ in reversed(list(_frames(each))))

@@ -22,6 +22,7 @@ from htp_export.format.signatures import Signature
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import without_copies
 
 
 class SignatureEvidence(FateEvidence[ir.Value]):
@@ -48,6 +49,9 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         }
         graph = index.model.graph
         self._known.setdefault("", set()).update(value.name for value in (*graph.inputs, *graph.outputs))
+        copies = {value.name: source for value in graph.outputs if (source := without_copies(value)) is not value}
+        for names in self._known.values():
+            names.update(source.name for name, source in copies.items() if name in names)
 
     def strange(self, path: str) -> set[str]:
         """The tensors at a module's boundary that its signature does not name; none for a module without one."""

@@ -16,7 +16,7 @@ from htp_export.drawing.module_table import flat_table
 from htp_export.format import tags
 from htp_export.results.columns import Column
 
-_MOST_MODULES = 3
+_MOST_MODULES = 3  # what fits a line; the table has all
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs
+from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
 
 _Slots = Sequence[ir.Value | None]
 _Groups = list[list[Mapping[str, str]]]
@@ -219,7 +219,8 @@ class Tagging:
                 results.update(map(id, done))
                 for node in difference.replacing(new):
                     work[node].append(done)
-            elif replaced and new not in ends:
+                new = without_copies(new)  # a result of the model keeps its name
+            if replaced and new not in ends and after.makers.get(new) not in difference.added:
                 for gone, remaining in _twins(difference, old, new):
                     if not before.is_live(gone) and not difference.same(gone, remaining):
                         continue  # sizes may come from any equal tensor

@@ -65,8 +65,8 @@ class Chain:
         first: dict[str, int] = {}
         for number, node in enumerate(self._nodes):
             if not constants.is_common(node):
-                for up in tags.ancestors(self.owner(node)):
-                    first.setdefault(up, number)
+                new = itertools.takewhile(lambda up: up not in first, tags.ancestors(self.owner(node)))
+                first.update(dict.fromkeys(new, number))
         self.spans = self._number(first)
         self.units = self.spans[""][1] + 1
         self.places: Mapping[ir.Node, int] = self._place()
@@ -285,9 +285,13 @@ def _whole_modules(chain: Chain, homes: _Homes) -> Mapping[int, Sequence[str]]:
     """Stage → the outermost modules all of whose nodes it has, but for constants and sizes that may be anywhere."""
     stages: defaultdict[str, set[int]] = defaultdict(set)
     first: dict[str, int] = {}
+    starts: dict[tuple[str, int], int] = {}  # of an owner's nodes in a stage
     for node, place in chain.owned_places():
-        for path in filter(chain.tagged.hierarchy.__contains__, tags.ancestors(chain.owner(node))):
-            stages[path].add(homes.of_node[node])
+        key = (chain.owner(node), homes.of_node[node])
+        starts[key] = min(starts.get(key, place), place)
+    for (owner, stage), place in starts.items():
+        for path in filter(chain.tagged.hierarchy.__contains__, tags.ancestors(owner)):
+            stages[path].add(stage)
             first[path] = min(first.get(path, place), place)
     whole = {path: next(iter(where)) for path, where in stages.items() if len(where) == 1}
     found: defaultdict[int, list[str]] = defaultdict(list)

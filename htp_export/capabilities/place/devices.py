@@ -20,7 +20,7 @@ ANNOTATION = "layer_ann"
 SETTINGS = "session.layer_assignment_settings"
 """The session configuration entry. Older versions of ONNX Runtime accept and ignore it."""
 
-_HONOURED_SINCE = (1, 25)
+_HONOURED_SINCE = (1, 25)  # ONNX Runtime's version
 
 _KINDS = ("cpu", "gpu", "cuda", "dml", "npu", "fpga", "accelerator")
 _ONE_GPU = re.compile(r"gpu:(\d+|[a-z]+)")

@@ -109,7 +109,7 @@ def _spread(works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: 
 
 _log = logging.getLogger(__name__)
 
-_ATTEMPTS = 3
+_ATTEMPTS = 3  # a load that comes and goes spoils one, seldom three
 _MOST = 2.0  # under a steady load both ratios stay below 1.5, also with kernels of a microsecond
 _PROFILER_MS = 0.01  # what the profiler may add to the time of a kernel, which shows in very short ones
 

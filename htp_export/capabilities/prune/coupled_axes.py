@@ -35,7 +35,7 @@ Rule: TypeAlias = Callable[[ir.Node, Symbolic], Iterator[Group]]
 RECURRENT = {"LSTM": 4, "GRU": 3, "RNN": 1}
 """Recurrent operator → the gates of a hidden unit, which have rows of the weights."""
 
-_ONE_EACH = 1, 1
+_ONE_EACH = 1, 1  # no repetition, and one neighbour, see `Group`
 _LETTERS = string.ascii_letters
 _ALONE = "."  # in an equation, an axis that stands in no group
 

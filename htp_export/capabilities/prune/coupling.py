@@ -21,7 +21,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
 
-_MOST_ATTEMPTS = 64
+_MOST_ATTEMPTS = 64  # attention takes 2 or 3; each walks over all that has the channels
 
 
 class StopError(Exception):

@@ -94,6 +94,7 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     for value, axes in by_value.items():
         _shorten(value, axes)
     remove_unused(tagged.model)  # what computed the indices of a Gather
+    _keep_sizes(tagged, kept, shapes)
     _check(tagged, before, by_value)
 
 
@@ -158,6 +159,27 @@ def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
         stays = kept.get((result, axis))
         if stays is not None and not stays.all():
             _set_size(graph, node, place, axis - (rank - length), len(stays), int(stays.sum()), shapes)
+
+
+def _keep_sizes(tagged: TaggedModel, kept: Mapping[Axis, Array], before: Symbolic) -> None:
+    """Let sizes stay that are computed of an axis that was cut, for tensors that do not have its channels.
+
+    So ``nn.MultiheadAttention`` splits its projections by the width of what it reads.
+    """
+    graph = tagged.model.graph
+    after = Symbolic(graph, functions=tagged.model.functions)
+    for node in graph:
+        place = _SIZES.get(node.op_type, len(node.inputs))
+        if node.domain or place >= len(node.inputs):
+            continue
+        rank, given = before.rank(node.outputs[0]) or 0, node.inputs[place]
+        sizes, computed = before.contents(given), after.contents(given)
+        if sizes is None or computed is None or sizes.shape != computed.shape:
+            continue
+        for index, (old, new) in enumerate(zip(sizes, computed, strict=True)):
+            axis = index + rank - len(sizes)
+            if isinstance(old, int) and old != new and (node.outputs[0], axis) not in kept:
+                _set_size(graph, node, place, index, old, old, before)
 
 
 def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic) -> None:

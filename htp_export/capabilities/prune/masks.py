@@ -22,7 +22,7 @@ Mask = Callable[[Array], Array]
 _CHUNK = 1 << 20
 """Elements that are looked at together."""
 
-_DIGIT = 16
+_DIGIT = 16  # bits: 65,536 counters, two rounds for single precision
 
 
 def keys_of(array: Array, wide: bool = False) -> Array:

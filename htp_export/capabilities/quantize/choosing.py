@@ -262,4 +262,6 @@ def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> Non
         if merged is not None:
             owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))
             problem += f"; {merged.op_type} {merged.name!r} does the work of {owners}: give them one precision"
+        elif any(product.how for product in products_of(choice.tagged, nodes)):
+            problem += "; weights are still computed when the model runs: optimize the file first"
         raise RuleError(selector, problem)

@@ -25,7 +25,7 @@ from htp_export.runtime.runner import median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
 _MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
-_TIMED = 20
+_TIMED = 20  # runs: a median that single slow ones do not move
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Rec
 CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
 """Operators whose weights have channels."""
 
-_LARGEST, _MIDDLE = 127, 128
+_LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
 
 
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:

@@ -20,7 +20,7 @@ from htp_export.model.tensor_names import Renamed, check_style, check_tags, give
 from htp_export.results.columns import Column
 from htp_export.results.result import Table
 
-_MOST_LINES = 40
+_MOST_LINES = 40  # a screen
 
 
 @dataclass(frozen=True)

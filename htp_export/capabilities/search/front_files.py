@@ -23,8 +23,8 @@ from htp_export.files.text_files import named_if_unwritable
 
 _FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
 
-_WIDTH, _HEIGHT = 720, 440
-_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60
+_WIDTH, _HEIGHT = 720, 440  # of the picture, in pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 90, 40, 40, 60  # margins, for the numbers and words of the axes
 _COLOURS = {"front": "#1f77b4", "uniform": "#d62728", "sampler": "#999999"}
 _STYLE = "font-family:sans-serif;font-size:12px"
 

@@ -34,9 +34,9 @@ from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 if TYPE_CHECKING:
     from htp_export.runtime.data import Data, Samples
 
-_TIMED_RUNS = 20
+_TIMED_RUNS = 20  # a median that single slow ones do not move
 _BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
-_RANDOM_PROMPTS = 2
+_RANDOM_PROMPTS = 2  # each is answered token by token, which takes seconds
 RANDOM_PROMPTS = "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
 _REFINED_AT_ONCE = 4  # then predictions use what was measured of them
 

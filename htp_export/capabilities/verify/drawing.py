@@ -15,7 +15,7 @@ from htp_export.drawing.folding import gathered
 from htp_export.drawing.module_table import flat_table
 from htp_export.results.columns import MODULE
 
-_MOST_ROWS = 20
+_MOST_ROWS = 20  # a screen, with what stands around it
 
 
 def render(comparison: Comparison, *, everything: bool = False) -> RenderableType:

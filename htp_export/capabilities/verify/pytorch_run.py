@@ -16,7 +16,7 @@ from htp_export.exporter.capture.calls import arguments_by_name
 from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mode
 from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies, turn_compilation_off
 from htp_export.format.hierarchy import module_paths
-from htp_export.format.leaves import named_leaves, named_tensors_in
+from htp_export.format.leaves import named_leaves, named_tensors_in, tensors_in
 from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
 from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
 
@@ -215,10 +215,10 @@ def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
 def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
     """Record the modules to which each parameter and buffer belongs while a model runs inside the block.
 
-    A parameter belongs to the module that holds it, and to the innermost running module that passes it to an operation:
-    ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A tensor with several names
-    belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did not run in the block run
-    once at its end: torch does not allow them to have side effects.
+    A parameter belongs to the module that holds it, to those that return it, and to the innermost running module that
+    passes it to an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A
+    tensor with several names belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did
+    not run in the block run once at its end: torch does not allow them to have side effects.
 
     Yielded is name → module paths, complete after the block. The model runs without compilation; its hooks are removed.
 
@@ -245,8 +245,11 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
         def enter(_module: nn.Module, _args: Any, path: str = path) -> None:
             running.append(path)
 
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, output: Any, path: str = path) -> None:
             running.pop()
+            for tensor in tensors_in(output):
+                if id(tensor) in readers_of:
+                    readers_of[id(tensor)].add(path)
 
         handles.append(module.register_forward_pre_hook(enter))
         handles.append(module.register_forward_hook(leave, always_call=True))

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -177,6 +178,11 @@ class Inventory:
     statistics: Mapping[str, WeightStatistics]
     notes: tuple[str, ...] = ()
 
+    @cached_property
+    def spaces(self) -> Mapping[str, str]:
+        """Module path → its layer."""
+        return {path: tags.namespace(path, self.called) for path in self.modules}
+
 
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
     """Everything that a drawing of a model shows; without a name, it has that of the graph.
@@ -206,25 +212,27 @@ class _Reader:
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
         self._weights = {weight for content in contents.values() for weight in content.own_weights}
-        self._parameters, self._bytes = Counter[str](), Counter[str]()
-        for path, content in contents.items():
-            for up in tags.ancestors(path):
-                self._parameters[up] += content.facts.self_parameters
-                self._bytes[up] += content.facts.self_weight_bytes
-        self._place = {node: position for position, node in enumerate(tagged.nodes)}
+        self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
+        for path in sorted(contents, key=len, reverse=True):  # a parent's is shorter
+            facts, above = contents[path].facts, tagged.hierarchy.parent(path)
+            for sums, own in ((self._parameters, facts.self_parameters), (self._bytes, facts.self_weight_bytes)):
+                sums[path] += own
+                sums[above] += sums[path]
+        self._place = tagged.index.place
         self.nodes = tuple(map(self._node, tagged.nodes))
+        self._operators = tagged.index.counts(operator_of)
+        self._reasons = tagged.index.counts(lambda node: self.nodes[self._place[node]].reason)
 
     def module(self, contents: ModuleContents) -> ModuleEntry:
         path = contents.facts.path
-        inside = [self.nodes[self._place[node]] for node in contents.nodes]
         own_places = tuple(self._place[node] for node in contents.own_nodes)
         tagged = self._tagged
         ends: Region | ir.Graph = tagged.model.graph if tagged.source == "none" else tagged[path]
         return ModuleEntry(
             **vars(contents.facts),
             own_nodes=own_places,
-            operators=dict(Counter(node.operator for node in inside).most_common()),
-            reasons=dict(Counter(node.reason for node in inside if node.reason).most_common()),
+            operators=self._operators.get(path, {}),
+            reasons=self._reasons.get(path, {}),
             weights=self.tensors(contents.own_weights),
             inputs=self.tensors(ends.inputs),
             outputs=self.tensors(ends.outputs),

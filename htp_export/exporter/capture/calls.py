@@ -17,7 +17,7 @@ from htp_export.format import tags
 from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
 from htp_export.format.tags import Reason
 
-NO_CALL = -1
+NO_CALL = -1  # where an index of a call stands otherwise
 Key = Hashable
 _Key = TypeVar("_Key", bound=Hashable)
 

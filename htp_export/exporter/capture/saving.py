@@ -34,8 +34,8 @@ from htp_export.files.protobuf_bytes import Weight
 from htp_export.files.replacing import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
-_LARGE_BYTES = 1 << 20
-_PART_BYTES = 1 << 24
+_LARGE_BYTES = 1 << 20  # writing smaller tensors takes no time that shows
+_PART_BYTES = 1 << 24  # of a tensor whose layout is changed, held at a time
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element → a type of this size that numpy has, too."""
 _MARK = "_htp_export_saves_whole"

@@ -243,11 +243,17 @@ class TorchScriptCapture(Guarded):
         """The number that an input tensor of a call had before; ``number`` is read after the call.
 
         An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it in place assigned a
-        new number; it read the tensor under the previous one.
+        new number; it read the tensor under the previous one. One that returns several reads them in the same order:
+        ``torch.broadcast_tensors``.
         """
-        producer = producers.get(number)
+        producer, place, several = producers.get(number), 0, 1
         while producer is not None and call in self.trace.log.chain(producer.call):
-            number = producer.inputs[0] if producer.inputs else None
+            if len(producer.outputs) > 1:
+                place, several = producer.outputs.index(number), len(producer.outputs)
+            if len(producer.inputs) == several:
+                number, place, several = producer.inputs[place], 0, 1
+            else:
+                number = producer.inputs[0] if producer.inputs else None
             producer = producers.get(number)
         return number
 

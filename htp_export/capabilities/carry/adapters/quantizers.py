@@ -19,7 +19,7 @@ __all__ = ["matmul_nbits", "quantize_dynamic", "quantize_static"]
 
 _log = logging.getLogger(__name__)
 
-_BITS = (2, 4, 8)
+_BITS = (2, 4, 8)  # of MatMulNBits; ONNX Runtime has kernels for these
 
 
 @adapter

@@ -37,10 +37,10 @@ Tensors = Callable[[str], Array]
 Layout = Callable[[Mapping[str, tuple[int, ...]], Tensors, Mapping[str, Any]], Layer | None]
 
 _WORD = 32  # bits of an integer that holds several
-_WIDTHS = (2, 4, 8)
+_WIDTHS = (2, 4, 8)  # bits of a number that GPTQ and AWQ pack without one lying in two words
 _VERSIONS = ("gptq", "gptq_v2")
 _STATE = "weight.quant_state.bitsandbytes__"
-_LONGEST_STATE = 1 << 12
+_LONGEST_STATE = 1 << 12  # bytes: bitsandbytes writes some hundred, as JSON
 _CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
 

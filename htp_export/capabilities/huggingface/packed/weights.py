@@ -13,8 +13,8 @@ from htp_export.errors import FileError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_LARGEST_BLOCK = 256
-_SMALLEST_BLOCK = 16
+_LARGEST_BLOCK = 256  # ONNX Runtime's kernels take powers of two up to it
+_SMALLEST_BLOCK = 16  # and from it
 
 
 @dataclass(frozen=True)

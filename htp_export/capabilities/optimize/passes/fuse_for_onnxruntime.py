@@ -23,7 +23,7 @@ from htp_export.editing.editing import (
 )
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import replaced_by
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import is_standard, without_copies
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic, written_shape
 
@@ -45,7 +45,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         from onnxscript.rewriter.ort_fusions import optimize_for_ort
 
-        before = list(model.graph)
+        before, results = list(model.graph), [value.name for value in model.graph.outputs]
         _Unflatten()(model)
         _WriteReciprocals()(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
@@ -53,6 +53,7 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
+        _join_results(rewritten.graph, results)
         replaced_by("onnxscript", rewritten, stored)
         _turn_batches(rewritten)
         _complete(rewritten)
@@ -157,6 +158,15 @@ class _WriteReciprocals(NodePass):
             replace(mean, [ir.node("ReduceMean", mean.inputs, settings)])
         replace(node, [ir.node("Reciprocal", root.outputs)])
         return True
+
+
+def _join_results(graph: ir.Graph, names: Sequence[str | None]) -> None:
+    """Return a tensor twice that was returned twice: onnxscript copies it under a name of its own for the second."""
+    for place, (value, name) in enumerate(zip(graph.outputs, names, strict=True)):
+        copying = value.producer()
+        if value.name != name and copying is not None and (source := without_copies(value)).name == name:
+            graph.outputs[place] = source
+            graph.remove(copying, safe=True)
 
 
 def _turn_batches(model: ir.Model) -> None:

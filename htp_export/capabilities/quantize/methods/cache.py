@@ -21,7 +21,7 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_o
 _OPERATOR = "com.microsoft::GroupQueryAttention"
 _CACHES = {"k": (3, 1, 12), "v": (4, 2, 13)}
 """Keys and values → the places of the past among the inputs, of the present among the outputs, and of the scales."""
-_LARGEST = 127.0
+_LARGEST = 127.0  # of int8 with a symmetric range
 
 
 class Cache(Method):

@@ -92,6 +92,8 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
     """
     if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain) or _is_quantized(node):
         return None
+    if is_standard(node, "ScatterElements", "ScatterND") and node.attributes.get_string("reduction", "none") != "none":
+        return None  # ONNX Runtime has kernels for narrow floats, which refuse to sum when they run
     known = _type_names(node.domain, node.op_type, opset)
     if known is None:
         return None

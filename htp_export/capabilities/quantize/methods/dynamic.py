@@ -53,15 +53,23 @@ class Dynamic(Method):
             return tensor.size if place == 0 else None  # a constant input is quantized with the weight
         shape = [int(size) for size in tensor.shape.numpy()]
         directions = shape[0] if node.op_type == "LSTM" else 1
-        by_channel = axes is not None and self.precision.per_channel and node.op_type in _BY_CHANNEL
+        by_channel = axes is not None and self._has_scales_by_channel(node)
         scales = directions * shape[axes[1]] if axes is not None and by_channel else 0
         return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone."""
+        """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone.
+
+        It has one option for all nodes whether they have a scale for each channel.
+        """
         recurrent = [node for node in nodes if node.op_type == "LSTM"]
-        yield from groups_in_memory([node for node in nodes if node.op_type != "LSTM"])
+        stacked = [*filter(_is_stacked, nodes)]
+        yield from groups_in_memory([node for node in nodes if node.op_type != "LSTM" and not _is_stacked(node)])
+        yield from groups_in_memory(stacked)
         yield from ([node] for node in recurrent)
+
+    def _has_scales_by_channel(self, node: ir.Node) -> bool:
+        return self.precision.per_channel and node.op_type in _BY_CHANNEL and not _is_stacked(node)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
         """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
@@ -74,7 +82,7 @@ class Dynamic(Method):
                 part.proto(),
                 target,
                 op_types_to_quantize=sorted(kinds),
-                per_channel=self.precision.per_channel and "Conv" not in kinds,
+                per_channel="Conv" not in kinds and any(map(self._has_scales_by_channel, part.model.graph)),
                 reduce_range=self.precision.reduce_range,
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},
@@ -83,6 +91,12 @@ class Dynamic(Method):
 
 
 METHOD = Dynamic
+
+
+def _is_stacked(node: ir.Node) -> bool:
+    """Whether a node multiplies by several matrices: ONNX Runtime multiplies their integers with one scale alone."""
+    weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
+    return weight is not None and len(weight.shape) > 2
 
 
 def _is_float(tensor: ir.TensorProtocol | None) -> bool:

@@ -24,7 +24,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.weights.products import weight_axes
 
 _TYPE = ir.DataType.FLOAT8E4M3FN
-_LARGEST = 448.0
+_LARGEST = 448.0  # of float8e4m3fn
 _FIRST = 19  # opset
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
 

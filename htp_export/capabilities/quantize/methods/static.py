@@ -16,6 +16,7 @@ from htp_export.capabilities.quantize.method import Method
 from htp_export.capabilities.quantize.ort_quantizers import OneRun, quantizers, quietly
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_for_tool
 from htp_export.files.parsing import model_from_proto
@@ -93,7 +94,12 @@ class Static(Method):
             kinds = sorted({node.op_type for node in part.model.graph})
             write_for_tool(part.model, file)
             ranges = self._ranges(part, file, kinds, work)
-            wide = {name for name, measured in ranges.items() if not is_divisible(measured.range_value)}
+            bounds = {name: measured.range_value for name, measured in ranges.items()}
+            computed = (str(value.name) for node in part.model.graph for value in node.outputs)
+            for name in filter(bounds.get, computed):
+                if any(np.isnan(bound).any() for bound in bounds[name]):
+                    raise InputError(f"data: the model computes NaN in {name!r}; its range is not known")
+            wide = {name for name, each in bounds.items() if not is_divisible(each)}
             wide |= {name for name, value in part.weights.items() if not _is_moderate(value)}
             made, left = self._with_ranges(file, kinds, ranges, wide)
         tensors = sorted(set(left.values()))

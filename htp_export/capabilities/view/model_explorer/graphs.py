@@ -13,7 +13,6 @@ from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.format import tags
 from htp_export.results.columns import number_text
 from htp_export.results.tables import drawn_parents
 from htp_export.results.tag_facts import evidence_of
@@ -33,13 +32,12 @@ def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers
     nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
     ends = _ends(inventory, nodes)
     drawn = {path: module for path, module in inventory.modules.items() if path and (module.nodes or module.calls)}
-    spaces = {path: tags.namespace(path, inventory.called) for path in drawn}
     kept = [layer for layer in dict.fromkeys(layers) if layer and keep_layers]
     return {
         "id": GRAPH_ID,
         "nodes": [*nodes, *ends, *(_plain(f"{_KEEPER} {layer}", _KEEPER, layer) for layer in kept)],
         "groupNodeAttributes": {"": _facts(inventory)}
-        | {spaces[path]: _attributes(module, measures) for path, module in drawn.items()},
+        | {inventory.spaces[path]: _attributes(module, measures) for path, module in drawn.items()},
         "nodeLabelsToHide": [_KEEPER],
     }
 
@@ -55,7 +53,7 @@ def node_ids(inventory: Inventory) -> list[str]:
 
 def layers_of(inventory: Inventory) -> list[str]:
     """The layer that each node lies in: that of its owner, or the deepest one above all its owners."""
-    return [tags.namespace(node.module, inventory.called) for node in inventory.nodes]
+    return [inventory.spaces[node.module] for node in inventory.nodes]
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
@@ -227,7 +225,7 @@ def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]
     The viewer shows the last overlay at first, which is that of the first measure.
     """
     overlays = [overlay_of(measure, inventory) for measure in reversed(measures) if measure.main]
-    spaces = {path: tags.namespace(path, inventory.called) for path in drawn_parents(inventory.modules)}
+    spaces = {path: inventory.spaces[path] for path in drawn_parents(inventory.modules)}
     return {
         "graphs": {"graphs": [graph_of(inventory, measures, keep_layers=False)]},
         "overlays": [
