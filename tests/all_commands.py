@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.lora.test_lora import adapter, factors
+from tests.nets import Holding
 
 COMMANDS: dict[str, str] = {
     "info": "FILE",
@@ -49,12 +50,8 @@ WITHOUT_FILE = ("export", "lora adapter")
 NAMES = {command.partition(" --")[0] for command in (*COMMANDS, *WITHOUT_FILE)}
 
 
-class Net(nn.Module):
+class Net(Holding, first=nn.Linear(32, 32), act=nn.ReLU(), second=nn.Linear(32, 3)):
     """Two layers, the second of another size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.act, self.second = nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.act(self.first(x)))

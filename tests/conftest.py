@@ -45,7 +45,6 @@ TORCH = {
     "test_rename",
     "test_signatures",
     "test_torch_internals",
-    "test_torch_warnings",
     "test_wrapped_modules",
     "test_transformers_exporters",
     "test_verify",

@@ -41,12 +41,7 @@ def model(
 ) -> ir.Model:
     """The last node gives the output."""
     graph = ir.Graph(
-        inputs,
-        list(nodes[-1].outputs),
-        nodes=nodes,
-        initializers=weights,
-        opset_imports={"": 20, "pkg": 1},
-        name="Net",
+        inputs, list(nodes[-1].outputs), nodes=nodes, initializers=weights, opset_imports={"": 20, "pkg": 1}, name="Net"
     )
     made = ir.Model(graph, ir_version=10, functions=functions or [])
     if modules:

@@ -535,10 +535,7 @@ net(
     "shapes_that_come_back",
     inputs=lambda: {"x": x(2, 2, 2)},
     fates=computed("flat", "last"),
-    dynamo=Truth(
-        {"same": "identity", "there": "fused", "back": "fused"},
-        {"Reshape": [("flat",), ("last",)]},
-    ),
+    dynamo=Truth({"same": "identity", "there": "fused", "back": "fused"}, {"Reshape": [("flat",), ("last",)]}),
 )
 class Reshapes(
     Holding,

@@ -5,8 +5,6 @@ applied twice (``relu``), and tensors that are changed in place and read by a mo
 small, and norms have a large epsilon: errors of rounding stay small, too.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, NamedTuple

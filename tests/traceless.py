@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from tests.nets import Holding
+
 
 def line_of(code: Any, text: str) -> int:
     """The line of this file where a class or function has some text."""
@@ -26,32 +28,20 @@ def spread(module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Block(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.fc(x).relu()
         return result
 
 
-class Orthogonal(nn.Module):
+class Orthogonal(Holding, block=Block()):
     """An operator of torch that ONNX has no translation of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block = Block()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.linalg.qr(self.block(x))[0]
 
 
-class WithOrthogonal(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.orthogonal, self.head = Orthogonal(), nn.Linear(4, 3)
-
+class WithOrthogonal(Holding, orthogonal=Orthogonal(), head=nn.Linear(4, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(self.orthogonal(x))
         return result
@@ -94,12 +84,8 @@ class Prints(WithHead):
         return result
 
 
-class Watched(nn.Module):
+class Watched(Holding, block=Block(), norm=nn.Sequential(nn.LayerNorm(4), nn.Dropout()), head=nn.Linear(4, 3)):
     """The bytes of a tensor are printed, and nothing else is done with them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.block, self.norm, self.head = Block(), nn.Sequential(nn.LayerNorm(4), nn.Dropout()), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
         h = self.norm(self.block(x) * scale)
@@ -117,12 +103,8 @@ class Deceiving(WithHead):
         return h * 2 if isinstance(h, torch.Tensor) else h
 
 
-class Choosing(nn.Module):
+class Choosing(Holding, one=Block(), other=Block()):
     """``.item()`` decides a branch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = Block(), Block()
 
     def forward(this, x: torch.Tensor) -> torch.Tensor:  # noqa: N805 - the name is free
         if x.sum().item() > 0:
@@ -130,12 +112,8 @@ class Choosing(nn.Module):
         return this.other(x) * 2
 
 
-class WithChoosing(nn.Module):
+class WithChoosing(Holding, first=Block(), choosing=Choosing(), head=nn.Linear(4, 3)):
     """Control flow that depends on data, in a module of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.choosing, self.head = Block(), Choosing(), nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.head(self.choosing(self.first(x)))
@@ -185,12 +163,8 @@ class Detector(nn.Module):
         return boxes[kept], scores[kept]
 
 
-class Counting(nn.Module):
+class Counting(Holding, fc=nn.Linear(4, 4)):
     """Goes round a loop as often as the values of a tensor say."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc(x.exp()).tanh()

@@ -7,6 +7,7 @@ less is known of it then, and nothing that is wrong.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -166,7 +167,7 @@ def divide(dividend: Dim, divisor: Dim) -> Dim:
 
     Examples:
         >>> n, m = symbol("n"), symbol("m")
-        >>> str(divide(12 * n * m, 4 * n)), str(divide(n, 2)), divide(n, 2) == divide(n, 2)
+        >>> str(divide(12 * n * m, 4 * n)), str(divide(n, 2)), divide(n, 2) == divide(3 * n, 6)
         ('3*m', 'n//2', True)
     """
     if divisor == 0:
@@ -174,7 +175,11 @@ def divide(dividend: Dim, divisor: Dim) -> Dim:
     if isinstance(dividend, int) and isinstance(divisor, int):
         return dividend // divisor
     even = _divide_evenly(dividend, divisor)
-    return symbol(f"{_in_parentheses(str(dividend))}//{_in_parentheses(str(divisor))}") if even is None else even
+    if even is not None:
+        return even
+    common = math.gcd(*(factor for dim in (dividend, divisor) for _, factor in _terms(dim)))
+    above, below = (_in_parentheses(str(_divide_evenly(dim, common))) for dim in (dividend, divisor))
+    return symbol(f"{above}//{below}")
 
 
 def smaller_of(limit: Dim, size: Dim) -> Dim:
@@ -211,12 +216,16 @@ def is_smaller_of(size: Dim, limited: Dim) -> bool:
     return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 
 
+def _terms(dim: Dim) -> Iterable[tuple[_Monomial, int]]:
+    return [((), dim)] if isinstance(dim, int) else dim.terms
+
+
 def _divide_evenly(dividend: Dim, divisor: Dim) -> Dim | None:
     term = ((), divisor) if isinstance(divisor, int) else divisor.terms[0]
     if isinstance(divisor, Size) and len(divisor.terms) > 1:
         return 1 if dividend == divisor else None
     quotient: dict[_Monomial, int] = {}
-    for names, factor in [((), dividend)] if isinstance(dividend, int) else dividend.terms:
+    for names, factor in _terms(dividend):
         rest = list(names)
         for name in term[0]:
             if name not in rest:

@@ -182,9 +182,7 @@ ATTENDS = (with_matmul, with_bmm, with_einsum, twice, with_module)
 @pytest.mark.parametrize(
     ("attend", "exporter"),
     quick(
-        itertools.product(ATTENDS, EXPORTERS),
-        (with_matmul, "dynamo"),
-        *((attend, "torchscript") for attend in ATTENDS),
+        itertools.product(ATTENDS, EXPORTERS), (with_matmul, "dynamo"), *((attend, "torchscript") for attend in ATTENDS)
     ),
 )
 def test_attention_of_any_module_runs_and_exports_in_steps(attend, exporter, tmp_path):

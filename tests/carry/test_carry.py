@@ -1,7 +1,5 @@
 """Tags on what another tool made of a model: whose each node is, and how that is known."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from typing import Any

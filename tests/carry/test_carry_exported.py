@@ -1,7 +1,5 @@
 """Tags for files that others exported: what is recognised, what is not believed, and what stays unknown."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io
@@ -28,7 +26,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format import tags
 from tests.exporting import quick
 from tests.handmade import stripped
-from tests.nets import EXPORTERS
+from tests.nets import EXPORTERS, Holding
 
 SIZE = 16
 
@@ -54,11 +52,7 @@ class Block(nn.Module):
         return x + self.down(self.act(self.up(x)))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(SIZE, 7)
-
+class Net(Holding, blocks=nn.ModuleList(Block() for _ in range(2)), head=nn.Linear(SIZE, 7)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
             x = block(x)
@@ -150,9 +144,7 @@ def lying(number: int, node: ir.Node) -> str:
 
 
 @pytest.mark.parametrize("names", ["as written", "others", "that lie"])
-def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
-    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, names: str
-) -> None:
+def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(original, torchscript, example, names):
     foreign = foreign_of(torchscript)
     if names != "as written":
         renamed(foreign, lying if names == "that lie" else numbered)
@@ -162,9 +154,7 @@ def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
     assert "node" not in reasons(carried.model)
 
 
-def test_inputs_are_those_of_a_module_or_random_ones(
-    net: Net, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
-) -> None:
+def test_inputs_are_those_of_a_module_or_random_ones(net, original, torchscript, example):
     foreign = foreign_of(torchscript)
     for carried in (
         htp_export.carry(net, foreign, args=(example,)),
@@ -175,9 +165,7 @@ def test_inputs_are_those_of_a_module_or_random_ones(
 
 
 @pytest.mark.parametrize("tool", ["onnxslim", "onnxruntime", "float16", "quantize_dynamic", "matmul_nbits"])
-def test_what_tools_make_of_it_has_no_wrong_owner(
-    tool: str, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
-) -> None:
+def test_what_tools_make_of_it_has_no_wrong_owner(tool, original, torchscript, example):
     options = {"float16": {"keep_io_types": True}, "matmul_nbits": {"block_size": 16}}.get(tool, {})
     with contextlib.redirect_stdout(io.StringIO()):
         truth = getattr(htp_export.tools, tool)(torchscript, **options).model
@@ -211,7 +199,7 @@ def joined_model(net: Net, extra: str = "") -> ir.Model:
     return ir.from_proto(proto)
 
 
-def test_joined_projections_have_all_their_owners(net: Net, example: torch.Tensor) -> None:
+def test_joined_projections_have_all_their_owners(net, example):
     carried = htp_export.carry(net.blocks[0].attention, joined_model(net), args=(example,))
     found = {str(node.outputs[0].name): tags.owners_of(node.metadata_props) for node in carried.model.graph}
     assert found == {
@@ -223,7 +211,7 @@ def test_joined_projections_have_all_their_owners(net: Net, example: torch.Tenso
     assert carried.modules["o"].fate == "computed"
 
 
-def test_what_the_original_does_not_compute_is_unknown(net: Net, example: torch.Tensor) -> None:
+def test_what_the_original_does_not_compute_is_unknown(net, example):
     extra = "more = Sin(mixed) last = MatMul(mixed, o) both = Add(last, more) y = Identity(both)"
     model = joined_model(net, extra)
     model.graph.outputs.append(next(node.outputs[0] for node in model.graph if node.outputs[0].name == "last"))
@@ -237,7 +225,7 @@ def test_what_the_original_does_not_compute_is_unknown(net: Net, example: torch.
 
 
 @pytest.mark.parametrize(("name", "said"), [("", ("unknown", "")), ("/1/Reshape", ("node", "1"))])
-def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name: str, said: tuple[str, str]) -> None:
+def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name, said):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).eval()
     example = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3, 4] x) => (float[2, 3, 6] y)
@@ -257,25 +245,17 @@ def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name: str
     assert found[2] == said
 
 
-class Positions(nn.Module):
-    """A parent computes what an embedding reads, and a child pads nothing."""
+class Pads(Holding, linear=nn.Linear(SIZE, 6)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(nn.functional.pad(x, (0, 0, 0, 0)))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.table, self.first, self.last = nn.Embedding(12, SIZE), nn.Linear(SIZE, SIZE), Pads()
+
+class Positions(Holding, table=nn.Embedding(12, SIZE), first=nn.Linear(SIZE, SIZE), last=Pads()):
+    """A parent computes what an embedding reads, and a child pads nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         places = torch.gather(torch.arange(12).expand(2, -1), 1, torch.arange(5).flip(0).repeat(2, 1))
         return self.last(torch.tanh(self.first(x + self.table(places))))
-
-
-class Pads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(SIZE, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(nn.functional.pad(x, (0, 0, 0, 0)))
 
 
 @pytest.fixture(scope="module")
@@ -293,15 +273,13 @@ def positions(example: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.mark.parametrize(("original_by", "foreign_by"), [*itertools.product(EXPORTERS, repeat=2)])
-def test_work_of_a_parent_and_no_ops_have_no_wrong_owner(
-    original_by: str, foreign_by: str, positions: Callable[[str], Path]
-) -> None:
+def test_work_of_a_parent_and_no_ops_have_no_wrong_owner(original_by, foreign_by, positions):
     original, truth = (positions(exporter) for exporter in (original_by, foreign_by))
     carried = htp_export.carry(original, renamed(foreign_of(truth)))
     assert wrong(carried.model, htp_export.load(truth).model) == []
 
 
-def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown() -> None:
+def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown():
     net, example = nn.Sequential(Masks(), Masks()), torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
     spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
     original = htp_export.load(htp_export.export(net.eval(), (example,), verbose=False, optimize=False))
@@ -310,20 +288,14 @@ def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown() -> N
     assert wrong(carried.model, original.model) == []
 
 
-class Masks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
+class Masks(Holding, linear=nn.Linear(6, 6)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mask = torch.where(torch.arange(6) % 3 == 1, torch.arange(6) * 0.5, -1.0)
         return self.linear(x) + mask
 
 
 @pytest.mark.parametrize("precision", ["int8", "fp16", "int8-weights"])
-def test_a_quantized_file_is_an_original_too(
-    precision: str, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
-) -> None:
+def test_a_quantized_file_is_an_original_too(precision, original, torchscript, example):
     quantized = htp_export.load(htp_export.quantize(original, {"*": precision}, data={"x": example.numpy()}).model)
     same = htp_export.carry(quantized, _untagged(quantized.model), data={"x": example})
     assert wrong(same.model, quantized.model) == []
@@ -331,9 +303,7 @@ def test_a_quantized_file_is_an_original_too(
     assert htp_export.carry(quantized, foreign_of(torchscript), data={"x": example}, require=0).nodes
 
 
-def test_a_file_of_another_model_is_refused_and_not_written(
-    original: htp_export.TaggedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_another_model_is_refused_and_not_written(original, tmp_path, capsys):
     other = nn.Sequential(nn.Linear(SIZE, 9), nn.Sigmoid(), nn.Linear(9, 7)).eval()
     htp_export.export(other, (torch.randn(2, 5, SIZE),), tmp_path / "other.onnx", verbose=False)
     foreign, output = foreign_of(tmp_path / "other.onnx"), tmp_path / "t.onnx"
@@ -347,7 +317,7 @@ def test_a_file_of_another_model_is_refused_and_not_written(
     assert not output.exists()
 
 
-def test_weights_are_compared_in_full_only_where_hashes_and_samples_do_not_decide() -> None:
+def test_weights_are_compared_in_full_only_where_hashes_and_samples_do_not_decide():
     many = [GENERATOR.normal(size=(24, 16)).astype(np.float32) for _ in range(20)]
     reads = 0
 
@@ -371,9 +341,7 @@ def test_weights_are_compared_in_full_only_where_hashes_and_samples_do_not_decid
     assert reads <= 2 * len(many)
 
 
-def test_a_file_that_does_not_run_is_carried_by_weights_and_the_note_says_so(
-    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
-) -> None:
+def test_a_file_that_does_not_run_is_carried_by_weights_and_the_note_says_so(original, torchscript, example):
     foreign = foreign_of(torchscript)
     for node in [node for node in foreign.graph if node.op_type in ("Softmax", "Transpose", "Mul", "Reshape", "Add")]:
         node.domain = "somewhere.else"
@@ -385,9 +353,7 @@ def test_a_file_that_does_not_run_is_carried_by_weights_and_the_note_says_so(
     assert carried.share_known > 0.5
 
 
-def test_the_carried_file_works_with_the_other_functions(
-    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, tmp_path: Path
-) -> None:
+def test_the_carried_file_works_with_the_other_functions(original, torchscript, example, tmp_path):
     file = tmp_path / "tagged.onnx"
     htp_export.carry(original, renamed(foreign_of(torchscript)), file, data={"x": example})
     tagged = htp_export.load(file)
@@ -402,9 +368,7 @@ def test_the_carried_file_works_with_the_other_functions(
     assert htp_export.compare(original, file, {"x": example}).modules["blocks.0.attention"].status == "agrees"
 
 
-def test_weights_stay_in_the_data_file(
-    original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor, tmp_path: Path
-) -> None:
+def test_weights_stay_in_the_data_file(original, torchscript, example, tmp_path):
     file, output = tmp_path / "foreign.onnx", tmp_path / "tagged.onnx"
     htp_export.load(foreign_of(torchscript)).save(file, external_data="weights.bin")
     htp_export.carry(original, file, output, data={"x": example})
@@ -412,9 +376,7 @@ def test_weights_stay_in_the_data_file(
     assert (tmp_path / "tagged.onnx.data").exists()
 
 
-def test_wrong_arguments_are_refused(
-    net: Net, original: htp_export.TaggedModel, torchscript: Path, example: torch.Tensor
-) -> None:
+def test_wrong_arguments_are_refused(net, original, torchscript, example):
     foreign = foreign_of(torchscript)
     with pytest.raises(UntaggedModelError, match="not exact enough for this; export it"):
         htp_export.carry(foreign, foreign)
@@ -459,7 +421,7 @@ RECOGNISED: dict[str, tuple[Any, tuple[int, ...], float]] = {
 
 
 @pytest.mark.parametrize("case", RECOGNISED)
-def test_a_weight_is_recognised(case: str) -> None:
+def test_a_weight_is_recognised(case):
     array, originals, largest_error = RECOGNISED[case]
     same = weights().find(array)
     assert same is not None
@@ -470,11 +432,11 @@ def test_a_weight_is_recognised(case: str) -> None:
 @pytest.mark.parametrize(
     "array", [GENERATOR.normal(size=(24, 16)).astype(np.float32), np.ones((24, 16), np.float32), WEIGHTS[0][:, ::-1]]
 )
-def test_another_weight_is_not(array: Any) -> None:
+def test_another_weight_is_not(array):
     assert weights().find(array) is None
 
 
-def test_a_weight_that_may_be_one_of_two_is_neither() -> None:
+def test_a_weight_that_may_be_one_of_two_is_neither():
     near = WEIGHTS[0] + 0.1 * GENERATOR.normal(size=(24, 16)).astype(np.float32)
     originals = known([WEIGHTS[0], near], weights=True)
     assert originals.find((WEIGHTS[0] + near) / 2) is None
@@ -483,7 +445,7 @@ def test_a_weight_that_may_be_one_of_two_is_neither() -> None:
     assert same.originals == (0,)
 
 
-def test_the_original_gets_the_numbers_of_its_parts() -> None:
+def test_the_original_gets_the_numbers_of_its_parts():
     rounded = np.round(np.concatenate([WEIGHTS[0], WEIGHTS[1]]) * 4) / 4
     same = weights().find(rounded.T.copy())
     assert same is not None
@@ -492,7 +454,7 @@ def test_the_original_gets_the_numbers_of_its_parts() -> None:
     assert np.array_equal(changed, rounded[24:])
 
 
-def test_tensors_are_found_in_other_layouts_joined_and_cut() -> None:
+def test_tensors_are_found_in_other_layouts_joined_and_cut():
     first, second = (GENERATOR.normal(size=(2, 5, size)).astype(np.float32) for size in (8, 4))
     originals = known([first, second, np.concatenate([second, first], -1)], tolerance=EXACT)
 
@@ -509,7 +471,7 @@ def test_tensors_are_found_in_other_layouts_joined_and_cut() -> None:
     assert found(np.zeros((2, 5, 8), np.float32)) is None
 
 
-def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
+def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin():
     first = GENERATOR.normal(size=(4, 16)).astype(np.float32)
     near, far = first + 0.02, GENERATOR.normal(size=(4, 16)).astype(np.float32)
     originals = known([first, near, far])
@@ -523,13 +485,13 @@ def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin() -> None:
     assert largest_error([(np.arange(64, dtype=np.float32).reshape(4, 16), [])], originals.find) == np.inf
 
 
-def test_outputs_with_few_numbers_are_held_against_those_of_the_original() -> None:
+def test_outputs_with_few_numbers_are_held_against_those_of_the_original():
     originals, few = Originals(), np.array([[0.5, -2.0]], np.float32)
     assert 0.01 < largest_error([(few * 1.01, [few])], originals.find) < 0.1
     assert largest_error([(few * 2, [few])], originals.find) == np.inf
 
 
-def test_a_scope_stands_for_a_module_only_if_all_nodes_say_so() -> None:
+def test_a_scope_stands_for_a_module_only_if_all_nodes_say_so():
     modules = {"a", "a.x", "a.y", "b", "b.x"}
     known = [(("p",), ("a",)), (("p", "x"), ("a.x",)), (("q", "x"), ("b.x",)), (("q",), ("a.y",))]
     scopes = NameScopes(known, modules)
@@ -542,8 +504,8 @@ def test_a_scope_stands_for_a_module_only_if_all_nodes_say_so() -> None:
 
 
 def test_the_command_writes_the_file_and_its_status_says_whether_enough_is_known(
-    original: htp_export.TaggedModel, torchscript: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+    original, torchscript, tmp_path, capsys
+):
     original.save(tmp_path / "original.onnx")
     htp_export.load(renamed(foreign_of(torchscript))).save(tmp_path / "foreign.onnx")
     more = renamed(foreign_of(torchscript))
@@ -586,7 +548,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Callable
 
 @pytest.mark.parametrize("precision", quick(["fp32", "int4", "fp16"], "int4", "fp16"))
 @pytest.mark.filterwarnings("ignore")
-def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, Callable[[str], Path]], precision: str) -> None:
+def test_files_of_genai_get_their_true_owners(built, precision):
     from tools.carry_accuracy import anonymous, genai_truth, score
 
     original, inputs, file_of = built
@@ -602,9 +564,7 @@ def test_files_of_genai_get_their_true_owners(built: tuple[Path, Any, Callable[[
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_one_module_is_cut_out_of_a_file_of_genai(
-    built: tuple[Path, Any, Callable[[str], Path]], tmp_path: Path
-) -> None:
+def test_one_module_is_cut_out_of_a_file_of_genai(built, tmp_path):
     original, inputs, file_of = built
     file = tmp_path / "tagged.onnx"
     carried = htp_export.carry(original, file_of("int4"), file, data=inputs)

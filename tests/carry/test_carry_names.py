@@ -1,10 +1,5 @@
 """`carry` onto a model whose tensors and nodes a tool renamed: by contents of weights, and by who reads a constant."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -53,7 +48,7 @@ def owners(tagged: ir.Model) -> list[list[str]]:
     return [list(tags.owners_of(node.metadata_props)) for node in tagged.graph]
 
 
-def test_modules_beside_each_other_are_told_apart_by_the_contents_of_renamed_weights() -> None:
+def test_modules_beside_each_other_are_told_apart_by_the_contents_of_renamed_weights():
     before = parallel()
     after = renamed(before)
     assert owners(htp_export.carry(before, after).model) == [["query"], ["key"], ["value"], [""]]
@@ -63,7 +58,7 @@ def test_modules_beside_each_other_are_told_apart_by_the_contents_of_renamed_wei
     assert owners(htp_export.carry(before, after).model) == [["value"], ["key"], ["query"], [""]]
 
 
-def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_nothing_is_known(tmp_path: Path) -> None:
+def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_nothing_is_known(tmp_path):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     htp_export.load(parallel()).save(before, "before.data")
     htp_export.load(renamed(parallel())).save(after, "after.data")
@@ -73,7 +68,7 @@ def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_noth
     assert len(htp_export.carry(opened, after, require=0).unknown) == 4
 
 
-def test_weights_are_read_only_where_both_models_have_unknown_ones_of_a_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_read_only_where_both_models_have_unknown_ones_of_a_shape(monkeypatch):
     before, after = parallel(), stripped(parallel())
     monkeypatch.setattr(ir.Tensor, "tobytes", lambda tensor: pytest.fail(f"{tensor.name} was read"))
     assert owners(htp_export.carry(before, after).model) == [["query"], ["key"], ["value"], [""]]
@@ -96,7 +91,7 @@ def scales() -> ir.Model:
     return model([x], nodes, [], [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "first", "second")])
 
 
-def test_equal_constants_under_names_of_others_belong_to_the_module_that_reads_them() -> None:
+def test_equal_constants_under_names_of_others_belong_to_the_module_that_reads_them():
     before = scales()
     names = {str(each.name): str(each.name) for each in all_values(before.graph)}
     names |= {"first.scale": "first.shift", "first.shift": "second.scale"}
@@ -107,7 +102,7 @@ def test_equal_constants_under_names_of_others_belong_to_the_module_that_reads_t
     assert owners(htp_export.carry(before, renamed(before, names)).model) == expected
 
 
-def test_a_constant_that_took_the_name_of_another_one_is_known_by_its_contents() -> None:
+def test_a_constant_that_took_the_name_of_another_one_is_known_by_its_contents():
     before = scales()
     names = {str(each.name): str(each.name) for each in all_values(before.graph)}
     names |= {"first.shift": "second.shift", "second.shift": "first.shift"}
@@ -142,9 +137,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize(("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})])
-def test_known_owners_of_quantized_and_renamed_nodes_are_true(
-    tool: str, options: dict[str, Any], exporter: str, tmp_path: Path
-) -> None:
+def test_known_owners_of_quantized_and_renamed_nodes_are_true(tool, options, exporter, tmp_path):
     """Rounding hides all values, a bias that two modules add does not tell whose sum it is, and regions are wide."""
     other = exported_once(SharesBias, inputs, exporter, tmp_path)[1]
     quantized = getattr(htp_export.tools, tool)(other, **options).model

@@ -1,7 +1,5 @@
 """Whose work the nodes of an optimised graph do: graphs written down as ONNX Runtime makes them, one rule each."""
 
-from __future__ import annotations
-
 import onnx.parser
 import onnx_ir as ir
 import pytest
@@ -142,7 +140,7 @@ CASES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_owners_of_an_optimised_graph(case: str) -> None:
+def test_owners_of_an_optimised_graph(case):
     original, optimized, expected = CASES[case]
     found = owners(original, optimized)
     assert {name: found[name] for name in expected} == expected

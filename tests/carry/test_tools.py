@@ -1,7 +1,5 @@
 """Other tools, run on small models: the tags come through, and what they say is true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from htp_export.files.model_files import write_model
 from htp_export.format.tags import owners_of as owned_of
 from tests.exporting import exported, exported_net
 from tests.handmade import stripped
-from tests.nets import NETS, composed, spread
+from tests.nets import NETS, Holding, composed, spread
 from tests.truth import inexact, owners_of, untagged
 
 pytestmark = [
@@ -62,11 +60,7 @@ class Attention(nn.Module):
         return self.norm(x + self.out(joined))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Attention() for _ in range(2))
-
+class Encoder(Holding, layers=nn.ModuleList(Attention() for _ in range(2))):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = layer(x)
@@ -129,7 +123,7 @@ def test_convolutions_are_exact_after_a_tool(name, options, convolutions, tmp_pa
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path: Path) -> None:
+def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter, tmp_path):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))  # a sum of one summand
 
@@ -142,7 +136,7 @@ def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter: str, tmp_path
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter: str, tmp_path: Path) -> None:
+def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter, tmp_path):
     halved = composed(lambda self, x: torch.stack([self.layer(x) * 0.5, x]).sum(0), layer=nn.Linear(8, 8))
     model, kwargs = spread(halved.eval(), 3), {"x": torch.ones(2, 4, 8)}
     exported(model, kwargs, exporter, tmp_path)
@@ -153,7 +147,7 @@ def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter: st
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_equal_results_of_two_modules_are_those_of_each(exporter: str, tmp_path: Path) -> None:
+def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
     """Both are outputs of the model: a tool computes them twice, or gives one of them back from the other."""
 
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -243,12 +237,8 @@ def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
                 assert owners_of(by_output[read]) == before.owners_of(node)
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(6, 4), scale=nn.Parameter(torch.rand(4) + 2)):
     """A linear layer whose scale OnnxSlim takes into its weights, leaving the layer's name to the product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.scale = nn.Linear(6, 4), nn.Parameter(torch.rand(4) + 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.scale * self.fc(x.sin())).permute(0, 2, 1).tanh()
@@ -265,11 +255,7 @@ def test_a_name_that_was_taken_over_is_seen_through_a_transposition(tmp_path):
     assert htp_export.compare(path, tmp_path / "out.onnx").ok
 
 
-class FlattensTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = nn.Flatten(), nn.Flatten()
-
+class FlattensTwice(Holding, one=nn.Flatten(), other=nn.Flatten()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x).tanh() @ self.other(x).mT.sin()
 
@@ -290,12 +276,8 @@ def test_constants_that_a_rule_forgets_to_give_to_the_graph_are_there(tmp_path):
     assert htp_export.optimize(path, level="fused", verify=True).rolled_back == {}
 
 
-class Residual(nn.Module):
+class Residual(Holding, first=nn.Conv2d(3, 6, 3, padding=1), second=nn.Conv2d(6, 6, 3, padding=1)):
     """ONNX Runtime works on these in a layout of its own, with more channels than there are."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = nn.functional.gelu(self.first(x))
@@ -344,11 +326,7 @@ def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-class TurnsPoints(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Linear(8, 9)
-
+class TurnsPoints(Holding, matrix=nn.Linear(8, 9)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.bmm(self.matrix(x.amax(2)).view(-1, 3, 3) + torch.eye(3), x[:, :3])
 
@@ -373,7 +351,7 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_is_broken(tmp_path: Path) -> None:
+def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_is_broken(tmp_path):
     exported(nn.Linear(4, 4).eval(), {"input": torch.randn(2, 3, 4)}, "dynamo", tmp_path)
     adapted = htp_export.lora.insert(tmp_path / "model.onnx", ".").model
     with pytest.raises(ToolError, match=r"of 'lora_A': .*; it took the default value of input '.*lora_A.weight' for"):

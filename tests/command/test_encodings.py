@@ -1,7 +1,5 @@
 """Commands write to a stdout and a stderr of any encoding: signs have counterparts in ASCII, names are escaped."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess
@@ -81,9 +79,7 @@ def run(folder: Path, command: str, encoding: str, monkeypatch: pytest.MonkeyPat
     [*((command, "ascii") for command in COMMANDS),
      *((command, encoding) for command in COMMANDS[:3] for encoding in ("cp1252", "latin-1"))],
 )  # fmt: skip
-def test_every_command_writes_in_every_encoding(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, encoding: str
-) -> None:
+def test_every_command_writes_in_every_encoding(folder, monkeypatch, command, encoding):
     status, out, error = run(folder, command, encoding, monkeypatch)
     assert "a bug in" not in error
     assert status in (0, 1), error
@@ -95,15 +91,13 @@ def test_every_command_writes_in_every_encoding(
 
 @pytest.mark.parametrize("encoding", ["cp1252", "ascii"])
 @pytest.mark.parametrize("command", WRONG)
-def test_errors_are_written_in_every_encoding(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, command: str, encoding: str
-) -> None:
+def test_errors_are_written_in_every_encoding(folder, monkeypatch, command, encoding):
     status, out, error = run(folder, command, encoding, monkeypatch)
     assert (status, out, error.count("\n")) == (2, "", 1)
     assert r"\u6a21" in error
 
 
-def test_lines_fall_back_to_ascii_and_names_are_escaped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_fall_back_to_ascii_and_names_are_escaped(folder, monkeypatch):
     lines = {encoding: run(folder, "tree FILE --no-fold", encoding, monkeypatch)[1].splitlines()
              for encoding in ("utf-8", "cp1252", "ascii")}  # fmt: skip
     assert [line.split("  ")[0] for line in lines["utf-8"][2:5]] == [
@@ -113,7 +107,7 @@ def test_lines_fall_back_to_ascii_and_names_are_escaped(folder: Path, monkeypatc
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_stdout_that_is_full_is_no_bug(folder: Path) -> None:
+def test_a_stdout_that_is_full_is_no_bug(folder):
     with open("/dev/full", "w") as full:  # noqa: PTH123 - a device
         ended = subprocess.run(
             [sys.executable, "-m", "htp_export", "nodes", str(folder / "net.onnx")],
@@ -124,7 +118,7 @@ def test_a_stdout_that_is_full_is_no_bug(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
-def test_json_is_read_as_any_shell_writes_it(encoding: str, tmp_path: Path) -> None:
+def test_json_is_read_as_any_shell_writes_it(encoding, tmp_path):
     """``>`` of Windows PowerShell writes UTF-16, ``Out-File -Encoding utf8`` a byte order mark."""
     (tmp_path / "a.json").write_text(json.dumps({NAME: 1}, ensure_ascii=False), encoding=encoding)
     assert read_json(tmp_path / "a.json") == {NAME: 1}

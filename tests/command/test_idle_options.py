@@ -1,7 +1,5 @@
 """Options that would do nothing are refused: beside others, given twice, empty, or for what a model does not have."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -85,7 +83,7 @@ def test_an_option_without_effect_is_refused(
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".pyc" and path.is_file()] == [code.name]
 
 
-def test_negative_ids_of_a_config_mean_none() -> None:
+def test_negative_ids_of_a_config_mean_none():
     from htp_export.huggingface import load_model
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}

@@ -1,7 +1,5 @@
 """What long commands show of how far they have come: on a terminal alone, and only of what takes some time."""
 
-from __future__ import annotations
-
 import io
 import re
 import time

@@ -1,7 +1,5 @@
 """Wrong inputs of the command line: each ends with status 2 and one line that names what is wrong; files stay."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 
@@ -161,6 +159,7 @@ SHORT = "short.data: is too short: it has 3 bytes, and the weights of short.onnx
 BERT = "export bert --random-weights --set num_hidden_layers=1 --set hidden_size=16 --set num_attention_heads=2"
 TAKE_INPUTS = ("carry net.onnx net.onnx -o o.onnx", "compare net.onnx net.onnx", "profile net.onnx", "cost net.onnx",
                "tree net.onnx")  # fmt: skip
+UNTAGGED = "untagged.onnx: it has no module tags; export it with htp-export export"
 OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
@@ -334,7 +333,11 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("quantize net.onnx int8 -o rules.yaml/o.onnx", "rules.yaml/o.onnx"),
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
     ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),
-    ("quantize untagged.onnx int8 -o o.onnx", "untagged.onnx: it has no module tags; export it with htp-export export"),
+    ("quantize untagged.onnx int8 -o o.onnx", UNTAGGED),
+    ("place untagged.onnx --rule .=cpu -o o.onnx", UNTAGGED),
+    ("nodes untagged.onnx", UNTAGGED),
+    ("partition untagged.onnx 2 -o stages", UNTAGGED),
+    ("rename untagged.onnx -o o.onnx", UNTAGGED),
     ("quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing", "{module}:gives_nothing returned no function"),
     ("prune net.onnx 0.5 -o o.onnx", "no file '0.5'; a rule is an option: --rule SELECTOR=VALUE"),
     ("prune net.onnx --rule .=0.5 --method l3 -o o.onnx", "'l3' is not one of 'l1'"),
@@ -422,9 +425,7 @@ WRONG: list[tuple[str | list[str], str]] = [
 
 
 @pytest.mark.parametrize(("command", "message"), WRONG, ids=[str(command)[:60] for command, _ in WRONG])
-def test_a_line_says_what_is_wrong_and_nothing_is_written(
-    folder: Path, capfd: pytest.CaptureFixture[str], command: str | list[str], message: str
-) -> None:
+def test_a_line_says_what_is_wrong_and_nothing_is_written(folder, capfd, command, message):
     typed = command.format(module=f"made_{folder.name}").split() if isinstance(command, str) else command
     before = contents(folder)
     status = main(typed)
@@ -437,19 +438,19 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(
     assert contents(folder) == before
 
 
-def test_every_command_has_wrong_inputs() -> None:
+def test_every_command_has_wrong_inputs():
     typed = [command if isinstance(command, str) else " ".join(command) for command, _ in WRONG]
     assert [name for name in command_names() if not any(each.startswith(name) for each in typed)] == []
 
 
 @pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
-def test_python_refuses_a_mapping_without_inputs(use: Callable[..., object], folder: Path) -> None:
+def test_python_refuses_a_mapping_without_inputs(use, folder):
     files = ["net.onnx"] if use is htp_export.profile else ["net.onnx", "net.onnx"]
     with pytest.raises(htp_export.InputError, match="no value for input 'x'"):
         use(*files, data={})
 
 
-def test_files_that_may_not_be_read(tmp_path: Path) -> None:
+def test_files_that_may_not_be_read(tmp_path):
     write_model(_square(), tmp_path / "closed.onnx", "closed.data")
     said = {"closed.data": "closed.data: cannot be read", "closed.onnx": "path 'closed.onnx' is not readable"}
     for name, message in said.items():
@@ -459,9 +460,7 @@ def test_files_that_may_not_be_read(tmp_path: Path) -> None:
         assert message in run.stderr
 
 
-def test_a_newer_version_of_the_format_is_read_with_a_warning(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_newer_version_of_the_format_is_read_with_a_warning(folder, tmp_path, capsys, caplog):
     model = read_model("net.onnx")
     model.metadata_props[tags.FORMAT] = "2"
     write_model(model, tmp_path / "newer.onnx")
@@ -472,8 +471,11 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(
     assert warning in caplog.text
 
 
-@pytest.mark.parametrize("command", ["optimize", "functions", "functions --undo", "splice", "carry", "run"])
-def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: str) -> None:
+SHARING = ("optimize", "functions", "functions --undo", "splice", "carry", "run", "rename", "tap", "quantize")
+
+
+@pytest.mark.parametrize("command", SHARING)
+def test_weights_are_shared_on_request(folder, tmp_path, command):
     write_model(_square(), tmp_path / "net.onnx", "net.onnx.data")
     write_model(_square(), tmp_path / "part.onnx")
     net, out = str(tmp_path / "net.onnx"), tmp_path / "out.onnx"
@@ -491,6 +493,9 @@ def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: st
         "splice": [net, "layer.0", str(tmp_path / "part.onnx")],
         "carry": [net, net],
         "run": ["onnxscript", net],
+        "rename": [net],
+        "tap": [net, "layer.0:out"],
+        "quantize": [net, "--rule", "layer.0.fc=fp16"],
     }
     assert main([*command.split(), *arguments[command], "-o", str(out), "--share-weights"]) == 0
     model = read_model(out)
@@ -500,7 +505,7 @@ def test_weights_are_shared_on_request(folder: Path, tmp_path: Path, command: st
     assert weight.location == "net.onnx.data"
 
 
-def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeypatch):
     from htp_export.capabilities.huggingface import sources
     from htp_export.huggingface import load_model
 

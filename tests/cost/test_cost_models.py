@@ -1,9 +1,6 @@
 """Memory, traffic and what fusing would save, worked out by hand; and the FLOPs of architectures, as PyTorch counts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -41,18 +38,18 @@ def of_text(body: str, outputs: str = "float[2, 4] y") -> Cost:
     ],
     ids=["one node", "chain", "diamond", "three branches", "residual", "view", "one that grows"],
 )
-def test_peak_is_what_is_alive_at_once(body: str, units: int) -> None:
+def test_peak_is_what_is_alive_at_once(body, units):
     outputs = "float[1, 1] y" if "Reduce" in body else "float[2, 4] y"
     assert of_text(body, outputs).peak.bytes == units * UNIT
 
 
-def test_outputs_of_the_model_stay_to_the_end() -> None:
+def test_outputs_of_the_model_stay_to_the_end():
     report = of_text("y = Relu(x) a = Neg(x) b = Abs(a) z = Neg(b)", "float[2, 4] y, float[2, 4] z")
     assert report.peak.bytes == 3 * UNIT
     assert of_text("y = Relu(x) a = Neg(y) b = Abs(a) z = Neg(b)", "float[2, 4] z").peak.bytes == 2 * UNIT
 
 
-def test_a_subgraph_takes_memory_while_its_node_runs() -> None:
+def test_a_subgraph_takes_memory_while_its_node_runs():
     text = """
     <ir_version: 10, opset_import: ["": 20]>
     net (float[2, 4] x, bool c) => (float[2, 4] y) {
@@ -84,7 +81,7 @@ def block() -> ir.Model:
     return model([x], [fc, act, out, end], [w], modules)
 
 
-def test_the_module_on_top_of_the_peak_and_what_is_alive_there_are_named() -> None:
+def test_the_module_on_top_of_the_peak_and_what_is_alive_there_are_named():
     report = htp_export.cost(block())
     # x, fc, act and what is made of them
     assert report.peak.bytes == 4 * UNIT
@@ -94,7 +91,7 @@ def test_the_module_on_top_of_the_peak_and_what_is_alive_there_are_named() -> No
     assert peaks == {"": 4, "block": 4, "block.fc": 2}
 
 
-def test_traffic_is_what_nodes_read_and_write_and_fusing_saves_the_intermediates() -> None:
+def test_traffic_is_what_nodes_read_and_write_and_fusing_saves_the_intermediates():
     modules = htp_export.cost(block()).modules
     weights = 64
     fc = UNIT + weights + UNIT
@@ -110,7 +107,7 @@ def test_traffic_is_what_nodes_read_and_write_and_fusing_saves_the_intermediates
     assert modules["block.fc"].intensity == pytest.approx(2 * 2 * 4 * 4 / fc)
 
 
-def test_a_lookup_reads_the_rows_it_gives_and_not_the_table() -> None:
+def test_a_lookup_reads_the_rows_it_gives_and_not_the_table():
     table = weight("table", 64)
     ids = ir.val("ids", ir.DataType.INT64, [3])
     out = tagged_node("Gather", [table, ids], "", "rows")
@@ -153,15 +150,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]
     "distilbert": ("DistilBertModel", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, **VOCAB}, text),
     "gpt2": (  # its head is tied to its embeddings
         "GPT2LMHeadModel",
-        {
-            "n_embd": 32,
-            "n_layer": 2,
-            "n_head": 2,
-            "use_cache": False,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-            **VOCAB,
-        },
+        {"n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, **VOCAB},
         text,
     ),
     "llama": ("LlamaForCausalLM", {**WORDS, "num_key_value_heads": 1, "use_cache": False}, text),
@@ -198,7 +187,7 @@ def flops_of(model: nn.Module, kwargs: dict[str, Any]) -> int:
         if name != "t5_encoder" or not dynamo  # with sdpa attention, torch's own dynamo exporter cannot take it
     ],
 )
-def test_flops_and_parameters_are_those_of_pytorch(name: str, dynamo: bool, tmp_path: Path) -> None:
+def test_flops_and_parameters_are_those_of_pytorch(name, dynamo, tmp_path):
     torch.manual_seed(0)
     class_name, settings, inputs = ARCHITECTURES[name]
     made = getattr(transformers, class_name)
@@ -214,7 +203,7 @@ def test_flops_and_parameters_are_those_of_pytorch(name: str, dynamo: bool, tmp_
 
 
 @pytest.mark.slow
-def test_bert_base_at_length_16_is_2_7285_gflops(tmp_path: Path) -> None:
+def test_bert_base_at_length_16_is_2_7285_gflops(tmp_path):
     model = transformers.BertModel(transformers.BertConfig()).eval()
     file = tmp_path / "model.onnx"
     htp_export.export(model, (), file, kwargs=text(), verbose=False)

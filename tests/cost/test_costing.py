@@ -1,11 +1,8 @@
 """Costs by module: sums, shared work and weights, what is not counted, and PyTorch's own counts."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -34,7 +31,7 @@ def costs(net: nn.Module, x: torch.Tensor, exporter: str, folder: Path) -> Cost:
     return htp_export.cost(file)
 
 
-def test_a_node_of_two_modules_counts_once_above_them_and_is_divided_between_them() -> None:
+def test_a_node_of_two_modules_counts_once_above_them_and_is_divided_between_them():
     modules = htp_export.cost(encoder()).modules
     # mask (8 elements) is of both layers; each layer has a product of 2 x 4 x 4 and 8 elements of its own
     assert {path: (m.macs, m.other_flops, m.self_other_flops) for path, m in modules.items()} == {
@@ -50,7 +47,7 @@ def test_a_node_of_two_modules_counts_once_above_them_and_is_divided_between_the
     assert modules["layer.0"].self_nodes == 2
 
 
-def test_work_that_does_not_divide_evenly_is_not_lost() -> None:
+def test_work_that_does_not_divide_evenly_is_not_lost():
     x = value("x", 1)
     x.shape = ir.Shape([7])
     node = tagged_node("Relu", [x], ["a", "b", "c"], "y")
@@ -73,9 +70,7 @@ class Trunk(nn.Module):
 
 
 @BOTH
-def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_is_folded(
-    exporter: str, tmp_path: Path
-) -> None:
+def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_is_folded(exporter, tmp_path):
     net = Trunk()
     report = costs(net, torch.randn(2, 3, 8, 8), exporter, tmp_path)
     for name in SUMMED:
@@ -102,7 +97,7 @@ class Tied(nn.Module):
 
 
 @BOTH
-def test_tied_parameters_count_once_and_are_named_and_buffers_do_not_count(exporter: str, tmp_path: Path) -> None:
+def test_tied_parameters_count_once_and_are_named_and_buffers_do_not_count(exporter, tmp_path):
     net = Tied()
     report = costs(net, torch.randint(0, 20, (2, 6)), exporter, tmp_path)
     assert report.modules[""].parameters == sum(p.numel() for p in net.parameters()) == 160 + 72 + 1
@@ -112,7 +107,7 @@ def test_tied_parameters_count_once_and_are_named_and_buffers_do_not_count(expor
     assert "embedding.weight (embedding, head)" in str(report)
 
 
-def test_without_word_of_pytorch_parameters_are_the_weights_that_are_read() -> None:
+def test_without_word_of_pytorch_parameters_are_the_weights_that_are_read():
     report = htp_export.cost(encoder())
     assert not report.from_pytorch
     assert {path: m.parameters for path, m in report.modules.items() if m.parameters} == {
@@ -121,7 +116,7 @@ def test_without_word_of_pytorch_parameters_are_the_weights_that_are_read() -> N
     assert any("does not say which PyTorch had" in note for note in report.notes)
 
 
-def test_weights_that_several_modules_read_are_shared() -> None:
+def test_weights_that_several_modules_read_are_shared():
     made = encoder()
     nodes = list(made.graph)
     nodes[4].replace_input_with(1, nodes[1].inputs[0])
@@ -131,7 +126,7 @@ def test_weights_that_several_modules_read_are_shared() -> None:
     assert report.modules["layer.1.fc"].self_weight_bytes == 0
 
 
-def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are_not_there_are_not_believed() -> None:
+def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are_not_there_are_not_believed():
     made = encoder()
     made.metadata_props["htp.parameters"] = '{"layer.0.fc":{"weight":[4,8]},"layer.1.fc":{"gone":[3]}}'
     modules = htp_export.cost(made).modules
@@ -143,14 +138,14 @@ def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are
         htp_export.cost(made)
 
 
-def test_an_extracted_module_knows_its_parameters(tmp_path: Path) -> None:
+def test_an_extracted_module_knows_its_parameters(tmp_path):
     htp_export.export(Trunk().eval(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx", verbose=False)
     part = htp_export.cost(htp_export.extract(tmp_path / "m.onnx", "body").model)
     assert part.from_pytorch
     assert part.modules["body"].parameters == part.modules[""].parameters == 36 * 20 + 20 + 20 * 36 + 36
 
 
-def test_written_parameters_come_back_the_same() -> None:
+def test_written_parameters_come_back_the_same():
     held = parameters_of(Tied())
     assert held == {
         "": ModuleParameters({"temperature": ()}),
@@ -164,12 +159,12 @@ def test_written_parameters_come_back_the_same() -> None:
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": []}', '{"a": {"w": [-1]}}', '{"a": {"w": "b.w"}}'])
-def test_malformed_parameters_are_refused(text: str) -> None:
+def test_malformed_parameters_are_refused(text):
     with pytest.raises(ValueError, match=r"htp\.parameters"):
         parameters_from_json(text)
 
 
-def test_what_has_no_formula_is_listed_by_operator_and_module() -> None:
+def test_what_has_no_formula_is_listed_by_operator_and_module():
     made = encoder()
     nodes = list(made.graph)
     nodes[4].op_type, nodes[4].domain = "Mystery", "my.own"
@@ -182,7 +177,7 @@ def test_what_has_no_formula_is_listed_by_operator_and_module() -> None:
     assert [node.counted for node in report.nodes] == [True, True, True, True, False, True, False]
 
 
-def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others() -> None:
+def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others():
     made = encoder()
     nodes = list(made.graph)
     nodes[4].op_type, nodes[4].domain = "Mystery", "my.own"
@@ -208,12 +203,12 @@ def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others() -
         ({("", "MatMul"): lambda step: 64}, "gives 64; give htp_export.Work"),
     ],
 )
-def test_formulas_that_cannot_be_used_are_refused(formulas: Any, message: str) -> None:
+def test_formulas_that_cannot_be_used_are_refused(formulas, message):
     with pytest.raises(InputError, match=message):
         htp_export.cost(encoder(), formulas=formulas)
 
 
-def test_weights_are_told_by_type() -> None:
+def test_weights_are_told_by_type():
     x, scale, zero = (ir.val(n, ir.DataType.FLOAT, s) for n, s in (("x", [2, 4]), ("s", []), ("z", [])))
     eight = ir.Value(name="w8", const_value=ir.tensor(np.ones((4, 4), np.int8), name="w8"))
     half = ir.Value(name="w16", const_value=ir.tensor(np.ones((4,), np.float16), name="w16"))
@@ -229,7 +224,7 @@ def test_weights_are_told_by_type() -> None:
     assert whole.weight_bytes == 24
 
 
-def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes() -> None:
+def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes():
     text = '<ir_version: 10, opset_import: ["": 20]> net (float[2, 3] x, float[3, 5] w) => (float[2, 5] y)'
     report = htp_export.cost(onnx.parser.parse_model(text + "{ y = MatMul(x, w) }"))
     assert list(report.modules) == [""]
@@ -238,7 +233,7 @@ def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes() -> None:
     assert "no module tags" in str(report).splitlines()[-1]
 
 
-def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is() -> None:
+def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is():
     made = encoder()
     before = ir.to_proto(made).SerializeToString()
     report = htp_export.cost(made)
@@ -255,7 +250,7 @@ def test_the_result_is_plain_data_and_prints_and_the_model_is_left_as_it_is() ->
     assert report.by_path("macs")["layer.1"] == 32
 
 
-def test_fusing_and_quantizing_leave_the_flops_as_they_are(tmp_path: Path) -> None:
+def test_fusing_and_quantizing_leave_the_flops_as_they_are(tmp_path):
     layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True).eval()
     plain, fused, eight = (tmp_path / f"{name}.onnx" for name in ("plain", "fused", "eight"))
     htp_export.export(layer, (torch.randn(2, 10, 32),), plain, dynamo=False, verbose=False)
@@ -272,14 +267,14 @@ def test_fusing_and_quantizing_leave_the_flops_as_they_are(tmp_path: Path) -> No
         assert (after.modules[""].flops, after.uncounted) == (before.modules[""].flops, {})
 
 
-def test_nodes_without_owner_count_in_the_whole() -> None:
+def test_nodes_without_owner_count_in_the_whole():
     made = encoder()
     list(made.graph)[6].metadata_props.clear()
     whole = htp_export.cost(made).modules[""]
     assert (whole.other_flops, whole.self_other_flops, whole.nodes) == (32, 8, 7)
 
 
-def test_a_model_without_nodes_costs_nothing() -> None:
+def test_a_model_without_nodes_costs_nothing():
     x = value("x")
     empty = ir.Model(ir.Graph([x], [x], nodes=[], opset_imports={"": 20}, name="g"), ir_version=10)
     report = htp_export.cost(empty)

@@ -1,7 +1,5 @@
 """What one node computes, against values worked out by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnx_ir as ir
@@ -85,11 +83,7 @@ PRODUCTS = {
 B, S, T, H, D = 2, 6, 10, 4, 8  # batch, length, length with the cache, heads, size of a head
 SCORES = B * H * S * S
 ATTENTION = {
-    "Attention of four dimensions": (
-        step("Attention", [(B, H, S, D)] * 3, (B, H, S, D)),
-        SCORES * 2 * D,
-        SCORES * 6,
-    ),
+    "Attention of four dimensions": (step("Attention", [(B, H, S, D)] * 3, (B, H, S, D)), SCORES * 2 * D, SCORES * 6),
     "Attention of three dimensions, masked": (
         step("Attention", [(B, S, H * D)] * 3 + [(S, S)], (B, S, H * D), q_num_heads=H, kv_num_heads=H),
         SCORES * 2 * D,
@@ -166,11 +160,7 @@ OTHERS = {
     "FastGelu with bias": (contrib("FastGelu", [X, (8,)], X), 0, 9 * N),
     "Clip": (step("Clip", [X, (), None], X), 0, N),
     "Max of three": (step("Max", [X, X, X], X), 0, 2 * N),
-    "Resize, linear along two axes": (
-        step("Resize", [(1, 2, 4, 4)], (1, 2, 8, 8), mode="linear"),
-        0,
-        128 * 7,
-    ),
+    "Resize, linear along two axes": (step("Resize", [(1, 2, 4, 4)], (1, 2, 8, 8), mode="linear"), 0, 128 * 7),
     "Resize, nearest": (step("Resize", [(1, 2, 4, 4)], (1, 2, 8, 8), mode="nearest"), 0, 0),
     "ScatterND that adds": (step("ScatterND", [(9, 8), (2, 1), (2, 8)], (9, 8), reduction="add"), 0, 16),
     "QuantizeLinear": (step("QuantizeLinear", [X, ()], X), 0, 4 * N),
@@ -204,7 +194,7 @@ OTHERS = {
 
 @pytest.mark.parametrize(("node", "macs", "other"), [*PRODUCTS.values(), *ATTENTION.values(), *OTHERS.values()],
                          ids=[*PRODUCTS, *ATTENTION, *OTHERS])  # fmt: skip
-def test_work_is_what_a_hand_works_out(node: RunStep, macs: int, other: int) -> None:
+def test_work_is_what_a_hand_works_out(node, macs, other):
     found = work_of(node)
     assert found is not None
     assert (found.macs, found.other) == (macs, other)
@@ -223,11 +213,11 @@ def test_work_is_what_a_hand_works_out(node: RunStep, macs: int, other: int) -> 
         pytest.param(contrib("MultiHeadAttention", [(B, S, 32), (B, T, 32)], (B, S, 32)), id="no heads, contrib"),
     ],
 )
-def test_what_cannot_be_counted_is_none_and_not_zero(node: RunStep) -> None:
+def test_what_cannot_be_counted_is_none_and_not_zero(node):
     assert work_of(node) is None
 
 
-def test_every_operator_of_onnx_is_counted_or_known_not_to_be() -> None:
+def test_every_operator_of_onnx_is_counted_or_known_not_to_be():
     import onnx
 
     counted = {op for domain, op in all_formulas() if not domain}

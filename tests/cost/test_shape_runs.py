@@ -1,8 +1,5 @@
 """Running a model by shapes: open sizes, subgraphs, functions, and what is not known."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +13,9 @@ import htp_export
 from htp_export.capabilities.cost.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
+from tests.exporting import open_sizes
 from tests.handmade import branching, with_function
+from tests.nets import Holding
 
 TEXT = """
 <ir_version: 10, opset_import: ["": 20]>
@@ -48,7 +47,7 @@ def run(model: Any, **given: Any) -> Run:
     return run_by_shapes(load(model), **given)
 
 
-def test_shapes_that_are_computed_from_shapes_are_known() -> None:
+def test_shapes_that_are_computed_from_shapes_are_known():
     found = {t.name: t.shape for step in run(parsed(TEXT), dims={"n": 5}).steps for t in step.outputs}
     assert found["turned"] == (3, 5)
     assert found["ones"] == (5,)
@@ -56,7 +55,7 @@ def test_shapes_that_are_computed_from_shapes_are_known() -> None:
     assert found["cube"] == found["y"] == (5, 2, 2, 2)
 
 
-def test_example_inputs_say_sizes_as_their_names_do() -> None:
+def test_example_inputs_say_sizes_as_their_names_do():
     by_name = run(parsed(TEXT), dims={"n": 5})
     by_example = run(parsed(TEXT), inputs={"x": np.zeros((5, 3), np.float32)})
     by_shape = run(parsed(TEXT), shapes={"x": (5, 3)})
@@ -64,7 +63,7 @@ def test_example_inputs_say_sizes_as_their_names_do() -> None:
     assert by_shape.outputs[0].shape == (5, 2, 2, 2)
 
 
-def test_values_of_small_whole_inputs_decide_shapes() -> None:
+def test_values_of_small_whole_inputs_decide_shapes():
     text = """
     <ir_version: 10, opset_import: ["": 20]>
     net (int64[4] mask, float[4, 3] x) => (float y) {
@@ -90,23 +89,23 @@ def test_values_of_small_whole_inputs_decide_shapes() -> None:
         ({"shapes": {"xs": (5, 3)}}, "no input 'xs' in this model, only 'x', 'w'; nearest: 'x'"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(given: dict[str, Any], message: str) -> None:
+def test_sizes_that_do_not_fit_are_refused(given, message):
     with pytest.raises(InputError, match=message):
         run(parsed(TEXT), **given)
 
 
-def test_sizes_that_nothing_tells_are_1() -> None:
+def test_sizes_that_nothing_tells_are_1():
     assert run(parsed(TEXT)).notes == ("size 'n' is 1",)
     assert [t.shape for t in run(parsed(TEXT)).outputs] == [t.shape for t in run(parsed(TEXT), dims={"n": 1}).outputs]
 
 
-def test_an_input_whose_number_of_dimensions_is_not_known_is_refused() -> None:
+def test_an_input_whose_number_of_dimensions_is_not_known_is_refused():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
     with pytest.raises(InputError, match="input 'x': the model does not tell its shape; give shapes or data"):
         run(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
 
 
-def test_expressions_of_open_sizes_are_worked_out() -> None:
+def test_expressions_of_open_sizes_are_worked_out():
     x, y = ir.val("x", ir.DataType.FLOAT, ["n"]), ir.val("y", ir.DataType.FLOAT, ["Min(5, 2*n + 1)"])
     node = ir.node("Mystery", [x], outputs=[y], domain="my.own")
     model = ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, "my.own": 1}, name="g"), ir_version=10)
@@ -114,7 +113,7 @@ def test_expressions_of_open_sizes_are_worked_out() -> None:
     assert run(model, dims={"n": 9}).outputs[0].shape == (5,)
 
 
-def test_a_shape_that_is_not_known_is_noted_with_the_node_that_does_not_tell() -> None:
+def test_a_shape_that_is_not_known_is_noted_with_the_node_that_does_not_tell():
     text = """
     <ir_version: 10, opset_import: ["": 20, "my.own": 1]>
     net (float[2, 3] x) => (float y) { m = my.own.Mystery(x) y = Relu(m) }
@@ -124,7 +123,7 @@ def test_a_shape_that_is_not_known_is_noted_with_the_node_that_does_not_tell() -
     )
 
 
-def test_weights_are_not_read(tmp_path: Path) -> None:
+def test_weights_are_not_read(tmp_path):
     net = torch.nn.Sequential(torch.nn.Linear(40, 30), torch.nn.Linear(30, 20)).eval()
     file = tmp_path / "model.onnx"
     htp_export.export(net, (torch.randn(2, 40),), file, verbose=False, external_data=True)
@@ -147,13 +146,13 @@ net (float[3, 3] x, {inputs}) => (float[3, 3] y) {{
 """
 
 
-def test_the_body_of_a_loop_counts_as_often_as_it_runs() -> None:
+def test_the_body_of_a_loop_counts_as_often_as_it_runs():
     known = LOOP.format(inputs="float[1] z", trips="m = Constant<value = int64 {7}>()")
     report = htp_export.cost(ir.from_proto(onnx.parser.parse_model(known)))
     assert (report.modules[""].macs, report.uncounted) == (7 * 27, {})
 
 
-def test_a_loop_that_runs_nobody_knows_how_often_counts_once_and_is_listed() -> None:
+def test_a_loop_that_runs_nobody_knows_how_often_counts_once_and_is_listed():
     unknown = LOOP.format(inputs="int64 m", trips="")
     report = htp_export.cost(ir.from_proto(onnx.parser.parse_model(unknown)))
     assert (report.modules[""].macs, report.uncounted) == (27, {"Loop": 1})
@@ -161,7 +160,7 @@ def test_a_loop_that_runs_nobody_knows_how_often_counts_once_and_is_listed() -> 
     assert (given.modules[""].macs, given.uncounted) == (4 * 27, {})
 
 
-def test_a_scan_runs_once_for_each_slice() -> None:
+def test_a_scan_runs_once_for_each_slice():
     text = """
     <ir_version: 10, opset_import: ["": 20]>
     net (float[3] start, float[5, 3] xs, float[3, 3] w) => (float[3] last, float[5, 3] ys) {
@@ -178,14 +177,14 @@ def test_a_scan_runs_once_for_each_slice() -> None:
     assert (whole.macs, whole.other_flops, report.uncounted) == (5 * 9, 5 * 3, {})
 
 
-def test_of_two_branches_the_one_that_costs_more_counts() -> None:
+def test_of_two_branches_the_one_that_costs_more_counts():
     report = htp_export.cost(branching())
     ran = {node.name: node.times for node in report.nodes}
     assert ran["node_yes"] + ran["node_no"] == 1
     assert report.modules["gate"].other_flops == 8
 
 
-def test_a_branch_that_is_known_is_the_one_that_counts() -> None:
+def test_a_branch_that_is_known_is_the_one_that_counts():
     text = """
     <ir_version: 10, opset_import: ["": 20]>
     net (float[n, n] x) => (float[n, n] y) {
@@ -202,7 +201,7 @@ def test_a_branch_that_is_known_is_the_one_that_counts() -> None:
     assert htp_export.cost(ir.from_proto(model), dims={"n": 4}).modules[""].macs == 64
 
 
-def test_a_function_counts_for_each_call_with_the_shapes_and_modules_of_the_call() -> None:
+def test_a_function_counts_for_each_call_with_the_shapes_and_modules_of_the_call():
     report = htp_export.cost(with_function())
     assert {path: (m.macs, m.other_flops) for path, m in report.modules.items()} == {
         "": (32, 16),
@@ -225,7 +224,7 @@ class Layers(torch.nn.Module):
         return x
 
 
-def test_a_model_with_functions_costs_what_the_flat_one_does() -> None:
+def test_a_model_with_functions_costs_what_the_flat_one_does():
     program = htp_export.export(Layers().eval(), (torch.randn(2, 8),), verbose=False)
     flat = htp_export.cost(program)
     nested = htp_export.cost(htp_export.functions(program, "layers.*").model)
@@ -236,12 +235,8 @@ def test_a_model_with_functions_costs_what_the_flat_one_does() -> None:
     assert flat.modules["layers.1.2"].flops == 2 * 2 * 8 * 8
 
 
-class Attending(torch.nn.Module):
+class Attending(Holding, qkv=torch.nn.Linear(16, 48)):
     """Sizes are computed from sizes: heads apart, a causal mask, half of the positions kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv = torch.nn.Linear(16, 48)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
@@ -252,13 +247,11 @@ class Attending(torch.nn.Module):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_shapes_are_those_that_onnx_runtime_finds(exporter: str, tmp_path: Path) -> None:
+def test_shapes_are_those_that_onnx_runtime_finds(exporter, tmp_path):
     file = tmp_path / "model.onnx"
     x = torch.randn(2, 6, 16)
-    sizes: dict[str, Any] = {"dynamo": True, "dynamic_shapes": ({0: "batch", 1: "length"},)}
-    if exporter == "torchscript":
-        sizes = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": {0: "batch", 1: "length"}}}
-    htp_export.export(Attending().eval(), (x,), file, verbose=False, **sizes)
+    sizes = open_sizes(exporter, x={0: "batch", 1: "length"})
+    htp_export.export(Attending().eval(), (x,), file, verbose=False, dynamo=exporter == "dynamo", **sizes)
     found = {
         tensor.name: tensor.shape
         for step in run(file, dims={"batch": 3, "length": 10}).steps
@@ -275,7 +268,7 @@ def test_shapes_are_those_that_onnx_runtime_finds(exporter: str, tmp_path: Path)
     assert found == {name: tuple(array.shape) for name, array in zip(found, made, strict=True)}
 
 
-def test_values_that_would_be_large_are_not_computed() -> None:
+def test_values_that_would_be_large_are_not_computed():
     text = """
     <ir_version: 10, opset_import: ["": 20]>
     net (int64[4000, 1] a, int64[1, 4000] b) => (int64[n, m] y) { y = Add(a, b) }

@@ -1,7 +1,5 @@
 """Differences between two files: modules that changed, moved, came and went."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections import OrderedDict
@@ -14,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.command.main import main
-from tests.nets import spread
+from tests.nets import Holding, spread
 from tests.written import weight, written
 
 
@@ -74,12 +72,8 @@ def test_parameters_and_bytes_before_and_after():
     assert found.modules["a.act"].status == "same"
 
 
-class Projections(nn.Module):
+class Projections(Holding, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 24)):
     """Three projections of one input, which can be one product."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 24)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x[None]

@@ -1,7 +1,5 @@
 """A process that is killed while it writes leaves the old files, the new ones, or a pair that is known to be torn."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -45,7 +43,7 @@ QUICK = ("save_named",)
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS]
 )
-def test_files_are_old_or_new_or_known_to_be_torn(name: str, given: Path, tmp_path: Path) -> None:
+def test_files_are_old_or_new_or_known_to_be_torn(name, given, tmp_path):
     shutil.copytree(given, tmp_path / "given")
     if name == "partition":
         (tmp_path / "given" / "out.onnx").unlink()
@@ -65,7 +63,7 @@ def test_files_are_old_or_new_or_known_to_be_torn(name: str, given: Path, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["export", "optimize", "splice", "carry"])
-def test_files_are_old_or_new_after_kills_at_random_moments(name: str, given: Path, tmp_path: Path) -> None:
+def test_files_are_old_or_new_after_kills_at_random_moments(name, given, tmp_path):
     shutil.copytree(given, tmp_path / "given")
     shutil.rmtree(tmp_path / "given" / "stages")
     found = run(name, tmp_path, "15", "12")

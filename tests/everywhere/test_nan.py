@@ -1,8 +1,5 @@
 """NaN is no number: each capability that meets one says where, in one sentence."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import InputError
+from tests.nets import Apply
 
 NAN = float("nan")
 
@@ -23,11 +21,6 @@ def example(seed: int = 0, *, broken: bool = False) -> dict[str, Any]:
     if broken:
         x[0, 3] = NAN
     return {"input": x.numpy()}
-
-
-class Log(nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.log()
 
 
 def exported(folder: Path, *more: nn.Module, broken: bool = False) -> Path:
@@ -54,7 +47,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A part of what it returns is NaN."""
-    return exported(tmp_path_factory.mktemp("nan"), Log())
+    return exported(tmp_path_factory.mktemp("nan"), Apply(lambda x: x.log()))
 
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
@@ -66,13 +59,13 @@ def partly(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=["quantize", "sensitivity"],
 )
-def test_data_with_nan_are_refused_in_any_order(run: Callable[..., Any], order: tuple[bool, bool], file: Path) -> None:
+def test_data_with_nan_are_refused_in_any_order(run, order, file):
     data = [example(seed, broken=each) for seed, each in enumerate(order)]
     with pytest.raises(InputError, match=rf"data, run {order.index(True)}: input 'input' has NaN"):
         run(file, data)
 
 
-def test_a_metric_without_a_number_is_refused(file: Path) -> None:
+def test_a_metric_without_a_number_is_refused(file):
     def metric(outputs: Any) -> float:
         return NAN
 
@@ -86,13 +79,13 @@ def test_a_metric_without_a_number_is_refused(file: Path) -> None:
 
 
 @pytest.mark.parametrize("by_metric", [False, True])
-def test_outputs_without_a_number_have_no_error_and_no_metric(by_metric: bool, broken: Path) -> None:
+def test_outputs_without_a_number_have_no_error_and_no_metric(by_metric, broken):
     options: dict[str, Any] = {"objectives": ["metric"], "metric": lambda runs: float(runs[0]["linear_1"].sum())}
     with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
         htp_export.search(broken, ["fp16"], data=example(), trials=3, **options if by_metric else {})
 
 
-def test_search_says_which_choices_have_no_number(file: Path) -> None:
+def test_search_says_which_choices_have_no_number(file):
     pytest.importorskip("optuna")
     expected = InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[0]
 
@@ -107,24 +100,24 @@ def test_search_says_which_choices_have_no_number(file: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["int8", "int8-dynamic", "int8-weights", "int4"])
-def test_weights_with_nan_are_not_quantized(precision: str, broken: Path) -> None:
+def test_weights_with_nan_are_not_quantized(precision, broken):
     with pytest.raises(InputError, match=rf"'0\.weight' of module '0' has NaN, which {precision} has not"):
         htp_export.quantize(broken, {".": precision}, data=example())
     assert htp_export.quantize(broken, {"0": "fp16"}).modules["0"].precision == "fp16"
 
 
 @pytest.mark.parametrize("value", [0.5, "2:4", "channels:0.25", "rank:25%"])
-def test_weights_with_nan_are_not_pruned(value: Any, broken: Path) -> None:
+def test_weights_with_nan_are_not_pruned(value, broken):
     with pytest.raises(InputError, match=r"weight '0\.weight' of module '0' has NaN"):
         htp_export.prune(broken, {"0": value})
 
 
-def test_ranges_of_tensors_with_nan_are_not_measured(broken: Path) -> None:
+def test_ranges_of_tensors_with_nan_are_not_measured(broken):
     with pytest.raises(InputError, match=r"data, run 0: .* computes NaN in 'relu'"):
         htp_export.quantize(broken, {"2": "int8"}, data=example())
 
 
-def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:
+def test_nan_on_both_sides_is_said(file, broken):
     found = htp_export.compare(broken, broken, example())
     assert found.ok
     assert {path: module.status for path, module in found.modules.items()} == dict.fromkeys(["", "0", "1", "2"], "nan")
@@ -133,13 +126,13 @@ def test_nan_on_both_sides_is_said(file: Path, broken: Path) -> None:
     assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
 
 
-def test_outputs_with_some_nan_are_said_beside_their_errors(partly: Path) -> None:
+def test_outputs_with_some_nan_are_said_beside_their_errors(partly):
     found = htp_export.sensitivity(partly, ["fp16"], data=example())
     assert found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
     assert htp_export.search(partly, ["fp16"], data=example(), trials=3).notes[0] == found.notes[0]
 
 
-def test_outputs_with_nan_are_said_where_passes_were_verified(file: Path, partly: Path) -> None:
+def test_outputs_with_nan_are_said_where_passes_were_verified(file, partly):
     found = htp_export.optimize(partly, verify=True, data=example())
     assert found.nan == ("log",)
     assert found.summary.endswith(
@@ -148,7 +141,7 @@ def test_outputs_with_nan_are_said_where_passes_were_verified(file: Path, partly
     assert htp_export.optimize(file, verify=True).nan == ()
 
 
-def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file: Path) -> None:
+def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file):
     calls: list[Any] = []
 
     def metric(outputs: Any) -> float:  # of the original, of two modules alone, and of both without one

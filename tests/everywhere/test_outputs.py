@@ -1,7 +1,5 @@
 """Paths that commands write: what is read stays as it is, and so does what is no file of the kind that is written."""
 
-from __future__ import annotations
-
 import shutil
 from functools import reduce
 from pathlib import Path
@@ -83,7 +81,7 @@ def run(folder: Path, command: str, output: str, *more: str) -> int:
     return main([*words.replace("{net}", f"net_{folder.name}").split(), *more])
 
 
-def test_these_are_all_commands_that_write() -> None:
+def test_these_are_all_commands_that_write():
     program = CommandGroup()
     commands = {
         name: reduce(lambda group, word: group.get_command(None, word), name.split(), program)
@@ -98,7 +96,7 @@ OWN_KIND = {"diff": "page.html", "view": "page.html", "quantize --plan-for": "sh
 
 
 @pytest.mark.parametrize("command", sorted(MODELS | OTHERS))
-def test_no_file_of_another_kind_is_replaced(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_no_file_of_another_kind_is_replaced(folder, capsys, command):
     before = contents(folder)
     for source in [*SOURCES, "net.onnx"]:
         if OWN_KIND.get(command) == source or (command, source) == ("export", "net.onnx"):
@@ -112,7 +110,7 @@ def test_no_file_of_another_kind_is_replaced(folder: Path, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("command", OWN_KIND)
-def test_a_file_of_the_kind_that_is_written_is_replaced(folder: Path, command: str) -> None:
+def test_a_file_of_the_kind_that_is_written_is_replaced(folder, command):
     assert run(folder, command, OWN_KIND[command]) == 0
 
 
@@ -122,9 +120,7 @@ def test_a_file_of_the_kind_that_is_written_is_replaced(folder: Path, command: s
      ("lora fuse", "factors.safetensors"), ("quantize", "data.npz"), ("extract", "net.onnx.data"),
      ("splice", "other.onnx"), ("quantize --plan-for", "plan.json")],
 )  # fmt: skip
-def test_what_is_read_is_not_replaced_by_force_either(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
-) -> None:
+def test_what_is_read_is_not_replaced_by_force_either(folder, capsys, command, output):
     before, output = contents(folder), output.replace("{net}", f"net_{folder.name}")
     assert run(folder, command, output, "--force") == 2
     assert f"{output}: is read" in (error := capsys.readouterr().err) or "would replace" in error
@@ -137,9 +133,7 @@ def test_what_is_read_is_not_replaced_by_force_either(
      ("export --entry {code}:net", "helper_{code}.py"), ("export --entry {code}:net", "config.json"),
      ("quantize net.onnx --rule 0=int8 --data {code}:data", "teacher.onnx")],
 )  # fmt: skip
-def test_what_the_code_of_an_entry_reads_is_not_replaced(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, output: str
-) -> None:
+def test_what_the_code_of_an_entry_reads_is_not_replaced(folder, capsys, command, output):
     code = f"code_{folder.name}"
     shutil.copy("other.onnx", "teacher.onnx")
     Path("config.json").write_text('{"size": 4}')
@@ -156,7 +150,7 @@ def test_what_the_code_of_an_entry_reads_is_not_replaced(
     assert contents(folder) == before
 
 
-def test_a_file_of_another_kind_is_replaced_where_that_is_asked_for(folder: Path) -> None:
+def test_a_file_of_another_kind_is_replaced_where_that_is_asked_for(folder):
     assert run(folder, "optimize", "page.html") == 2
     assert run(folder, "optimize", "page.html", "--force") == 0
     assert htp_export.load("page.html")["1"].nodes
@@ -165,7 +159,7 @@ def test_a_file_of_another_kind_is_replaced_where_that_is_asked_for(folder: Path
     assert run(folder, "functions --undo", "empty") == 0
 
 
-def test_python_functions_refuse_what_they_read(folder: Path) -> None:
+def test_python_functions_refuse_what_they_read(folder):
     before = listing(folder)
     uses = {
         "data.npz": lambda file: htp_export.quantize("net.onnx", {"0": "int8"}, file, data=file),
@@ -179,14 +173,14 @@ def test_python_functions_refuse_what_they_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [*sorted({*MODELS} - {"export"}), "view", "quantize --plan-for"])
-def test_links_in_a_circle_are_no_bug(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_links_in_a_circle_are_no_bug(folder, capsys, command):
     Path("one").symlink_to("two")
     Path("two").symlink_to("one")
     assert run(folder, command, "one") == 2
     assert "one: cannot be written: " in capsys.readouterr().err
 
 
-def test_a_text_that_is_no_journal_gets_no_lines(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_text_that_is_no_journal_gets_no_lines(folder, capsys):
     before = contents(folder)
     assert main(["search", "net.onnx", "--choices", "int4", "--storage", "steps.yaml"]) == 2
     assert "steps.yaml: is no journal of Optuna" in capsys.readouterr().err

@@ -1,7 +1,5 @@
 """Files of plain ``torch.onnx.export`` in every command: torch's scopes serve, or the error says what to run."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import warnings
@@ -30,7 +28,7 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return {"FILE": str(folder / "net.onnx"), **companions(folder)}
 
 
-def test_every_command_is_here() -> None:
+def test_every_command_is_here():
     assert set(command_names()) == NAMES
     assert set(EXACT) < set(COMMANDS)
 
@@ -63,14 +61,12 @@ def test_torch_scopes_are_named_once_and_serve_or_the_error_says_what_to_run(
     ["quantize FILE --rule first=int8 --dry-run", "sensitivity FILE --precision int8 --select first --estimate",
      "search FILE --choices 0.5 --trials 2 --select first"],
 )  # fmt: skip
-def test_what_writes_no_precision_takes_torch_scopes(
-    command: str, files: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_writes_no_precision_takes_torch_scopes(command, files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments(command, files)) == 0
 
 
-def test_python_warns_once_of_a_model_and_raises(files: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+def test_python_warns_once_of_a_model_and_raises(files, caplog):
     tagged = htp_export.load(files["FILE"])
     htp_export.load(tagged.model)
     htp_export.load(tagged.clone().model)

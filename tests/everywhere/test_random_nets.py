@@ -3,8 +3,6 @@
 ``HTP_RANDOM_NETS=100:200 pytest -m slow tests/everywhere/test_random_nets.py`` tries other networks than those below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -29,7 +27,7 @@ from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
 from htp_export.runtime.crashes import safe_entries
 from htp_export.weights.rebuilding import rebuilt
-from tests.exporting import BOTH, SharedFiles
+from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file, wrong_parts
 from tests.handmade import stripped
 from tests.random_nets import RandomNet
@@ -365,9 +363,7 @@ def reports_are_made(case: Case) -> Iterator[Any]:
 @BOTH
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", HOLDS)
-def test_it_holds_of_every_network(
-    name: str, seed: int, exporter: str, shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_it_holds_of_every_network(name, seed, exporter, shared_files, tmp_path):
     file = shared_files.random_net(seed, exporter)
     given = onnx.load(str(file), load_external_data=False).graph.input[0]
     batch = given.type.tensor_type.shape.dim[0].dim_value or 3  # where it is open, another one than at export

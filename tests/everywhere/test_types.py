@@ -1,7 +1,5 @@
 """A wrong type is a TypeError that says what fits, in every public function."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from typing import Any
@@ -44,7 +42,7 @@ def fitting(parameter: inspect.Parameter) -> Any:
 
 
 @pytest.mark.parametrize(("function", "name"), parameters())
-def test_an_argument_of_a_wrong_type_is_refused_by_name_with_what_fits(function: Any, name: str) -> None:
+def test_an_argument_of_a_wrong_type_is_refused_by_name_with_what_fits(function, name):
     needed = {
         each.name: fitting(each)
         for each in inspect.signature(function).parameters.values()
@@ -55,7 +53,7 @@ def test_an_argument_of_a_wrong_type_is_refused_by_name_with_what_fits(function:
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if not name.startswith("tools.")])
-def test_an_unknown_argument_is_refused_in_the_name_of_the_function(name: str) -> None:
+def test_an_unknown_argument_is_refused_in_the_name_of_the_function(name):
     function = FUNCTIONS[name]
     needed = [fitting(each) for each in inspect.signature(function).parameters.values() if each.default is each.empty
               and each.kind is each.POSITIONAL_OR_KEYWORD]  # fmt: skip
@@ -63,13 +61,13 @@ def test_an_unknown_argument_is_refused_in_the_name_of_the_function(name: str) -
         function(*needed, nosuch=1)
 
 
-def test_every_function_that_takes_a_model_is_among_them() -> None:
+def test_every_function_that_takes_a_model_is_among_them():
     names = {str(each.id) for each in parameters()}
     assert {"prune-plan", "quantize-model", "load-model", "verify-onnx", "tools.onnxslim-output"} <= names
     assert {name for name in FUNCTIONS if not any(each.startswith(f"{name}-") for each in names)} == {"tagging"}
 
 
-def test_the_message_says_what_fits_and_what_was_given() -> None:
+def test_the_message_says_what_fits_and_what_was_given():
     net, onnx_model = torch.nn.Linear(2, 2), "takes an ONNX model: a file, "
     said: dict[Any, str] = {
         lambda: htp_export.prune("net.onnx", 0.5): "prune: plan takes a mapping, and 0.5 is of type float",
@@ -88,7 +86,7 @@ def test_the_message_says_what_fits_and_what_was_given() -> None:
             call()
 
 
-def test_what_a_model_may_be_fits(tmp_path: Any) -> None:
+def test_what_a_model_may_be_fits(tmp_path):
     net = torch.nn.Linear(2, 2).eval()
     program = htp_export.export(net, (torch.ones(1, 2),), tmp_path / "net.onnx", verbose=False)
     assert program is not None

@@ -1,7 +1,5 @@
 """Files from untrusted sources: no metadata of a model makes htp_export import, run or open what it names."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -112,7 +110,7 @@ def audited(commands: dict[Path, list[str]], others: dict[str, str]) -> list[str
     return found
 
 
-def test_every_key_and_every_command_is_gone_through() -> None:
+def test_every_key_and_every_command_is_gone_through():
     assert {*tags.MODEL_KEYS, *tags.NODE_KEYS, tags.PLACEMENT, tags.WEIGHTS, tags.DATA, tags.LORA} <= set(KEYS)
     assert {"layer_ann", "pkg.torch.onnx.name_scopes", "pkg.torch.onnx.stack_trace"} <= set(KEYS)
     assert set(command_names()) == NAMES
@@ -129,7 +127,7 @@ def loads(file: Path) -> bool:
         return False
 
 
-def test_nothing_that_metadata_names_is_imported_run_or_opened(net: Path, work: Path) -> None:
+def test_nothing_that_metadata_names_is_imported_run_or_opened(net, work):
     secret = str(work.parent / "outside_secret" / "secret.onnx")
     wanted = {key: well_formed(key, secret)[0] for key in KEYS}
     files = [hostile(net, work / f"{number}.onnx", {key: value}) for number, (key, value) in enumerate(wanted.items())]
@@ -141,7 +139,7 @@ def test_nothing_that_metadata_names_is_imported_run_or_opened(net: Path, work: 
 
 
 @pytest.mark.slow
-def test_whatever_is_in_a_key_nothing_is_imported_run_or_opened(net: Path, work: Path) -> None:
+def test_whatever_is_in_a_key_nothing_is_imported_run_or_opened(net, work):
     names = (str(work.parent / "outside_secret" / "secret.onnx"), "../outside_secret/secret.onnx")
     listed = {key: [value for name in names for value in values(key, name)] for key in KEYS}
     combined, refused = [], []
@@ -183,9 +181,7 @@ def made_by(net: Path, target: Path, step: str, options: dict[str, Any]) -> Path
         ("quantize_static", {"data": "../outside_secret/x.npz"}, "names a file that is not in the folder"),
     ],
 )
-def test_steps_of_a_model_file_name_no_code_and_no_file_elsewhere(
-    step: str, options: dict[str, Any], problem: str, net: Path, work: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_steps_of_a_model_file_name_no_code_and_no_file_elsewhere(step, options, problem, net, work, capsys):
     (work / "link").symlink_to(work.parent / "outside_secret")
     file = made_by(net, work / "made.onnx", step, options)
     with pytest.raises(FileError, match=f"made.onnx: its step {step} has the option .*{problem}"):
@@ -195,7 +191,7 @@ def test_steps_of_a_model_file_name_no_code_and_no_file_elsewhere(
     assert not {"ran", "again.onnx", "again.onnx.steps"} & {each.name for each in work.iterdir()}
 
 
-def test_an_entry_runs_if_it_is_allowed_and_files_beside_are_read(net: Path, work: Path) -> None:
+def test_an_entry_runs_if_it_is_allowed_and_files_beside_are_read(net, work):
     file = made_by(net, work / "made.onnx", "verify", {"entry": "tests.all_commands:example"})
     assert main(["pipeline", str(file), "-m", str(net), "-o", "again.onnx", "--allow-entry"]) == 0
     file = made_by(net, work / "made.onnx", "splice", {"path": "first", "replacement": "../outside_secret/secret.onnx"})

@@ -1,7 +1,5 @@
 """Errors say whose fault they are: that of the model, of the caller's own code, of an option, or of htp_export."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,13 +49,13 @@ def raises(_: object) -> float:
     raise ZeroDivisionError("no labels")
 
 
-def test_a_metric_that_raises_is_told_with_its_line(folder: Path) -> None:
+def test_a_metric_that_raises_is_told_with_its_line(folder):
     place = r"\(.*test_whose_fault.py:\d+, in raises\)"
     with pytest.raises(UserCodeError, match=rf"metric: raised ZeroDivisionError: no labels {place}"):
         htp_export.sensitivity(folder / "net.onnx", ["int4"], metric=raises)
 
 
-def test_data_that_raise_are_told_with_their_line(folder: Path) -> None:
+def test_data_that_raise_are_told_with_their_line(folder):
     def runs() -> Iterator[dict[str, object]]:
         yield {"input": np.ones((2, 32), np.float32)}
         raise LookupError("no more")
@@ -90,9 +88,7 @@ def test_data_that_raise_are_told_with_their_line(folder: Path) -> None:
         ("compare FILE FILE --dims input=99999999999999999999999", ""),
     ],
 )  # fmt: skip
-def test_commands_say_whose_fault_it_is(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, message: str
-) -> None:
+def test_commands_say_whose_fault_it_is(folder, capsys, command, message):
     code = next(Path().glob("code_*.py"))
     words = command.replace("FILE", str(folder / "net.onnx")).replace("CODE", code.stem).split()
     assert main(words) == 2, capsys.readouterr().err
@@ -103,7 +99,7 @@ def test_commands_say_whose_fault_it_is(
     assert not Path("o.onnx").exists()
 
 
-def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder: Path) -> None:
+def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder):
     file = folder / "net.onnx"
     uses = (
         lambda: htp_export.compare(file, file, seed=-1),
@@ -117,9 +113,7 @@ def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder: Path
             use()
 
 
-def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(folder, monkeypatch, capsys):
     from htp_export.capabilities.carry import adapting
     from htp_export.capabilities.cost import costing
     from htp_export.capabilities.quantize.work import Work

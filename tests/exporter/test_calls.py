@@ -23,7 +23,7 @@ from htp_export.model.tagged import TaggedModel
 from tests import handmade
 from tests.exporting import BOTH, SharedFiles, exported, quick
 from tests.extract.test_cutting import run_file
-from tests.nets import EXPORTERS, NETS, Holding, spread, x
+from tests.nets import EXPORTERS, NETS, Apply, Holding, spread, x
 from tests.truth import Opened, equal, run_pytorch
 
 # Each net with both exporters; where tools read what is in a file, each net with one of them.
@@ -260,12 +260,7 @@ def test_passes_keep_calls_apart(name, exporter, files):
         assert small[call.path].call(call.call).nodes, call
 
 
-class Measuring(nn.Module):
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return y * x.float()
-
-
-class SameInTwoCalls(Holding, scale=Measuring()):
+class SameInTwoCalls(Holding, scale=Apply(lambda x, y: y * x.float())):
     """``scale`` does the same cast in two of its three calls: one node does the work of both."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

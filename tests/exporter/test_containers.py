@@ -50,11 +50,7 @@ class Fills(Holding, fc=nn.Linear(4, 4)):
 def test_a_container_that_computes_while_it_is_built_again_can_be_taken_and_returned(tmp_path):
     model, kwargs = spread(Fills()).eval(), {"x": x(2, 4), "box": Box(x(2, 4, seed=3))}
     file = exported(model, kwargs, "dynamo", tmp_path)
-    assert {node.op_type: owners_of(node) for node in file.graph.node} == {
-        "Gemm": ("fc",),
-        "Add": ("",),
-        "Tanh": ("",),
-    }
+    assert {node.op_type: owners_of(node) for node in file.graph.node} == {"Gemm": ("fc",), "Add": ("",), "Tanh": ("",)}
     session = ort.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     feeds = dict(zip([given.name for given in session.get_inputs()], [x(2, 4), x(2, 4, seed=3)], strict=True))
     wanted, box = model(**kwargs)

@@ -11,25 +11,13 @@ import torch
 from torch import nn
 
 from tests.exporting import exported, exported_net, of_type, quick
-from tests.nets import EXPORTERS, NETS, Holding, Net, spread, x
-from tests.truth import (
-    Judge,
-    constants_of,
-    inexact,
-    named_wrongly,
-    nodes_of,
-    owners_of,
-    tree_of,
-    untagged,
-    work_of,
-)
+from tests.nets import EXPORTERS, NETS, Apply, Holding, Net, spread, x
+from tests.truth import Judge, constants_of, inexact, named_wrongly, nodes_of, owners_of, tree_of, untagged, work_of
 
 OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 
 # Faults that are known, each with its reason.
-KNOWN = {
-    ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module",
-}
+KNOWN = {("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module"}
 
 
 def cases() -> list[Any]:
@@ -211,11 +199,7 @@ def test_the_judge_sees_a_false_fate(net, path, fate, others, shared_files):
 
 @pytest.mark.parametrize("read", [True, False])
 def test_the_judge_finds_out_whether_an_expanded_result_is_read(read, tmp_path):
-    class Expands(nn.Module):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return x.cos(), x.mean(0).expand(2, 4)
-
-    class Holds(Holding, expands=Expands()):
+    class Holds(Holding, expands=Apply(lambda x: (x.cos(), x.mean(0).expand(2, 4)))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             first, second = self.expands(x)
             return first * second if read else first

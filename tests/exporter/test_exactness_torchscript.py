@@ -11,7 +11,7 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH, exported, metadata
 from tests.extract.test_cutting import wrong_parts
-from tests.nets import Apply, Holding, ready, x
+from tests.nets import Apply, Holding, composed, ready, x
 from tests.truth import fates_of, inexact, owners_by_type, owners_of, tree_of
 
 Tensor = torch.Tensor
@@ -38,17 +38,12 @@ def permutes(*orders: tuple[int, ...]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Tanh(), *(permute(*order) for order in orders), nn.Sigmoid())
 
 
-class Turned(Holding, fc=nn.Linear(4, 4)):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc(x).tanh().t()
-
-
 class ProductOfTurned(nn.Module):
     """``Gemm`` takes a transposition of one of its inputs into its attributes."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
-        self.turned, self.first = Turned(), first
+        self.turned, self.first = composed(lambda self, x: self.fc(x).tanh().t(), fc=nn.Linear(4, 4)), first
         self.weight = nn.Parameter(torch.zeros(2, 5) if first else torch.zeros(5, 4))
         self.bias = nn.Parameter(torch.zeros(5) if first else torch.zeros(2))
 

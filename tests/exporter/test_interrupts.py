@@ -21,15 +21,7 @@ import htp_export
 from htp_export.capabilities.verify import pytorch_run
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
-from htp_export.exporter.capture import (
-    bodies,
-    modules,
-    patches,
-    patching,
-    running,
-    torch_internals,
-    torchscript,
-)
+from htp_export.exporter.capture import bodies, modules, patches, patching, running, torch_internals, torchscript
 from htp_export.process import restoring
 from tests.exporting import quick
 
@@ -45,12 +37,7 @@ SINGLE = {
 }
 FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}
 PATCHED = [patch for group in patches.EVERY for patch in group.patches]
-VARIABLES = (
-    running.exporter,
-    running.dynamo_capture,
-    running.script_capture,
-    running.translations_read,
-)
+VARIABLES = (running.exporter, running.dynamo_capture, running.script_capture, running.translations_read)
 
 
 def is_watched(code: CodeType) -> bool:
@@ -186,8 +173,7 @@ def watched_model() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("way", "enabled"),
-    quick(itertools.product(("export", "tagging"), (True, False)), ("tagging", False)),
+    ("way", "enabled"), quick(itertools.product(("export", "tagging"), (True, False)), ("tagging", False))
 )
 def test_an_interrupted_torchscript_export_leaves_nothing_changed(way, enabled):
     model, args = watched_model(), (torch.linspace(-1, 1, 8).reshape(2, 4),)

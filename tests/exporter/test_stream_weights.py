@@ -83,7 +83,7 @@ class TestFilesAreEqual:
                 *((name, {}) for name in ("llama", "qwen3", "gpt2", "bert")),
                 ("llama", {"dtype": "float16"}),
                 ("llama", {"task": "feature-extraction"}),  # the file has a head
-            ],
+            ]
         ),
     )
     def test_to_those_of_a_model_in_memory(self, tmp_path, name, options):

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 
 from htp_export.errors import TorchChangedError
-from htp_export.exporter.capture import (
-    dynamo_patches,
-    patches,
-    torch_internals,
-)
+from htp_export.exporter.capture import dynamo_patches, patches, torch_internals
 from htp_export.exporter.capture.patching import Patch, Patches
 from htp_export.process.restoring import restored
 from tests import traceless

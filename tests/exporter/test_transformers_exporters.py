@@ -107,8 +107,7 @@ def contaminated(file: onnx.ModelProto) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "fusions"),
-    [*((llama, name) for name in ("cpu", "cuda", "webgpu", "dml")), (bert, "cpu"), (bert, "cuda")],
+    ("make", "fusions"), [*((llama, name) for name in ("cpu", "cuda", "webgpu", "dml")), (bert, "cpu"), (bert, "cuda")]
 )
 def test_every_node_that_is_fused_for_onnx_runtime_has_its_owners(make, fusions, exporter, tmp_path):
     config = exporters.OnnxConfig(dynamic=True, ort_fusions=fusions)

@@ -192,8 +192,7 @@ def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("name", "dtype"),
-    quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16)),
+    ("name", "dtype"), quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16))
 )
 def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(name, dtype, exporter, tmp_path):
     model, kwargs = halved(name, dtype)

@@ -1,7 +1,5 @@
 """What is cut out of a graph computes what the module did."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +14,8 @@ from torch import nn
 import htp_export
 from htp_export.errors import InputError
 from tests import handmade
-from tests.exporting import BOTH, SharedFiles, open_sizes
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.exporting import BOTH, open_sizes
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
 
@@ -96,9 +94,7 @@ def wrong_parts(
 
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
-def test_every_computed_module_gives_alone_what_pytorch_gives(
-    name: str, exporter: str, shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_every_computed_module_gives_alone_what_pytorch_gives(name, exporter, shared_files, tmp_path):
     file = shared_files.net(name, exporter)
     assert wrong_parts(*NETS[name].build(), file, tmp_path / "part.onnx") == []
 
@@ -106,36 +102,28 @@ def test_every_computed_module_gives_alone_what_pytorch_gives(
 @pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("name", MODELS)
-def test_so_does_every_computed_module_of_real_architectures(name: str, exporter: str, tmp_path: Path) -> None:
+def test_so_does_every_computed_module_of_real_architectures(name, exporter, tmp_path):
     model, kwargs = build(name, "small")
     file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter)
     masks = exporter == "dynamo" and name in ("ViT-B", "DeiT-S")
     assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx", masks=masks, sizes=name in WITH_SIZES) == []
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(4, 4)):
     """Reads the size of what it is given, which dynamo reads from the model's input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
 
     def forward(self, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         batch, length, _ = hidden.shape
         return self.fc(hidden).reshape(batch * length, 4) * mask.reshape(batch * length, 1)
 
 
-class Two(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pre, self.scaled = nn.Linear(4, 4), Scaled()
-
+class Two(Holding, pre=nn.Linear(4, 4), scaled=Scaled()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaled(self.pre(x).tanh(), (x > 0).any(-1).float())
 
 
 @BOTH
-def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter: str, tmp_path: Path) -> None:
+def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter, tmp_path):
     options = open_sizes(exporter, x={0: "batch", 1: "length"})
     model = spread(Two()).eval()
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 3, 4)}, exporter, **options)
@@ -148,9 +136,7 @@ def test_sizes_are_read_from_the_modules_own_arguments_and_stay_dynamic(exporter
 
 
 @BOTH
-def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(
-    exporter: str, shared_files: SharedFiles, tmp_path: Path
-) -> None:
+def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(exporter, shared_files, tmp_path):
     whole = htp_export.load(shared_files.net("transformer_encoder", exporter))
     path = next(path for path in whole if path.endswith(".1"))
     htp_export.extract(whole, path, tmp_path / "part.onnx")
@@ -165,7 +151,7 @@ def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(
     assert part.model.opset_imports == whole.model.opset_imports
 
 
-def test_external_weights_go_into_a_file_beside_the_part(tmp_path: Path) -> None:
+def test_external_weights_go_into_a_file_beside_the_part(tmp_path):
     model = spread(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))).eval()
     exported_to(tmp_path / "net.onnx", model, {"input": x(2, 64)}, "dynamo")
     folder = tmp_path / "apart"
@@ -180,7 +166,7 @@ def test_external_weights_go_into_a_file_beside_the_part(tmp_path: Path) -> None
     assert equal(found, model[1](given).detach().numpy())
 
 
-def test_a_call_of_a_module_that_ran_twice_is_a_module_that_ran_once() -> None:
+def test_a_call_of_a_module_that_ran_twice_is_a_module_that_ran_once():
     whole = htp_export.load(handmade.called_twice())
     part = htp_export.load(htp_export.extract(whole, "block", call=1).model)
     assert part.hierarchy["block"].calls == 1
@@ -190,24 +176,24 @@ def test_a_call_of_a_module_that_ran_twice_is_a_module_that_ran_once() -> None:
     ]
 
 
-def test_what_other_modules_share_belongs_to_the_module_alone() -> None:
+def test_what_other_modules_share_belongs_to_the_module_alone():
     part = htp_export.load(htp_export.extract(handmade.encoder(), "layer.1").model)
     owners = {node.op_type: part.owners_of(node) for node in part.nodes}
     assert owners == {"Neg": ("layer.1",), "MatMul": ("layer.1.fc",), "Mul": ("layer.1",)}
 
 
-def test_what_a_branch_reads_becomes_an_input() -> None:
+def test_what_a_branch_reads_becomes_an_input():
     result = htp_export.extract(handmade.branching(), "gate")
     assert list(result.inputs) == ["condition", "x", "minus"]
     assert [value.name for value in result.model.graph.outputs] == ["gated"]
 
 
-def test_functions_come_along() -> None:
+def test_functions_come_along():
     result = htp_export.extract(handmade.with_function(), "block")
     assert [name for _, name, _ in result.model.functions] == ["Block"]
 
 
-def test_an_inner_tensor_that_has_an_arguments_name_gets_another() -> None:
+def test_an_inner_tensor_that_has_an_arguments_name_gets_another():
     whole = handmade.encoder()
     whole.metadata_props["htp.signatures"] = '{"layer.0":[[{"fc0":"x"},["layer0"]]]}'
     before = ir.to_proto(whole).SerializeToString()
@@ -220,7 +206,7 @@ def test_an_inner_tensor_that_has_an_arguments_name_gets_another() -> None:
     onnx.checker.check_model(ir.to_proto(result.model))
 
 
-def test_a_fused_module_says_which_to_take_instead(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_a_fused_module_says_which_to_take_instead(shared_files, tmp_path):
     file = shared_files.net("conv_bn_relu", "dynamo")
     fused = next(path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused")
     with pytest.raises(InputError, match=rf"{fused}.* was fused with .* instead") as error:

@@ -190,17 +190,6 @@ def test_a_relative_file_name_and_another_working_directory_change_nothing(exter
     np.testing.assert_array_equal(weight_of(model).numpy(), expected())
 
 
-def test_weights_in_memory_go_into_the_file_or_where_they_are_told_to(tmp_path):
-    write_model(encoder(16), tmp_path / "whole.onnx")
-    assert listing(tmp_path) == ["whole.onnx"]
-    model = encoder(16)
-    write_model(model, tmp_path / "split.onnx", "split.bin")
-    assert listing(tmp_path) == ["split.bin", "split.onnx", "whole.onnx"]
-    assert not isinstance(weight_of(model), ir.ExternalTensor)
-    onnx.checker.check_model(tmp_path / "split.onnx")
-    np.testing.assert_array_equal(weight_of(read_model(tmp_path / "split.onnx")).numpy(), expected())
-
-
 def test_models_too_large_for_one_file_get_external_data(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LARGE_BYTES", 2000)
     write_model(encoder(16), tmp_path / "large.onnx")

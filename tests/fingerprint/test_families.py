@@ -1,7 +1,5 @@
 """Fingerprints: families by mechanisms, with tags and without, and the blocks that repeat."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math
@@ -18,7 +16,7 @@ import htp_export
 from htp_export.capabilities.fingerprint.families import FAMILIES
 from htp_export.command.main import main
 from tests.exporting import exported, of_type, open_sizes, quick
-from tests.nets import spread
+from tests.nets import Holding, spread
 from tests.written import weight, written
 
 Made = tuple[nn.Module, dict[str, Any]]
@@ -47,34 +45,21 @@ class TimeUnet(nn.Module):
         return self.out(torch.cat([self.up(inner), sample], 1))
 
 
-class Experts(nn.Module):
+class Experts(Holding, router=nn.Linear(8, 4, bias=False), weights=nn.Parameter(torch.randn(4, 8, 8))):
     """Two of four layers for each position, chosen by a router."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(8, 4, bias=False)
-        self.weights = nn.Parameter(torch.randn(4, 8, 8))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         share, chosen = torch.topk(torch.softmax(self.router(x), -1), 2)
         return (torch.einsum("bd,bkde->bke", x, self.weights[chosen]) * share[..., None]).sum(1)
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.lstm, self.out = nn.Embedding(30, 8), nn.LSTM(8, 8, batch_first=True), nn.Linear(8, 2)
-
+class Recurrent(Holding, embedding=nn.Embedding(30, 8), lstm=nn.LSTM(8, 8, batch_first=True), out=nn.Linear(8, 2)):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
 
 
-class Cell(nn.Module):
+class Cell(Holding, input=nn.Linear(4, 8), state=nn.Linear(8, 8)):
     """A recurrence written in Python, which exporters unroll."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.input, self.state = nn.Linear(4, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         state = torch.zeros(x.shape[0], 8)
@@ -200,11 +185,7 @@ def test_blocks_differ_where_a_shape_or_an_operator_does():
 
 
 def test_a_module_that_runs_again_counts_each_time():
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
+    class Shared(Holding, layer=nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for _ in range(4):
                 x = self.layer(x)

@@ -1,7 +1,5 @@
 """Forensics: each pattern in the smallest graph that has it, whose it is, and what changes it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -20,7 +18,7 @@ from htp_export.command.main import main
 from htp_export.editing.editing import remove_unused, replace
 from htp_export.errors import SelectorError, UntaggedModelError
 from tests.exporting import exported
-from tests.nets import conv_bn_relu, spread
+from tests.nets import Holding, conv_bn_relu, spread
 from tests.written import weight, written
 
 S = np.array
@@ -423,13 +421,10 @@ def test_equal_work_is_found_with_the_module_of_what_is_eliminated():
     ]
 
 
-class _Rotating(nn.Module):
+class _Rotating(
+    Holding, up=nn.Linear(16, 32), gate=nn.Linear(16, 32), down=nn.Linear(32, 16), scale=nn.Parameter(torch.randn(16))
+):
     """RMSNorm, SiLU and sizes that are read while it runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.gate, self.down = nn.Linear(16, 32), nn.Linear(16, 32), nn.Linear(32, 16)
-        self.scale = nn.Parameter(torch.randn(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale

@@ -10,7 +10,7 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo, module_paths
 from htp_export.format.parameters import parameters_of
 from tests.exporting import BOTH, exported
-from tests.nets import Holding, spread, x
+from tests.nets import composed, spread, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -27,17 +27,12 @@ class EmptyName(nn.Module):
         return self.fc(first(x).sin())
 
 
-class Inner(Holding, b=nn.Linear(4, 4)):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(x).sin()
-
-
 class NameWithADot(nn.Module):
     """Holds ``a``, with ``b`` inside, beside a module without parameters that is called ``a.b``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.a = Inner()
+        self.a = composed(lambda self, x: self.b(x).sin(), b=nn.Linear(4, 4))
         self._modules["a.b"] = nn.Tanh()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

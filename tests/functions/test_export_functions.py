@@ -19,15 +19,10 @@ from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from tests.exporting import exported, tiny_bert
 from tests.functions.test_functions import function, op_types, same_file
 from tests.handmade import stripped
-from tests.nets import EXPORTERS, NETS, composed, spread
+from tests.nets import EXPORTERS, NETS, Holding, composed, spread
 
 
-class Block(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = torch.nn.Linear(4, 4)
-        self.act = torch.nn.ReLU()
-
+class Block(Holding, fc=torch.nn.Linear(4, 4), act=torch.nn.ReLU()):
     def forward(self, x):
         return x + self.act(self.fc(x))
 

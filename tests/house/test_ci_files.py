@@ -1,7 +1,5 @@
 """CI, of users and of this project: the scripts of action.yml and the hooks run as they stand; facts agree."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -83,7 +81,7 @@ def act(folder: Path, **inputs: str) -> dict[str, int]:
 
 @needs_bash
 class TestAction:
-    def test_everything_holds_and_the_pages_are_kept(self, folder: Path) -> None:
+    def test_everything_holds_and_the_pages_are_kept(self, folder):
         inputs = {"before": "net.onnx", "verify": "--entry net:make", "budgets": "class:Linear=60000ms\n\n.=60000ms\n"}
         done = act(folder, file="before.onnx", profile="--runs 1 --threads 1", **inputs)
         assert done == {"Install": 0, "Diff": 0, "Verify": 0, "Profile": 0, "Page": 0}
@@ -92,7 +90,7 @@ class TestAction:
         assert json.loads((kept / "profile.json").read_text(encoding="utf-8"))["runs"] == 1
         assert "total_ms" in (kept / "index.html").read_text(encoding="utf-8")
 
-    def test_what_does_not_hold_fails_its_step_and_the_page_is_there(self, folder: Path, capfd: Any) -> None:
+    def test_what_does_not_hold_fails_its_step_and_the_page_is_there(self, folder, capfd):
         done = act(folder, file="net.onnx", verify="--entry net:make", budgets=".=0.000001ms", profile="--runs 1")
         assert done == {"Install": 0, "Verify": 1, "Profile": 1, "Page": 0}
         assert (folder / "temp" / "htp-export" / "index.html").stat().st_size > 1000
@@ -101,7 +99,7 @@ class TestAction:
     @pytest.mark.parametrize(
         ("package", "installed"), [("", "/the action[view]"), ("htp-export==0.1.0", "htp-export==0.1.0")]
     )
-    def test_what_is_not_there_is_installed(self, package: str, installed: str, tmp_path: Path) -> None:
+    def test_what_is_not_there_is_installed(self, package, installed, tmp_path):
         python = tmp_path / "python"
         python.write_text('#!/bin/sh\nprintf "%s|" "$@"\n', encoding="utf-8", newline="\n")
         python.chmod(0o755)
@@ -113,14 +111,14 @@ class TestAction:
         )
         assert run.stdout == f"-m|pip|install|{installed}|"
 
-    def test_inputs_are_not_read_as_shell(self, folder: Path) -> None:
+    def test_inputs_are_not_read_as_shell(self, folder):
         done = act(
             folder, file="$(touch one).onnx", verify="; touch two", budgets="`touch three`=1ms", profile="&& touch 4"
         )
         assert done == {"Install": 0, "Verify": 2, "Profile": 2, "Page": 2}
         assert sorted(file.name for file in folder.iterdir() if file.suffix == "") == ["temp"]
 
-    def test_scripts_hold_no_expressions_and_every_input_is_used(self) -> None:
+    def test_scripts_hold_no_expressions_and_every_input_is_used(self):
         steps = ACTION["runs"]["steps"]
         assert [step["name"] for step in steps if "${{" in step.get("run", "")] == []
         assert all("cancelled()" in step["if"] for step in steps[1:]), "each runs if one before it failed"
@@ -130,7 +128,7 @@ class TestAction:
         assert set(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == used
 
 
-def test_hooks_run_as_they_stand(folder: Path) -> None:
+def test_hooks_run_as_they_stand(folder):
     hooks = {hook["id"]: hook for hook in read(".pre-commit-hooks.yaml")}
     arguments = {
         "htp-export-verify": (["before.onnx", "--entry", "net:make"], ["before.onnx", "--entry", "net:wrong"]),
@@ -146,7 +144,7 @@ def test_hooks_run_as_they_stand(folder: Path) -> None:
             assert run.returncode == status, run.stderr.decode()
 
 
-def test_the_workflow_runs_what_is_there_and_gives_the_action_inputs_that_it_has() -> None:
+def test_the_workflow_runs_what_is_there_and_gives_the_action_inputs_that_it_has():
     jobs = read(".github/workflows/ci.yml")["jobs"]
     steps = [step for job in jobs.values() for step in job["steps"]]
     given = [step["with"].keys() for step in steps if step.get("uses") == "./"]
@@ -156,7 +154,7 @@ def test_the_workflow_runs_what_is_there_and_gives_the_action_inputs_that_it_has
     assert os.access(ROOT / ".ci/run", os.X_OK)
 
 
-def test_facts_in_several_files_are_the_same() -> None:
+def test_facts_in_several_files_are_the_same():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     citation = read("CITATION.cff")
     assert (citation["version"], citation["license"]) == (project["version"], project["license"])
@@ -168,7 +166,7 @@ def test_facts_in_several_files_are_the_same() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="no clone")
-def test_what_git_tracks_is_released() -> None:
+def test_what_git_tracks_is_released():
     """`tools/release_check.py` compares the built archive; here, what pyproject.toml lists."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
     listed = tuple(build["targets"]["sdist"]["include"])

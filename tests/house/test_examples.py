@@ -1,7 +1,5 @@
 """The scripts in examples/ run by themselves, are short, and print what they promise."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

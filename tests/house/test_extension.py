@@ -1,7 +1,5 @@
 """A new pass, adapter, formula or command is one new file in a copy of the package; an engine is an entry point."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -109,11 +107,11 @@ def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_formula_is_one_file(said: dict[str, Any]) -> None:
+def test_a_formula_is_one_file(said):
     assert said["cost"] == [7, {}]
 
 
-def test_a_command_is_one_file(said: dict[str, Any]) -> None:
+def test_a_command_is_one_file(said):
     assert said["greet"] == "hello Ada!\n"
     assert "Say hello." in said["help"]
     for word in ("Who.", "--loud  With a sign.", "Example: htp-export greet Ada"):
@@ -121,22 +119,22 @@ def test_a_command_is_one_file(said: dict[str, Any]) -> None:
     assert "--no-loud" not in said["greet help"]
 
 
-def test_the_version_is_said_without_importing_the_commands(said: dict[str, Any]) -> None:
+def test_the_version_is_said_without_importing_the_commands(said):
     assert (said["version"], said["commands"]) == (f"htp-export {htp_export.__version__}\n", [])
 
 
-def test_an_adapter_of_a_tool_is_one_file(said: dict[str, Any]) -> None:
+def test_an_adapter_of_a_tool_is_one_file(said):
     assert said["tool"] == ["Abs", "act"]
     assert "doubler" in said["run help"]
 
 
-def test_a_pass_is_one_file(said: dict[str, Any]) -> None:
+def test_a_pass_is_one_file(said):
     assert said["passes"].index("note_nothing") == said["passes"].index("eliminate_dead_nodes") + 1
     listed = [line.split()[:2] for line in said["optimize list"].splitlines() if "Changes nothing." in line]
     assert listed == [["note_nothing", "exact"]]
 
 
-def test_an_engine_of_another_package_is_an_entry_point(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_of_another_package_is_an_entry_point(tmp_path, monkeypatch):
     (tmp_path / "engine_of_mine.py").write_text("def engine():\n    return 7\n")
     info = tmp_path / "mine-1.dist-info"
     info.mkdir()

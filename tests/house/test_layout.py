@@ -297,7 +297,7 @@ def test_a_name_of_a_class_stands_for_one_thing():
     assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
 
 
-def test_numbers_with_a_name_have_a_reason_beside_them() -> None:
+def test_numbers_with_a_name_have_a_reason_beside_them():
     bare = []
     for module, path in MODULES.items():
         lines, body = path.read_text().splitlines(), parsed(module).body

@@ -1,7 +1,5 @@
 """The notebook in docs/ runs from the first cell to the last."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

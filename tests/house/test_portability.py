@@ -1,7 +1,5 @@
 """What differs between operating systems is written so that it works on each: encodings, ends of lines, open files."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator
@@ -42,7 +40,7 @@ def faults(source: str) -> list[str]:
     return found
 
 
-def test_the_package_has_none() -> None:
+def test_the_package_has_none():
     planted = "a.read_text() a.write_text(b) a.open('w') a.open('wb') a.write_text(b, encoding='utf-8', newline='')"
     assert [len(faults(each)) for each in planted.replace(", ", ",").split()] == [1, 2, 1, 0, 0]
     found = [
@@ -51,7 +49,7 @@ def test_the_package_has_none() -> None:
     assert [each for each in found if not each.startswith(SYSTEM)] == []
 
 
-def test_modules_that_only_some_systems_have_are_imported_in_one_file_or_inside_of_functions() -> None:
+def test_modules_that_only_some_systems_have_are_imported_in_one_file_or_inside_of_functions():
     importing = re.compile("^import (fcntl|resource|pwd|grp|termios|msvcrt|winreg)$", re.MULTILINE)
     found = {file.relative_to(ROOT).as_posix() for file in FILES if importing.search(file.read_text("utf-8"))}
     assert found <= {SYSTEM}

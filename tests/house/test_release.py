@@ -1,11 +1,8 @@
 """tools/release_check.py: how it compares a wheel, a source distribution, and what git tracks."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 import zipfile
-from pathlib import Path
 
 from tools import release_check
 
@@ -13,13 +10,13 @@ FILES = {"htp_export/a.py": b"a = 1\n", "htp_export/page.css": b"p {}\n", "tests
 PACKAGE = {name: content for name, content in FILES.items() if name.startswith("htp_export/")}
 
 
-def test_distributions_of_the_same_files_are_right() -> None:
+def test_distributions_of_the_same_files_are_right():
     sdist = {**FILES, "PKG-INFO": b"Name: htp-export\n"}
     assert release_check.differences(PACKAGE, sdist) == []
     assert release_check.differences(PACKAGE, sdist, set(FILES)) == []
 
 
-def test_files_that_one_distribution_lacks_or_has_otherwise_are_named() -> None:
+def test_files_that_one_distribution_lacks_or_has_otherwise_are_named():
     without = {"htp_export/a.py": b"a = 2\n", "htp_export/new.py": b""}
     assert release_check.differences(without, FILES) == [
         "htp_export/new.py: only in one of wheel and sdist",
@@ -28,7 +25,7 @@ def test_files_that_one_distribution_lacks_or_has_otherwise_are_named() -> None:
     ]
 
 
-def test_files_that_git_tracks_are_released_and_no_others() -> None:
+def test_files_that_git_tracks_are_released_and_no_others():
     tracked = {*PACKAGE, "examples/net.py"}
     assert release_check.differences(PACKAGE, FILES, tracked) == [
         "examples/net.py: tracked by git, but not in the sdist",
@@ -36,7 +33,7 @@ def test_files_that_git_tracks_are_released_and_no_others() -> None:
     ]
 
 
-def test_archives_are_read_by_paths_inside_them(tmp_path: Path) -> None:
+def test_archives_are_read_by_paths_inside_them(tmp_path):
     with zipfile.ZipFile(tmp_path / "p-1.whl", "w") as wheel, tarfile.open(tmp_path / "p-1.tar.gz", "w:gz") as sdist:
         wheel.writestr("p-1.dist-info/METADATA", "")
         for name, content in FILES.items():

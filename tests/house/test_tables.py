@@ -1,7 +1,5 @@
 """The tables of docs/tool_tables.md, optimize.md and passes.md hold what is measured: numbers with -m slow."""
 
-from __future__ import annotations
-
 import itertools
 from pathlib import Path
 
@@ -33,20 +31,20 @@ def number(cell: str) -> int:
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-def test_the_tables_of_tools_have_a_row_for_each(exporter: str) -> None:
+def test_the_tables_of_tools_have_a_row_for_each(exporter):
     rows = table("tool_tables.md", tool_table.header(tool_table.MODELS), tool_table.title(exporter))
     assert list(rows) == ["(exported)", *tool_table.ROWS]
     assert {len(row) for row in rows.values()} == {len(tool_table.MODELS)}
     assert {row.tool for row in tool_table.ROWS.values()} == set(htp_export.tools.__all__)
 
 
-def test_the_table_of_levels_has_a_row_for_each() -> None:
+def test_the_table_of_levels_has_a_row_for_each():
     assert list(table("optimize.md", "| level | outputs | tolerance of `verify` |")) == [
         f"`{level}`" for level in LEVELS
     ]
 
 
-def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer() -> None:
+def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer():
     rows = table("passes.md", NODES)
     assert list(rows) == [f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS]
     for name, (exported, *levels) in rows.items():
@@ -59,7 +57,7 @@ def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer() -
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("model", "exporter"), [("bert", "dynamo"), ("vit", "torchscript")])
-def test_the_tables_of_tools_have_the_numbers_that_are_measured(model: str, exporter: str, tmp_path: Path) -> None:
+def test_the_tables_of_tools_have_the_numbers_that_are_measured(model, exporter, tmp_path):
     rows = table("tool_tables.md", tool_table.header(tool_table.MODELS), tool_table.title(exporter))
     at = list(tool_table.MODELS).index(model)
     assert list(tool_table.cells(model, exporter, tool_table.ROWS, tmp_path)) == [row[at] for row in rows.values()]
@@ -69,7 +67,7 @@ def test_the_tables_of_tools_have_the_numbers_that_are_measured(model: str, expo
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("model", ["BERT-base", "Whisper-tiny encoder", "ResNet-50"])
-def test_the_table_of_nodes_has_the_numbers_that_are_measured(model: str, exporter: str, tmp_path: Path) -> None:
+def test_the_table_of_nodes_has_the_numbers_that_are_measured(model, exporter, tmp_path):
     source = tmp_path / "model.onnx"
     torch.manual_seed(0)
     compare_models.export(model, EXPORTERS[exporter], "narrow", str(source))

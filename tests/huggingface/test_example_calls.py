@@ -1,7 +1,5 @@
 """Calls of models that generate: the names and axes that optimum has, and the tokens that PyTorch generates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import onnxruntime
@@ -29,7 +27,7 @@ def exported(request: pytest.FixtureRequest, shared_files: SharedFiles) -> Any:
     return model, file, files
 
 
-def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
+def test_names_and_axes_are_those_of_optimum(exported):
     model, _, files = exported
     graph = files["model"].model.graph
     inputs, outputs = ({value.name: Input.of(value).shape for value in ends} for ends in (graph.inputs, graph.outputs))
@@ -44,12 +42,12 @@ def test_names_and_axes_are_those_of_optimum(exported: Any) -> None:
     assert outputs == {f"present.{kind}": ("batch_size", heads, TOTAL, 8) for kind in kinds}
 
 
-def test_onnxruntime_generates_what_pytorch_generates(exported: Any) -> None:
+def test_onnxruntime_generates_what_pytorch_generates(exported):
     model, file, _ = exported
     assert greedy(onnxruntime.InferenceSession(file), prompt()) == generated(model, prompt())
 
 
-def test_every_module_agrees_in_prefill_and_in_decode_and_tags_are_the_models_own(exported: Any) -> None:
+def test_every_module_agrees_in_prefill_and_in_decode_and_tags_are_the_models_own(exported):
     model, _, files = exported
     files.assert_agree("model")
     owners = {node.metadata_props["htp.module"] for node in files["model"].model.graph}
@@ -57,7 +55,7 @@ def test_every_module_agrees_in_prefill_and_in_decode_and_tags_are_the_models_ow
     assert next(name for name, _ in model.named_modules() if "norm" in name or "ln_" in name) in owners
 
 
-def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers(exported: Any) -> None:
+def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers(exported):
     _, _, files = exported
     call, tagged = files.calls["model"], files["model"]
 
@@ -80,7 +78,7 @@ def test_signatures_have_the_cache_whole_in_the_model_and_by_layer_in_the_layers
     assert {f"{CACHE}.layers.1.keys", f"{CACHE}.layers.1.values"} <= set(compared)
 
 
-def test_two_files_and_cache_names_of_transformers() -> None:
+def test_two_files_and_cache_names_of_transformers():
     call = example_call(decoder("llama"), cache_names="transformers")
     assert call.input_names[3] == f"input.{CACHE}.layers.0.keys"
     assert call.output_names[1] == f"output.{CACHE}.layers.0.keys"
@@ -90,7 +88,7 @@ def test_two_files_and_cache_names_of_transformers() -> None:
     assert (following.input_names[3], following.axes["present.0.key"][2]) == ("past_key_values.0.key", TOTAL)
 
 
-def test_without_a_cache_there_are_tokens_and_logits() -> None:
+def test_without_a_cache_there_are_tokens_and_logits():
     model = load_model("llama", task="text-generation", random_weights=True, overrides=DECODERS["llama"])
     call = example_call(model, task="text-generation")
     assert call.input_names == ("input_ids", "attention_mask", "position_ids")
@@ -98,7 +96,7 @@ def test_without_a_cache_there_are_tokens_and_logits() -> None:
     assert list(call.runs) == ["forward"]
 
 
-def test_a_model_whose_cache_is_off_says_so() -> None:
+def test_a_model_whose_cache_is_off_says_so():
     for model in (decoder("gpt2"), encoder_decoder("whisper")):
         task = task_of(model)
         model.config.use_cache = False
@@ -106,7 +104,7 @@ def test_a_model_whose_cache_is_off_says_so() -> None:
             example_calls(model, task=task)
 
 
-def test_caches_that_hold_states_are_refused_with_their_class() -> None:
+def test_caches_that_hold_states_are_refused_with_their_class():
     sizes = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "bos_token_id": 0}
     mamba = load_model("mamba", task="text-generation", random_weights=True, overrides={**sizes, "pad_token_id": 0})
     with pytest.raises(InputError, match=r"(takes no key-value cache|, which hold states .*); choose a task without"):
@@ -120,7 +118,7 @@ def test_caches_that_hold_states_are_refused_with_their_class() -> None:
     assert task_of(mamba) == task_of(gemma) == "text-generation"
 
 
-def test_random_inputs_fit_a_file_with_a_cache_and_it_is_a_decoder(exported: Any) -> None:
+def test_random_inputs_fit_a_file_with_a_cache_and_it_is_a_decoder(exported):
     """The length of the mask is computed of those of the text and the cache, and the keys are of both."""
     _, _, files = exported
     assert htp_export.fingerprint(files["model"]).family in ("decoder", "mixture")
@@ -152,9 +150,7 @@ TASKS: list[Any] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "task", "settings", "inputs", "outputs"), TASKS)
-def test_a_task_names_its_file_and_every_module_agrees(
-    name: str, task: str, settings: dict[str, Any], inputs: dict[str, list[str]], outputs: list[str]
-) -> None:
+def test_a_task_names_its_file_and_every_module_agrees(name, task, settings, inputs, outputs):
     model = load_model(name, task=task, random_weights=True, overrides=settings)
     files = Programs(model, example_calls(model, task=task))
     call, program = files.calls["model"], files["model"]

@@ -1,9 +1,5 @@
 """Models and example inputs by hub id, folder or model type."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -233,7 +229,7 @@ class TestDynamicShapes:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path: Path):
+def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path):
     from transformers import LlamaForCausalLM
 
     source = written_gguf(tmp_path / "model.gguf")
@@ -251,7 +247,7 @@ def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path:
     assert len(made.layers) == len(TYPES) - 1
 
 
-def test_a_broken_gguf_file_is_refused(tmp_path: Path):
+def test_a_broken_gguf_file_is_refused(tmp_path):
     source = written_gguf(tmp_path / "model.gguf")
     content = source.read_bytes()
     for broken in (b"", b"GGUF", content[:200], content[:4] + b"\xff" * 20, content[: len(content) // 2]):

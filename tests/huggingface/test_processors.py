@@ -1,7 +1,5 @@
 """What lies beside a model: a tokenizer and an image processor, for example inputs, and what is copied."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path
@@ -56,7 +54,7 @@ def model_in(folder: Path, **options: Any) -> Any:
     return load_model(str(folder), random_weights=True, **options)
 
 
-def test_texts_are_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+def test_texts_are_tokens_of_the_tokenizer(tmp_path):
     folder = folder_with(tmp_path / "bert", BERT)
     tokenizer = add_tokenizer(folder)
     processor, model = load_processor(str(folder)), model_in(folder)
@@ -76,7 +74,7 @@ def test_texts_are_tokens_of_the_tokenizer(tmp_path: Path) -> None:
     assert not torch.equal(ids, other)
 
 
-def test_prompts_of_a_decoder_are_tokens_of_the_tokenizer(tmp_path: Path) -> None:
+def test_prompts_of_a_decoder_are_tokens_of_the_tokenizer(tmp_path):
     folder = folder_with(tmp_path / "gpt2", GPT2)
     add_tokenizer(folder)
     model = model_in(folder, task="text-generation-with-past")
@@ -85,7 +83,7 @@ def test_prompts_of_a_decoder_are_tokens_of_the_tokenizer(tmp_path: Path) -> Non
     assert call.runs["decode"]["input_ids"].shape == (2, 3)
 
 
-def test_decoder_ids_begin_with_the_start_token_and_have_no_special_ones(tmp_path: Path) -> None:
+def test_decoder_ids_begin_with_the_start_token_and_have_no_special_ones(tmp_path):
     config = {"model_type": "t5", "vocab_size": 400, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1}
     config |= {"num_heads": 2, "decoder_start_token_id": 7, "architectures": ["T5ForConditionalGeneration"]}
     folder = folder_with(tmp_path / "t5", config)
@@ -95,7 +93,7 @@ def test_decoder_ids_begin_with_the_start_token_and_have_no_special_ones(tmp_pat
     assert not set(ids[0, 1:].tolist()) & {0, 1, 2, 3}
 
 
-def test_without_a_tokenizer_nothing_is_read_and_nothing_said(tmp_path: Path, caplog: Any) -> None:
+def test_without_a_tokenizer_nothing_is_read_and_nothing_said(tmp_path, caplog):
     folder, model = folder_with(tmp_path / "bert", BERT), None
     with caplog.at_level(logging.WARNING):
         processor, model = load_processor(str(folder)), model_in(folder)
@@ -107,7 +105,7 @@ def test_without_a_tokenizer_nothing_is_read_and_nothing_said(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("content", ["{", '{"version": "1.0"}'], ids=["cut", "empty"])
-def test_a_broken_tokenizer_is_reported_and_the_config_is_used(tmp_path: Path, caplog: Any, content: str) -> None:
+def test_a_broken_tokenizer_is_reported_and_the_config_is_used(tmp_path, caplog, content):
     folder = folder_with(tmp_path / "bert", BERT)
     add_tokenizer(folder)
     (folder / "tokenizer.json").write_text(content)
@@ -118,7 +116,7 @@ def test_a_broken_tokenizer_is_reported_and_the_config_is_used(tmp_path: Path, c
     assert torch.equal(inputs["input_ids"], example_inputs(model)["input_ids"])
 
 
-def test_a_tokenizer_of_another_model_is_reported(tmp_path: Path, caplog: Any) -> None:
+def test_a_tokenizer_of_another_model_is_reported(tmp_path, caplog):
     folder = folder_with(tmp_path / "bert", BERT)
     add_tokenizer(folder)
     model = model_in(folder, overrides={"vocab_size": 10})
@@ -128,7 +126,7 @@ def test_a_tokenizer_of_another_model_is_reported(tmp_path: Path, caplog: Any) -
     assert int(inputs["input_ids"].max()) < 10
 
 
-def test_code_of_a_tokenizer_runs_only_if_asked(tmp_path: Path, caplog: Any) -> None:
+def test_code_of_a_tokenizer_runs_only_if_asked(tmp_path, caplog):
     folder = folder_with(tmp_path / "bert", BERT)
     add_tokenizer(folder)
     ran = tmp_path / "ran"
@@ -151,7 +149,7 @@ class Own(PreTrainedTokenizerFast):
     assert type(processor.tokenizer).__name__ == "Own"
 
 
-def test_images_are_as_large_as_an_image_processor_that_can_be_read_makes_them(tmp_path: Path, caplog: Any) -> None:
+def test_images_are_as_large_as_an_image_processor_that_can_be_read_makes_them(tmp_path, caplog):
     folder = folder_with(tmp_path / "convnext", CONVNEXT)
     (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 48, "width": 64}}))
     model = model_in(folder)
@@ -183,11 +181,11 @@ def test_images_are_as_large_as_an_image_processor_that_can_be_read_makes_them(t
         ({}, None),
     ],
 )
-def test_sizes_of_images_in_the_forms_of_transformers(settings: Any, size: Any) -> None:
+def test_sizes_of_images_in_the_forms_of_transformers(settings, size):
     assert size_of_images(settings) == size
 
 
-def test_the_command_uses_the_tokenizer_beside_the_model(tmp_path: Path) -> None:
+def test_the_command_uses_the_tokenizer_beside_the_model(tmp_path):
     from htp_export.command.model_options import ModelOptions
 
     folder = folder_with(tmp_path / "bert", BERT)
@@ -215,9 +213,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
-def test_files_in_the_cache_of_the_hub_are_read_without_the_network(
-    cache: Path, caplog: Any, has_tokenizer: bool
-) -> None:
+def test_files_in_the_cache_of_the_hub_are_read_without_the_network(cache, caplog, has_tokenizer):
     folder_with(cache, BERT)
     (cache / "processor_config.json").write_text(json.dumps({"image_processor": {"size": 48}}))
     if has_tokenizer:
@@ -229,7 +225,7 @@ def test_files_in_the_cache_of_the_hub_are_read_without_the_network(
     assert not [record for record in caplog.records if record.name.startswith("htp_export")]
 
 
-def test_companions_in_the_cache_of_the_hub_are_links_and_are_copied(cache: Path, tmp_path: Path) -> None:
+def test_companions_in_the_cache_of_the_hub_are_links_and_are_copied(cache, tmp_path):
     for name in ("tokenizer.json", "merges.txt", "chat_template.jinja", "model.safetensors"):
         (cache.parents[1] / "blobs" / name).write_text(name)
         (cache / name).symlink_to(Path("../../blobs") / name)
@@ -246,7 +242,7 @@ def test_companions_in_the_cache_of_the_hub_are_links_and_are_copied(cache: Path
         copy_companions(cache, tmp_path)
 
 
-def test_companions_of_a_model_that_is_not_there_or_needs_no_hub(cache: Path, tmp_path: Path) -> None:
+def test_companions_of_a_model_that_is_not_there_or_needs_no_hub(cache, tmp_path):
     with pytest.raises(ModelSourceError, match="its tokenizer and configs cannot be had"):
         source_folder("someone/other")
     assert source_folder(str(tmp_path)) == tmp_path

@@ -1,7 +1,5 @@
 """What `info` says of a file, and which commands it names."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 import warnings
@@ -44,7 +42,7 @@ def steps(found: htp_export.results.Info) -> set[str]:
     return {command.split()[1] for command in found.next}
 
 
-def test_a_tagged_file_is_described_whole(folder: Path) -> None:
+def test_a_tagged_file_is_described_whole(folder):
     found = htp_export.info(folder / "net.onnx")
     assert [(each.name, each.role, each.type, each.shape) for each in (*found.inputs, *found.outputs)] == [
         ("x", "input", "float32", (2, 32)),
@@ -73,16 +71,14 @@ def test_a_tagged_file_is_described_whole(folder: Path) -> None:
          "htp-export functions nested.onnx --undo -o flat.onnx"),
     ],
 )  # fmt: skip
-def test_the_next_commands_fit_the_file(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, file: str, named: set[str], example: str
-) -> None:
+def test_the_next_commands_fit_the_file(folder, monkeypatch, file, named, example):
     monkeypatch.chdir(folder)
     found = htp_export.info(file)
     assert steps(found) == named
     assert example in found.next
 
 
-def test_tags_that_a_tool_dropped_are_brought_back(folder: Path, tmp_path: Path) -> None:
+def test_tags_that_a_tool_dropped_are_brought_back(folder, tmp_path):
     model = onnx.load(folder / "net.onnx")
     for node in model.graph.node:
         del node.metadata_props[:]
@@ -92,9 +88,7 @@ def test_tags_that_a_tool_dropped_are_brought_back(folder: Path, tmp_path: Path)
     assert found.file_bytes is None
 
 
-def test_weights_beside_the_file_are_not_read_and_may_be_missing(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_beside_the_file_are_not_read_and_may_be_missing(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "external.onnx", tmp_path / "external.onnx")
     whole, missing = htp_export.info(folder / "external.onnx"), htp_export.info(tmp_path / "external.onnx")
     size = (folder / "external.data").stat().st_size
@@ -113,7 +107,7 @@ def test_weights_beside_the_file_are_not_read_and_may_be_missing(
     assert htp_export.info(folder / "external.onnx").weights == whole.weights
 
 
-def test_values_that_are_no_tensors_and_sizes_that_have_no_name_are_said() -> None:
+def test_values_that_are_no_tensors_and_sizes_that_have_no_name_are_said():
     kinds = [
         onnx.helper.make_tensor_sequence_value_info("s", onnx.TensorProto.FLOAT, None),
         onnx.helper.make_tensor_value_info("x", onnx.TensorProto.INT4, [None, 3]),
@@ -132,7 +126,7 @@ def test_values_that_are_no_tensors_and_sizes_that_have_no_name_are_said() -> No
     assert (found.family, found.producer, found.weights) == ("unknown", "", {})
 
 
-def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_for() -> None:
+def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_for():
     tensor, shape = onnx.TensorProto.FLOAT, ["batch", "past", 4]
     values = [onnx.helper.make_tensor_value_info(f"past.{k}.{what}", tensor, shape) for k in range(9) for what in "kv"]
     mask = onnx.helper.make_tensor_value_info("mask", tensor, ["batch", "past + sequence"])
@@ -145,13 +139,13 @@ def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_fo
     assert "... and 3 more" in str(dataclasses.replace(found, evidence=tuple("abcdefghi")))
 
 
-def test_a_file_name_is_quoted_in_commands(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_name_is_quoted_in_commands(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "bare.onnx", tmp_path / "my net; rm.onnx")
     monkeypatch.chdir(tmp_path)
     assert "htp-export view 'my net; rm.onnx'" in htp_export.info("my net; rm.onnx").next
 
 
-def test_initializers_of_any_type_are_counted() -> None:
+def test_initializers_of_any_type_are_counted():
     strings = ir.StringTensor([b"a", b"b"], shape=ir.Shape([2]), name="s")
     weights = [ir.tensor(np.zeros(3, np.float16), name="h"), strings]
     values = [ir.Value(name=each.name, const_value=each, type=ir.TensorType(each.dtype)) for each in weights]

@@ -1,7 +1,5 @@
 """Graphs of PyTorch models for inspection: which way they are got, where better ways stop, and what is in them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
 from tests import traceless
 from tests.exporting import quick
-from tests.nets import NETS
+from tests.nets import NETS, Holding
 from tests.traceless import line_of, spread
 from tests.view.test_view import page_data_of
 
@@ -46,7 +44,7 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("name", quick(PLAIN, "called_twice"))
-def test_the_graph_of_torch_export_has_the_tree_parameters_and_flops_of_the_onnx_file(name: str, shared_files: Any):
+def test_the_graph_of_torch_export_has_the_tree_parameters_and_flops_of_the_onnx_file(name, shared_files):
     onnx_model = htp_export.load(shared_files.net(name, "dynamo"))
     model, kwargs = NETS[name].build()
     torch_graph = htp_export.load(exported_graph(model, (), kwargs))
@@ -129,7 +127,7 @@ def test_an_operator_without_translation_is_got_by_torch_export(orthogonal):
         pytest.param(traceless.Prints, traceless.Prints, ("np.abs", "float(scale)"), marks=pytest.mark.slow),
     ],
 )
-def test_custom_functions_prints_and_numpy_are_got_by_torch_export(net: Any, cause: Any, texts: tuple[str, ...]):
+def test_custom_functions_prints_and_numpy_are_got_by_torch_export(net, cause, texts):
     model = spread(net())
     inspected = htp_export.inspect(model, torch.randn(4, 4))
     (stop,) = inspected.stopped
@@ -184,7 +182,7 @@ class GivenAndChosen(Given):
 
 
 @pytest.mark.parametrize(("net", "way"), [(GivenAndWatched, "torch.fx"), (GivenAndChosen, "dynamo")])
-def test_modules_that_give_back_their_input_are_identities(net: type[Given], way: str):
+def test_modules_that_give_back_their_input_are_identities(net, way):
     inspected = htp_export.inspect(spread(net()), torch.randn(2, 4))
     assert inspected.way == way
     fates = {path: str(module.fate) for path, module in inspected.tagged.hierarchy.items()}
@@ -260,7 +258,7 @@ def test_a_loop_over_numbers_breaks_a_graph_and_loses_none():
     check_tree(inspected, model)
 
 
-def test_a_function_that_runs_and_is_in_no_graph_is_a_break(capfd: pytest.CaptureFixture[str]):
+def test_a_function_that_runs_and_is_in_no_graph_is_a_break(capfd):
     model = spread(traceless.SearchingDetector())
     inspected = htp_export.inspect(model, torch.randn(1, 3, 16, 16))
     assert inspected.way == "dynamo"
@@ -318,11 +316,7 @@ def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
 
 
 def test_equal_modules_that_run_one_graph_are_told_apart():
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(traceless.Choosing() for _ in range(2))
-
+    class Two(Holding, layers=nn.ModuleList(traceless.Choosing() for _ in range(2))):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             for layer in self.layers:
                 x = layer(x)
@@ -388,11 +382,7 @@ def test_a_failure_inside_dynamo_leaves_the_model_as_it_was():
 
 
 def test_a_compiled_model_is_left_to_its_compiler():
-    class Chosen(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.relu = nn.ReLU()
-
+    class Chosen(Holding, relu=nn.ReLU()):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.relu(x) if x.sum().item() > 0 else x
 
@@ -408,7 +398,7 @@ def test_a_model_that_exports_is_got_by_the_export():
     check_tree(inspected, model)
 
 
-def test_a_graph_of_torch_operators_is_not_written(orthogonal, tmp_path: Path):
+def test_a_graph_of_torch_operators_is_not_written(orthogonal, tmp_path):
     _, inspected = orthogonal
     for write in (
         lambda file: inspected.tagged.save(file),
@@ -498,9 +488,7 @@ def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("command", quick(["tree", "cost", "view"], "cost", "view"))
-def test_commands_take_an_entry_and_say_which_way(
-    command: str, factories: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands_take_an_entry_and_say_which_way(command, factories, capsys):
     more = ["--no-explorer"] if command == "view" else []
     assert main([command, "--entry", f"{factories}:orthogonal", "--json", *more]) == 0
     shown = capsys.readouterr()
@@ -517,12 +505,12 @@ def test_commands_take_an_entry_and_say_which_way(
     assert "htp-export: onnx stopped in module orthogonal" in shown.err
 
 
-def test_what_a_model_prints_is_not_in_the_result(factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_prints_is_not_in_the_result(factories, capsys):
     assert main(["tree", "--entry", f"{factories}:prints", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["way"] == "torch.export"
 
 
-def test_commands_take_a_model_type(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_take_a_model_type(capsys):
     small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16", "vocab_size=30"]
     settings = [word for setting in small for word in ("--set", setting)]
     assert main(["tree", "bert", "--random-weights", *settings, "--depth", "1"]) == 0
@@ -531,7 +519,7 @@ def test_commands_take_a_model_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert "graph by ONNX export" in shown.err
 
 
-def test_files_of_graphs_in_other_domains_are_still_written(tmp_path: Path):
+def test_files_of_graphs_in_other_domains_are_still_written(tmp_path):
     node = ir.node("ATen", [ir.val("x", ir.DataType.FLOAT, [2])], domain="aten")
     graph = ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={"": 20, "aten": 1})
     htp_export.load(ir.Model(graph, ir_version=10)).save(tmp_path / "old.onnx")

@@ -1,7 +1,5 @@
 """LoRA adapters: inserted, switched at run time, converted from PEFT, fused."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -103,7 +101,7 @@ def close(one: Any, other: Any) -> bool:
 
 
 @BOTH
-def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str, tmp_path: Path) -> None:
+def test_without_an_adapter_the_model_computes_what_it_did_before(exporter, tmp_path):
     model, file = made(exporter, tmp_path)
     result = htp_export.lora.insert(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     assert list(result.modules) == ["up", "twice", "down", "head"]
@@ -119,7 +117,7 @@ def test_without_an_adapter_the_model_computes_what_it_did_before(exporter: str,
     assert htp_export.verify(model, tmp_path / "lora.onnx", (), feeds()).ok
 
 
-def test_an_adapter_has_its_effect_after_the_file_is_optimised(tmp_path: Path) -> None:
+def test_an_adapter_has_its_effect_after_the_file_is_optimised(tmp_path):
     model, file = made("dynamo", tmp_path)
     inserted = htp_export.lora.insert(file, "**", rank=4, alpha=8)
     htp_export.optimize(inserted, tmp_path / "optimised.onnx", level="fused")
@@ -131,7 +129,7 @@ def test_an_adapter_has_its_effect_after_the_file_is_optimised(tmp_path: Path) -
 
 
 @BOTH
-def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> None:
+def test_nodes_and_names_that_were_there_stay(exporter, tmp_path):
     _, file = made(exporter, tmp_path)
     before, after = htp_export.load(file), htp_export.lora.insert(file, "down", rank=4, alpha=8).tagged
     kept = {node.name: node for node in after.nodes}
@@ -153,7 +151,7 @@ def test_nodes_and_names_that_were_there_stay(exporter: str, tmp_path: Path) -> 
 
 
 @BOTH
-def test_adapters_of_other_ranks_are_switched_at_run_time(exporter: str, tmp_path: Path) -> None:
+def test_adapters_of_other_ranks_are_switched_at_run_time(exporter, tmp_path):
     model, file = made(exporter, tmp_path)
     htp_export.lora.insert(file, "**", rank=4, alpha=8, output=tmp_path / "lora.onnx")
     for name, rank, alpha, paths in (("a", 4, 8, ["up", "twice", "head"]), ("b", 2, 10, ["down", "twice"])):
@@ -173,7 +171,7 @@ def test_adapters_of_other_ranks_are_switched_at_run_time(exporter: str, tmp_pat
 
 @BOTH
 @pytest.mark.parametrize("inserted", [False, True])
-def test_a_fused_adapter_is_in_the_weights(inserted: bool, exporter: str, tmp_path: Path) -> None:
+def test_a_fused_adapter_is_in_the_weights(inserted, exporter, tmp_path):
     model, file = made(exporter, tmp_path)
     layers = factors(model, ["up", "twice", "head"], 4, seed=3)
     folder = adapter(tmp_path, "a", layers, 6)
@@ -200,7 +198,7 @@ def test_a_fused_adapter_is_in_the_weights(inserted: bool, exporter: str, tmp_pa
             assert close(*arrays)
 
 
-def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
+def test_merged_projections_take_adapters_but_no_fusing(tmp_path):
     def attend(self: Any, x: torch.Tensor) -> torch.Tensor:
         return torch.softmax(self.q(x) @ self.k(x).transpose(1, 2), -1) @ self.v(x)
 
@@ -220,7 +218,7 @@ def test_merged_projections_take_adapters_but_no_fusing(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(exporter: str, tmp_path: Path) -> None:
+def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(exporter, tmp_path):
     """As QLoRA has it: the base quantized, the factors in floating point; weights have several blocks of 32."""
     torch.manual_seed(0)
     parts = {"up": nn.Linear(6, 64), "down": nn.Linear(64, 96, bias=False), "head": nn.Linear(96, 3)}
@@ -252,7 +250,7 @@ def test_a_model_in_blocks_of_four_bits_takes_adapters_of_floats_and_no_fusing(e
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path):
     model, file = made("dynamo", tmp_path)
     quantized = htp_export.quantize(file, {"up": "int8"}, data=[{"x": feeds()["x"].numpy()}]).tagged
     folder = adapter(tmp_path, "a", factors(model, ["up"], 4, seed=3), 8)
@@ -261,7 +259,7 @@ def test_weights_of_eight_bits_are_refused_with_what_to_do(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("config", [{"use_rslora": True}, {"alpha_pattern": {"up": 12.0}}])
-def test_the_scaling_is_that_of_the_config(config: dict[str, Any], tmp_path: Path) -> None:
+def test_the_scaling_is_that_of_the_config(config, tmp_path):
     model, _ = made("torchscript", tmp_path)
     folder = adapter(tmp_path, "a", factors(model, ["up", "down"], 4, seed=3), 6, **config)
     layers = read_adapter(folder).layers
@@ -269,7 +267,7 @@ def test_the_scaling_is_that_of_the_config(config: dict[str, Any], tmp_path: Pat
     assert scalings == ({"up": 3.0, "down": 3.0} if "use_rslora" in config else {"up": 3.0, "down": 1.5})
 
 
-def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+def test_adapters_that_do_not_fit_are_refused(tmp_path):
     model, file = made("torchscript", tmp_path)
     htp_export.lora.insert(file, "**", output=tmp_path / "lora.onnx")
     up = a, b = factors(model, ["up"], 4, seed=3)["up"]
@@ -313,14 +311,14 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_paths_of_a_model_inside_another_are_found_by_their_end(tmp_path: Path) -> None:
+def test_paths_of_a_model_inside_another_are_found_by_their_end(tmp_path):
     model, file = made("torchscript", tmp_path)
     layers = factors(model, ["up"], 4, seed=3)
     folder = adapter(tmp_path, "a", {"encoder.up": layers["up"]}, 6)
     assert htp_export.lora.fuse(file, folder).ranks == {"up": 4}
 
 
-def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
+def test_modules_that_cannot_take_adapters_are_refused(tmp_path):
     _, file = made("torchscript", tmp_path)
     with pytest.raises(InputError, match=r"at or below the modules of 'up\.lora_A'"):
         htp_export.lora.insert(htp_export.lora.insert(file, "up").tagged, "up.lora_A")
@@ -341,7 +339,7 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_calls_that_compute_nothing_take_no_adapter(exporter: str, tmp_path: Path) -> None:
+def test_calls_that_compute_nothing_take_no_adapter(exporter, tmp_path):
     model = spread(composed(lambda self, x: (self.layer(x * 2), self.layer(x))[1], layer=nn.Linear(6, 6)).eval())
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 6)}, exporter)
     result = htp_export.lora.insert(file, "layer", rank=4, output=tmp_path / "lora.onnx")
@@ -350,7 +348,7 @@ def test_calls_that_compute_nothing_take_no_adapter(exporter: str, tmp_path: Pat
 
 
 @BOTH
-def test_adapters_that_are_not_given_are_calibrated_as_the_model_has_them(exporter: str, tmp_path: Path) -> None:
+def test_adapters_that_are_not_given_are_calibrated_as_the_model_has_them(exporter, tmp_path):
     model, file = made(exporter, tmp_path)
     htp_export.lora.insert(file, "**", rank=4, output=tmp_path / "lora.onnx")
     data = [{onnx.load(file).graph.input[0].name: feeds()["x"]}]
@@ -359,7 +357,7 @@ def test_adapters_that_are_not_given_are_calibrated_as_the_model_has_them(export
         assert np.allclose(run(tmp_path / "u8s8.onnx"), model(**feeds()), atol=0.1)
 
 
-def test_layers_can_be_added_later(tmp_path: Path) -> None:
+def test_layers_can_be_added_later(tmp_path):
     _, file = made("torchscript", tmp_path)
     first = htp_export.lora.insert(file, "up", rank=4, alpha=8)
     both = htp_export.lora.insert(first.tagged, "down", rank=4, alpha=4)
@@ -367,7 +365,7 @@ def test_layers_can_be_added_later(tmp_path: Path) -> None:
     assert first.tagged.paths != both.tagged.paths
 
 
-def test_half_precision(tmp_path: Path) -> None:
+def test_half_precision(tmp_path):
     model = nn.Sequential(nn.Linear(6, 4)).half().eval()
     file = exported_to(tmp_path / "net.onnx", model, {"input": x(2, 6).half()}, "dynamo")
     result = htp_export.lora.insert(file, "0", rank=4, alpha=8)
@@ -378,7 +376,7 @@ def test_half_precision(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
-def test_outputs_with_an_adapter_that_peft_wrote_are_those_of_peft(exporter: str, tmp_path: Path) -> None:
+def test_outputs_with_an_adapter_that_peft_wrote_are_those_of_peft(exporter, tmp_path):
     """The matrices of GPT-2 are stored the other way round."""
     peft = pytest.importorskip("peft")
     from transformers import GPT2Config, GPT2Model
@@ -408,9 +406,7 @@ def test_outputs_with_an_adapter_that_peft_wrote_are_those_of_peft(exporter: str
 
 
 class TestCommands:
-    def test_insert_convert_fuse(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_insert_convert_fuse(self, tmp_path, monkeypatch, capsys):
         model, _ = made("torchscript", tmp_path)
         adapter(tmp_path, "tuned", factors(model, ["up"], 4, seed=3), 8)
         monkeypatch.chdir(tmp_path)
@@ -430,9 +426,7 @@ class TestCommands:
 
 @pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chosen", ["**", "class:Linear"])
-def test_what_adapters_change_in_eight_bits_is_not_clipped_to_ranges_without_one(
-    chosen: str, exporter: str, tmp_path: Path
-) -> None:
+def test_what_adapters_change_in_eight_bits_is_not_clipped_to_ranges_without_one(chosen, exporter, tmp_path):
     """An error as without an adapter; with the ranges, it was 0.2 to 0.9 where an inner layer has one."""
     model, file = made(exporter, tmp_path)
     name = onnx.load(file).graph.input[0].name
@@ -459,7 +453,7 @@ def test_what_adapters_change_in_eight_bits_is_not_clipped_to_ranges_without_one
         assert [name for name in left.signatures[path][0].outputs if name not in left.values] == []
 
 
-def test_inputs_without_defaults_are_required(tmp_path: Path) -> None:
+def test_inputs_without_defaults_are_required(tmp_path):
     model, file = made("torchscript", tmp_path)
     htp_export.lora.insert(file, "up", tmp_path / "lora.onnx", rank=4, alpha=8, required=True)
     layers = factors(model, ["up"], 4, seed=3)

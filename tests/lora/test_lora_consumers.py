@@ -1,7 +1,5 @@
 """One file and two adapters in GenAI, and in JavaScript with ONNX Runtime's package for Node and transformers.js."""
 
-from __future__ import annotations
-
 import copy
 import json
 import subprocess
@@ -49,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str,
     return model, folder, wanted
 
 
-def test_genai_switches_between_two_adapters(made: Any, tmp_path: Path) -> None:
+def test_genai_switches_between_two_adapters(made, tmp_path):
     genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     model, folder, wanted = made
     tagged = htp_export.load(folder / "lora.onnx")
@@ -100,7 +98,7 @@ console.log(JSON.stringify(made));
 """
 
 
-def test_transformers_js_is_given_two_adapters_as_inputs(made: Any, tmp_path: Path) -> None:
+def test_transformers_js_is_given_two_adapters_as_inputs(made, tmp_path):
     """ONNX Runtime's package for JavaScript reads no adapter files, and ignores what is given for optional inputs."""
     program, package = node()
     model, folder, wanted = made

@@ -1,7 +1,5 @@
 """`lora.fuse` against ``merge_and_unload`` of PEFT, for what PEFT trains beside factors of linear layers."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -164,9 +162,7 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "exporter", "settings", "parameters"), CASES)
-def test_the_fused_model_is_the_one_that_peft_merges(
-    name: str, exporter: str, settings: dict[str, Any], parameters: list[str], exported: Any, tmp_path: Path
-) -> None:
+def test_the_fused_model_is_the_one_that_peft_merges(name, exporter, settings, parameters, exported, tmp_path):
     model, inputs, file = exported(name, exporter)
     merged = trained(model, tmp_path / "adapter", **settings)
     before = torch.random.get_rng_state()
@@ -182,7 +178,7 @@ def test_the_fused_model_is_the_one_that_peft_merges(
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
-def test_parameters_that_were_equal_are_trained_apart(exporter: str, tmp_path: Path) -> None:
+def test_parameters_that_were_equal_are_trained_apart(exporter, tmp_path):
     """New layers have biases of zeros and norms of ones, which exporters store once."""
     torch.manual_seed(0)
     model, inputs = bert().eval(), WORDS
@@ -194,9 +190,7 @@ def test_parameters_that_were_equal_are_trained_apart(exporter: str, tmp_path: P
     assert {"bert.pooler.dense.bias", "bert.encoder.layer.0.output.LayerNorm.weight"} < {*result.parameters}
 
 
-def test_what_cannot_be_fused_is_refused_with_what_to_do(
-    exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_fused_is_refused_with_what_to_do(exported, tmp_path, monkeypatch):
     torch.manual_seed(0)
     normed = spread(convolutions(nn.BatchNorm2d(8))).eval()
     merged = trained(normed, tmp_path / "conv", target_modules=["wide"])

@@ -1,7 +1,5 @@
 """Which values depend on the values of the inputs: sizes do not count, subgraphs and functions do."""
 
-from __future__ import annotations
-
 import onnx
 import onnx_ir as ir
 import pytest
@@ -62,7 +60,7 @@ TEXTS = {
 }
 
 
-def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything() -> None:
+def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything():
     text = """g (float[2, 4] x, float[4] w) => (y, v) <float[4] c = {1, 1, 1, 1}, float[2] low = {0, 0}> {
         y, , i = LayerNormalization(x, c)
         v = Clip(low, , )
@@ -72,7 +70,7 @@ def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything()
 
 
 @pytest.mark.parametrize("rule", TEXTS)
-def test_what_depends_on_the_inputs_follows_from_rules_in_files_in_carry_and_in_passes(rule: str) -> None:
+def test_what_depends_on_the_inputs_follows_from_rules_in_files_in_carry_and_in_passes(rule):
     text, expected = TEXTS[rule]
     model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
     assert {str(value.name) for value in input_dependent_values(model, all_nodes(model))} == expected
@@ -80,6 +78,6 @@ def test_what_depends_on_the_inputs_follows_from_rules_in_files_in_carry_and_in_
     assert {str(value.name) for value in Snapshot(model).live} == expected
 
 
-def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes() -> None:
+def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes():
     model = branching()
     assert live_in(model) == {value.name for value in input_dependent_values(model, all_nodes(model))}

@@ -1,10 +1,7 @@
 """What the metadata says: fates, calls, owners, reasons, namespaces, and the keys on nodes and on the model."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter, OrderedDict
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -14,8 +11,8 @@ from torch import nn
 
 import htp_export
 from htp_export.format import tags
-from tests.exporting import BOTH, SharedFiles, exported, metadata
-from tests.nets import NETS, x
+from tests.exporting import BOTH, exported, metadata
+from tests.nets import NETS, Holding, x
 from tests.truth import nodes_of, owners_of, tree_of
 
 
@@ -27,7 +24,7 @@ def of_type(file: onnx.ModelProto, op_type: str) -> list[dict[str, str]]:
 
 
 @BOTH
-def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter: str, shared_files: SharedFiles) -> None:
+def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter, shared_files):
     tree = tree_of(shared_files.read("loop_of_three", exporter))
     assert tree["block"]["calls"] == tree["block.0"]["calls"] == 3
     for name, op_type, expected in (
@@ -42,9 +39,7 @@ def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter: st
 
 
 @BOTH
-def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_around_them(
-    exporter: str, shared_files: SharedFiles
-) -> None:
+def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_around_them(exporter, shared_files):
     for name, op_type, expected in (
         ("mask_made_in_every_layer", "Cast", [("layers", '["layers.0","layers.1","layers.2"]', "shared")]),
         ("conv_bn_relu", "Conv", [("", '["0","1"]', "fused"), ("3", None, "scope")]),
@@ -55,7 +50,7 @@ def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_aroun
 
 
 @BOTH
-def test_order_of_execution_is_not_order_of_registration(exporter: str, tmp_path: Path) -> None:
+def test_order_of_execution_is_not_order_of_registration(exporter, tmp_path):
     class Backwards(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -71,14 +66,14 @@ def test_order_of_execution_is_not_order_of_registration(exporter: str, tmp_path
     assert cast["htp.module"] == cast["namespace"] == ""
 
 
-def test_calls_in_branches_are_counted_with_those_outside(shared_files: SharedFiles) -> None:
+def test_calls_in_branches_are_counted_with_those_outside(shared_files):
     file = shared_files.read("outside_and_in_a_branch", "dynamo")
     assert tree_of(file)["block"]["calls"] == tree_of(file)["block.rest.1"]["calls"] == 3
     assert [said["htp.call"] for said in of_type(file, "Sin")] == ["0", "1", "1", "2"]
 
 
 @BOTH
-def test_a_graph_module_has_the_class_that_was_traced(exporter: str, shared_files: SharedFiles) -> None:
+def test_a_graph_module_has_the_class_that_was_traced(exporter, shared_files):
     file = shared_files.read("graph_module_as_the_model", exporter)
     assert file.graph.name == "ForNested"
     assert htp_export.load(file)["inner"].info.simple_class == "Traced"
@@ -95,7 +90,7 @@ REASONS = {"scope", "shared", "fused", "flow", "parameters"}
 
 @BOTH
 @pytest.mark.parametrize("name", SEVERAL)
-def test_every_node_and_the_model_keep_to_the_format(name: str, exporter: str, shared_files: SharedFiles) -> None:
+def test_every_node_and_the_model_keep_to_the_format(name, exporter, shared_files):
     file = shared_files.read(name, exporter)
     tree = tree_of(file)
     model, _ = NETS[name].build()
@@ -127,7 +122,7 @@ def test_every_node_and_the_model_keep_to_the_format(name: str, exporter: str, s
 
 
 @BOTH
-def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, shared_files: SharedFiles) -> None:
+def test_the_namespace_has_one_level_for_each_module_that_runs(exporter, shared_files):
     odd = ["a", "a%2Fb", "a-b", "a::b", "a%3Bb"]  # slashes and semicolons are no levels
     for name, expected in (
         ("odd_keys", [f"by_name.{key}" for key in (*odd, "a b", "ä%252F", "a")]),
@@ -138,7 +133,7 @@ def test_the_namespace_has_one_level_for_each_module_that_runs(exporter: str, sh
         assert [metadata(node)["namespace"] for node in nodes] == expected
 
 
-def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own_keys(tmp_path: Path) -> None:
+def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own_keys(tmp_path):
     model, kwargs = NETS["loop_of_three"].build()
     program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, verbose=False)
     assert program is not None
@@ -150,7 +145,7 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
 
 
 @BOTH
-def test_metadata_is_under_150_bytes_a_node_on_average(exporter: str, shared_files: SharedFiles) -> None:
+def test_metadata_is_under_150_bytes_a_node_on_average(exporter, shared_files):
     file = shared_files.read("transformer_encoder", exporter)
     ours = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.key in tags.NODE_KEYS]
     assert sum(entry.ByteSize() + 2 for entry in ours) / len(nodes_of(file)) < 150
@@ -167,12 +162,8 @@ class Second(nn.Module):
         return self.fc(y).sin().cos()
 
 
-class Swaps(nn.Module):
+class Swaps(Holding, body=nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))), act=nn.Sigmoid()):
     """Puts another module in place while it runs, as BigBird does for short inputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.act = nn.Sequential(OrderedDict(fc=nn.Linear(4, 4))), nn.Sigmoid()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x.exp()
@@ -182,7 +173,7 @@ class Swaps(nn.Module):
 
 
 @BOTH
-def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter: str, tmp_path: Path) -> None:
+def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter, tmp_path):
     files = []
     for export in (htp_export.export, torch.onnx.export):
         torch.manual_seed(0)

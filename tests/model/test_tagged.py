@@ -1,13 +1,8 @@
 """TaggedModel: regions, boundaries, calls, selection, and what untagged models give."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import onnx
 import onnx_ir as ir
@@ -20,6 +15,7 @@ from htp_export.errors import FileError, InputError, SelectorError, UnknownModul
 from htp_export.model.regions import Region, all_nodes
 from htp_export.model.tagged import TaggedModel, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
+from tests.nets import Holding
 
 
 def names(values: list[ir.Value]) -> list[str | None]:
@@ -37,7 +33,7 @@ def untag(model: ir.Model) -> ir.Model:
     return model
 
 
-def test_a_region_holds_the_nodes_at_and_below_the_module_in_graph_order() -> None:
+def test_a_region_holds_the_nodes_at_and_below_the_module_in_graph_order():
     tagged = load(encoder())
     assert made(tagged["layer.0"]) == ["mask", "turned", "fc0", "layer0"]
     assert made(tagged["layer.0.fc"]) == ["turned", "fc0"]
@@ -47,7 +43,7 @@ def test_a_region_holds_the_nodes_at_and_below_the_module_in_graph_order() -> No
     assert tagged["dropout"].nodes == []
 
 
-def test_a_boundary_has_no_weights_and_nothing_made_of_weights_alone() -> None:
+def test_a_boundary_has_no_weights_and_nothing_made_of_weights_alone():
     tagged = load(encoder())
     assert (names(tagged["layer.0.fc"].inputs), names(tagged["layer.0.fc"].outputs)) == (["x"], ["fc0"])
     assert names(tagged["layer.0.fc"].parameters) == ["layer.0.fc.weight"]
@@ -55,7 +51,7 @@ def test_a_boundary_has_no_weights_and_nothing_made_of_weights_alone() -> None:
     assert (names(tagged[""].inputs), names(tagged[""].outputs)) == (["x"], ["out"])
 
 
-def test_a_shared_node_lies_in_the_regions_of_all_its_owners_and_leaves_none_of_them() -> None:
+def test_a_shared_node_lies_in_the_regions_of_all_its_owners_and_leaves_none_of_them():
     tagged = load(encoder())
     assert (names(tagged["layer.0"].inputs), names(tagged["layer.0"].outputs)) == (["x"], ["layer0"])
     assert (names(tagged["layer.1"].inputs), names(tagged["layer.1"].outputs)) == (["x", "layer0"], ["layer1"])
@@ -63,7 +59,7 @@ def test_a_shared_node_lies_in_the_regions_of_all_its_owners_and_leaves_none_of_
     assert tagged["layer.0"].owners_of(tagged.nodes[0]) == ("layer.0", "layer.1")
 
 
-def test_a_tensor_that_somebody_else_reads_or_that_the_model_returns_does_leave() -> None:
+def test_a_tensor_that_somebody_else_reads_or_that_the_model_returns_does_leave():
     model = encoder()
     model.graph.append(tagged_node("Abs", [model.graph.node("node_mask").outputs[0]], "", "spy"))
     assert names(load(model)["layer.0"].outputs) == ["mask", "layer0"]
@@ -71,7 +67,7 @@ def test_a_tensor_that_somebody_else_reads_or_that_the_model_returns_does_leave(
     assert names(load(model)["layer.0"].outputs) == ["mask", "fc0", "layer0"]
 
 
-def test_random_values_do_enter_a_region() -> None:
+def test_random_values_do_enter_a_region():
     model = encoder()
     noise = ir.node("RandomNormal", [], {"shape": [2, 4]}, outputs=[value("noise")], metadata_props={"htp.module": ""})
     model.graph.insert_before(model.graph[0], noise)
@@ -79,7 +75,7 @@ def test_random_values_do_enter_a_region() -> None:
     assert names(load(model)["layer.1"].inputs) == ["x", "layer0", "noise"]
 
 
-def test_modules_say_their_class_calls_fate_and_children() -> None:
+def test_modules_say_their_class_calls_fate_and_children():
     region = load(encoder())["layer.0"]
     assert (region.path, region.class_name, region.calls, region.fate) == ("layer.0", "net.Layer", 1, "computed")
     assert region.info.simple_class == "Layer"
@@ -89,7 +85,7 @@ def test_modules_say_their_class_calls_fate_and_children() -> None:
     assert load(encoder())["dropout"].fate == "identity"
 
 
-def test_a_model_is_a_collection_of_module_paths() -> None:
+def test_a_model_is_a_collection_of_module_paths():
     tagged = load(encoder())
     assert list(tagged) == tagged.paths
     assert tagged.paths[:3] == ["", "layer", "layer.0"]
@@ -100,7 +96,7 @@ def test_a_model_is_a_collection_of_module_paths() -> None:
     assert tagged.reasons == Counter({"scope": 6, "shared": 1})
 
 
-def test_selecting_uses_paths_and_classes_and_unknown_modules_are_refused_with_the_nearest() -> None:
+def test_selecting_uses_paths_and_classes_and_unknown_modules_are_refused_with_the_nearest():
     tagged = load(encoder())
     assert tagged.select("layer.*") == ["layer.0", "layer.1"]
     assert tagged.select(["class:Linear", "!layer.0.**"]) == ["layer.1.fc"]
@@ -110,7 +106,7 @@ def test_selecting_uses_paths_and_classes_and_unknown_modules_are_refused_with_t
         tagged["layer.0.fd"]
 
 
-def test_the_calls_of_a_module_split_its_region_and_what_ran_evenly_in_them() -> None:
+def test_the_calls_of_a_module_split_its_region_and_what_ran_evenly_in_them():
     block = load(called_twice())["block"]
     assert made(block.call(0)) == ["fc0", "fc1", "block0"]
     assert made(block.call(1)) == ["fc2", "fc3", "block1"]
@@ -123,12 +119,12 @@ def test_the_calls_of_a_module_split_its_region_and_what_ran_evenly_in_them() ->
 
 
 @pytest.mark.parametrize(("path", "call"), [("block", 2), ("block", -1), ("unused", 0)])
-def test_a_call_that_never_was_is_refused(path: str, call: int) -> None:
+def test_a_call_that_never_was_is_refused(path, call):
     with pytest.raises(InputError, match=f"module '{path}' has no call {call}: it ran"):
         load(called_twice())[path].call(call)
 
 
-def test_what_a_branch_captures_enters_its_region_and_that_of_the_if() -> None:
+def test_what_a_branch_captures_enters_its_region_and_that_of_the_if():
     tagged = load(branching())
     assert made(tagged["gate"]) == ["gated", "yes", "no"]
     assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (["condition", "x", "minus"], ["gated"])
@@ -136,7 +132,7 @@ def test_what_a_branch_captures_enters_its_region_and_that_of_the_if() -> None:
     assert (names(tagged[""].inputs), names(tagged[""].outputs)) == (["x", "condition"], ["out"])
 
 
-def test_an_untagged_branch_counts_with_the_if_that_holds_it() -> None:
+def test_an_untagged_branch_counts_with_the_if_that_holds_it():
     model = branching()
     model.graph.node("node_minus").metadata_props["htp.module"] = "gate"
     next(node for node in all_nodes(model) if node.outputs[0].name == "yes").metadata_props.clear()
@@ -146,7 +142,7 @@ def test_an_untagged_branch_counts_with_the_if_that_holds_it() -> None:
     assert [node.outputs[0].name for node in tagged.untagged] == ["yes"]
 
 
-def test_modules_inside_a_function_have_regions_and_find_their_weights_at_its_call() -> None:
+def test_modules_inside_a_function_have_regions_and_find_their_weights_at_its_call():
     tagged = load(with_function())
     assert made(tagged["block"]) == ["y", "h", "r"]
     assert (names(tagged["block"].inputs), names(tagged["block"].outputs)) == (["x"], ["y"])
@@ -155,7 +151,7 @@ def test_modules_inside_a_function_have_regions_and_find_their_weights_at_its_ca
     assert (names(tagged["block.act"].inputs), names(tagged["block.act"].outputs)) == (["h"], ["r"])
 
 
-def test_a_function_that_calls_itself_ends() -> None:
+def test_a_function_that_calls_itself_ends():
     model = with_function()
     (function,) = model.functions.values()
     model.graph.remove(model.graph[1])
@@ -165,7 +161,7 @@ def test_a_function_that_calls_itself_ends() -> None:
     assert names(load(model)["block.fc"].parameters) == []
 
 
-def test_models_in_memory_are_taken_as_they_are() -> None:
+def test_models_in_memory_are_taken_as_they_are():
     model = encoder()
     tagged = load(model)
     assert tagged.model is model
@@ -179,7 +175,7 @@ def test_models_in_memory_are_taken_as_they_are() -> None:
     assert load(Program()).model is model
 
 
-def test_modules_that_only_nodes_name_are_in_the_tree() -> None:
+def test_modules_that_only_nodes_name_are_in_the_tree():
     model = called_twice()
     del model.metadata_props["htp.modules"]
     tagged = load(model)
@@ -187,7 +183,7 @@ def test_modules_that_only_nodes_name_are_in_the_tree() -> None:
     assert tagged.source == "htp"
 
 
-def test_broken_module_metadata_names_the_file(tmp_path: Path) -> None:
+def test_broken_module_metadata_names_the_file(tmp_path):
     model = encoder()
     model.metadata_props["htp.modules"] = "[]"
     with pytest.raises(InputError, match=r"htp\.modules is not a JSON object"):
@@ -197,7 +193,7 @@ def test_broken_module_metadata_names_the_file(tmp_path: Path) -> None:
         load(tmp_path / "bad.onnx")
 
 
-def test_an_untagged_model_loads_and_says_how_to_tag_it_when_modules_are_asked_for() -> None:
+def test_an_untagged_model_loads_and_says_how_to_tag_it_when_modules_are_asked_for():
     model = untag(encoder())
     tagged = load(model)
     assert tagged.source == "none"
@@ -210,7 +206,7 @@ def test_an_untagged_model_loads_and_says_how_to_tag_it_when_modules_are_asked_f
 
 
 @pytest.mark.parametrize("key", ["namespace", "pkg.torch.onnx.name_scopes"])
-def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(key: str) -> None:
+def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(key):
     model = untag(encoder())
     model.metadata_props.clear()
     for node in all_nodes(model):
@@ -218,28 +214,18 @@ def test_a_namespace_alone_and_scopes_that_are_no_list_of_strings_are_no_tags(ke
     assert load(model).source == "none"
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
+class Block(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(self.fc(x))
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
+class Net(Holding, blocks=nn.ModuleList([Block(), Block()])):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks[1](self.blocks[0](x)).exp()
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(
-    tmp_path: Path, dynamo: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(tmp_path, dynamo, caplog):
     file = tmp_path / "net.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -257,7 +243,7 @@ def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(
         assert [node.op_type for node in load(program)["blocks.1"].nodes] == ["Gemm", "Relu"]
 
 
-def test_tagged_models_are_saved_with_their_tags(tmp_path: Path) -> None:
+def test_tagged_models_are_saved_with_their_tags(tmp_path):
     load(encoder()).save(tmp_path / "copy.onnx")
     onnx.checker.check_model(tmp_path / "copy.onnx")
     copy = load(tmp_path / "copy.onnx")
@@ -276,14 +262,14 @@ def test_tagged_models_are_saved_with_their_tags(tmp_path: Path) -> None:
         lambda: htp_export.inline(with_function()),
     ],
 )
-def test_results_with_a_model_read_its_modules_once(result: Callable[[], Any]) -> None:
+def test_results_with_a_model_read_its_modules_once(result):
     found = result()
     assert found.tagged.model is found.model
     assert found.tagged is found.tagged
     assert found.tagged.hierarchy == load(found.model).hierarchy
 
 
-def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own() -> None:
+def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own():
     tagged = load(encoder())
     clone = tagged.clone()
     assert (clone.hierarchy, clone.source) == (tagged.hierarchy, tagged.source)
@@ -291,7 +277,7 @@ def test_a_clone_has_the_modules_of_the_model_and_a_graph_of_its_own() -> None:
     assert not {*clone.nodes} & {*tagged.nodes}
 
 
-def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew() -> None:
+def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew():
     tagged = load(encoder())
     assert tagged["layer"] is (before := tagged["layer"])
     assert "spy" not in tagged.values
@@ -304,7 +290,7 @@ def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew() -> None:
     assert "head" in tagged.refresh(tagged.hierarchy.including({"head": 1}))
 
 
-def test_a_dot_is_the_root_wherever_a_path_is_taken() -> None:
+def test_a_dot_is_the_root_wherever_a_path_is_taken():
     tagged = load(encoder())
     assert tagged["."] is tagged[""]
     assert "." in tagged

@@ -1,7 +1,5 @@
 """``nodes``: nodes, modules, parameters and initializers, each with the others that belong to it."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -16,14 +14,14 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.nodes.map_result import ModelMap
 from htp_export.command.main import main
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.model.module_facts import stored_tensor
 from htp_export.model.recipes import recipe_of
 from htp_export.model.regions import all_values
 from tests import handmade
 from tests.exporting import BOTH, quick
 from tests.extract.test_cutting import exported_to
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 
 class Net(nn.Module):
@@ -164,11 +162,7 @@ class TestParameters:
         assert mapped.parameters["unused"].nodes == ()
 
     def test_a_folded_table_is_in_the_tensor_that_it_was_folded_into(self, tmp_path):
-        class Positions(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.table = nn.Embedding(8, 4)
-
+        class Positions(Holding, table=nn.Embedding(8, 4)):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.table(torch.arange(5))
 
@@ -273,11 +267,7 @@ class TestOtherFiles:
         assert read["block.fc",] == {"block.fc.weight", "block.fc.bias"}
 
     def test_an_optimized_file_names_the_parameters_that_were_joined(self, tmp_path):
-        class Attention(nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.q, self.k, self.v = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
+        class Attention(Holding, q=nn.Linear(8, 8), k=nn.Linear(8, 8), v=nn.Linear(8, 8)):
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (self.q(x) * self.k(x)).tanh() + self.v(x)
 
@@ -347,11 +337,6 @@ class TestOtherFiles:
         reader.replace_input_with(2, node.outputs[0])
         found = htp_export.nodes(htp_export.carry(file, model).tagged)
         assert uses(found) == {"weight": {""}, "bias": {"quantized"}}
-
-    def test_a_file_without_tags_is_refused(self):
-        relu = ir.node("Relu", [ir.val("x")])
-        with pytest.raises(UntaggedModelError):
-            htp_export.nodes(ir.Model(ir.Graph(relu.inputs, relu.outputs, nodes=[relu]), ir_version=10))
 
 
 MODULES = [htp_export.ModuleInfo("", "net.Net", 1, "computed"), htp_export.ModuleInfo("fc", "net.Fc", 1, "computed")]

@@ -1,7 +1,5 @@
 """No pass and no level changes what is finite into NaN or infinity: epsilons, exponents and masks at the edges."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -152,7 +150,7 @@ def broken(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
         *(pytest.param(net, marks=pytest.mark.slow) for net in NETS if net not in ("factors", "norms")),
     ],
 )
-def test_no_level_and_no_pass_changes_what_is_finite(net: str, exporter: str, tmp_path: Path) -> None:
+def test_no_level_and_no_pass_changes_what_is_finite(net, exporter, tmp_path):
     model = file_of(net, exporter, tmp_path)
     inputs = {str(model.graph.inputs[0].name): rows()}
     (before,) = run(model, **inputs)
@@ -215,7 +213,7 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
 
 
 @pytest.mark.parametrize("case", OVERFLOWS)
-def test_no_pass_changes_what_is_finite_by_an_overflow(case: str) -> None:
+def test_no_pass_changes_what_is_finite_by_an_overflow(case):
     shape, constants, body, value = OVERFLOWS[case]
     model = ir.from_onnx_text(
         f'<ir_version: 10, opset_import: ["": 23]> g (float[{shape}] x) => (float y) <{constants}> {{ {body} }}'
@@ -239,7 +237,7 @@ def float16(body: str, passes: str) -> list[str]:
     return [node.op_type for node in htp_export.optimize(model, passes=passes, level="tolerant").model.graph]
 
 
-def test_products_of_float16_are_not_larger_than_they_were() -> None:
+def test_products_of_float16_are_not_larger_than_they_were():
     scaled = float16("a = Mul (x, half) b = Mul (t, half) y = MatMul (a, b)", "cleanup_attention")
     assert scaled == ["Transpose", "Mul", "MatMul"]
     guarded = "p = MatMul (x, t) w = Softmax <axis = -1> (p) b = IsNaN (w) y = Where (b, nothing, w)"

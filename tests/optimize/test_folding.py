@@ -93,7 +93,7 @@ def test_a_model_with_large_weights_may_grow_more():
 @pytest.mark.parametrize(
     ("operator", "size"), [("Transpose <perm = [1, 0]> (w)", (8192, 3)), ("Reshape (w, shape)", (3, 2, 4096))]
 )
-def test_a_transposed_or_reshaped_weight_is_a_view(operator: str, size: tuple[int, ...]):
+def test_a_transposed_or_reshaped_weight_is_a_view(operator, size):
     graph = f"""(float[2, 3] x) => (float y) <int64[2] shape = {{3, -1}}> {{
         [fc] flat = {operator} [fc] y = MatMul (x, flat) }}"""
     model = tagged(graph, w=array(*size))
@@ -144,7 +144,7 @@ def test_text_and_sequences_are_folded_too():
     ],
     ids=["stored twice", "quantized weight", "result of the graph", "empty", "empty columns"],
 )
-def test_what_is_left_of_constant_nodes(graph: str, left: str, weights: dict[str, np.ndarray]):
+def test_what_is_left_of_constant_nodes(graph, left, weights):
     assert ops(passed(tagged(graph, **weights), "fold_constants")[0]) == left.split()
 
 

@@ -113,7 +113,7 @@ def runs(session: Any, mask: npt.NDArray[np.int64], made: list[int]) -> list[dic
     return found
 
 
-def test_logits_and_cache_stay_for_every_mask(family: Family) -> None:
+def test_logits_and_cache_stay_for_every_mask(family):
     """Prefill, single tokens, and several tokens at once, of a batch of texts."""
     before, after = family.session("model"), family.session("fused")
     for name, mask in masks(3, 9).items():
@@ -124,7 +124,7 @@ def test_logits_and_cache_stay_for_every_mask(family: Family) -> None:
                 assert np.allclose(array, now[output], rtol=1e-4, atol=1e-5), (name, output)
 
 
-def test_texts_stay_where_padding_averages_all_values(family: Family) -> None:
+def test_texts_stay_where_padding_averages_all_values(family):
     """The logits of padding are of no meaning; those of the text behind it stay."""
     if family.name not in AVERAGING:
         pytest.skip("the file gives zeros, and all is compared")
@@ -136,12 +136,12 @@ def test_texts_stay_where_padding_averages_all_values(family: Family) -> None:
         assert np.allclose(was["logits"][texts], now["logits"][texts], rtol=1e-4, atol=1e-5)
 
 
-def test_tokens_stay(family: Family) -> None:
+def test_tokens_stay(family):
     tokens = generated(family.model, prompt())
     assert greedy(family.session("alone"), prompt()) == greedy(family.session("fused"), prompt()) == tokens
 
 
-def test_each_layer_has_one_node_of_its_own_attention(family: Family) -> None:
+def test_each_layer_has_one_node_of_its_own_attention(family):
     for result in family.results.values():
         nodes = grouped(result.model)
         tagged = htp_export.load(result.model)
@@ -155,7 +155,7 @@ def test_each_layer_has_one_node_of_its_own_attention(family: Family) -> None:
         assert all("htp.module" in node.metadata_props for node in result.model.graph)
 
 
-def test_no_module_becomes_inexact_by_it(family: Family) -> None:
+def test_no_module_becomes_inexact_by_it(family):
     """Alone, with ``keep_exact``: each attention is still computed from what PyTorch gave it."""
     result = family.results["alone"]
     tagged = htp_export.load(result.model)
@@ -168,14 +168,14 @@ def test_no_module_becomes_inexact_by_it(family: Family) -> None:
                 assert htp_export.verify(call.model, family.folder / f"{what}.onnx", kwargs=kwargs).ok
 
 
-def test_costs_count_the_node_as_its_parts(family: Family) -> None:
+def test_costs_count_the_node_as_its_parts(family):
     dims = {"batch_size": 2, "sequence_length": 3, "past_sequence_length": 5}
     before, after = (htp_export.cost(family.folder / f"{what}.onnx", dims=dims) for what in ("model", "alone"))
     assert "GroupQueryAttention" not in after.uncounted
     assert after.modules[""].flops == pytest.approx(before.modules[""].flops, rel=0.1)
 
 
-def test_past_and_present_share_a_buffer_in_genai(family: Family) -> None:
+def test_past_and_present_share_a_buffer_in_genai(family):
     pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     config = genai_config(ir.load(family.original), family.model.config, family.model.generation_config)
     assert not config["search"]["past_present_share_buffer"]
@@ -237,7 +237,7 @@ LATER = "its mask is not known to hide later tokens, which the operator always d
     ],
     ids=["later tokens", "the next token", "condition", "weights"],
 )
-def test_what_the_operator_does_not_compute_is_refused(decoder: ir.Model, change: Any, why: str) -> None:
+def test_what_the_operator_does_not_compute_is_refused(decoder, change, why):
     model = decoder.clone()
     change(model)
     assert reasons(model) == {why}
@@ -266,11 +266,11 @@ def cached(
         ({"scores": "Mul (s, i1)"}, "its scores are not a product that is scaled, capped and added to a mask"),
     ],
 )
-def test_a_form_that_the_operator_does_not_take_is_refused(form: dict[str, Any], why: str) -> None:
+def test_a_form_that_the_operator_does_not_take_is_refused(form, why):
     assert reasons(cached(**form)) == {why}
 
 
-def test_a_cache_whose_length_no_input_says_is_not_shared(decoder: ir.Model) -> None:
+def test_a_cache_whose_length_no_input_says_is_not_shared(decoder):
     model = decoder.clone()
     mask = next(value for value in model.graph.inputs if value.name == "attention_mask")
     mask.shape = ir.Shape(["batch_size", "all_tokens"])
@@ -279,5 +279,5 @@ def test_a_cache_whose_length_no_input_says_is_not_shared(decoder: ir.Model) -> 
     assert not shares_cache(result.model.graph)
 
 
-def test_it_is_for_onnx_runtime_alone(decoder: ir.Model) -> None:
+def test_it_is_for_onnx_runtime_alone(decoder):
     assert not grouped(htp_export.optimize(decoder, level="tolerant").model)

@@ -428,20 +428,6 @@ def test_an_untagged_model_is_optimised_too():
     assert dict(result.model.metadata_props) == {}
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_external_data_is_copied_or_shared(share, tmp_path):
-    net = torch.nn.Sequential(torch.nn.Identity(), torch.nn.Linear(64, 64), torch.nn.ReLU()).eval()
-    source, target = tmp_path / "model.onnx", tmp_path / "small.onnx"
-    htp_export.export(net, (torch.randn(2, 64),), source, external_data=True, verbose=False)
-    before = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")}
-    htp_export.optimize(source, target, share_weights=share)
-    after = {path.name: path.stat().st_mtime_ns for path in tmp_path.glob("*.data")}
-    assert before
-    assert {name: after[name] for name in before} == before
-    assert after.keys() - before.keys() == (set() if share else {"small.onnx.data"})
-    assert target.stat().st_size < 64 * 64 * 4
-
-
 def saved(model: ir.Model, folder: Path) -> tuple[Path, Path]:
     """The file of a model, and one to write."""
     ir.save(model, folder / "in.onnx")

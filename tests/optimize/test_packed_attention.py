@@ -1,7 +1,5 @@
 """Products of queries, keys and values as one, read by GroupQueryAttention: equal results, owners, and what stays."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -50,7 +48,7 @@ def attention(read: str = "q k v", outputs: str = OUTPUTS, bias: bool = False) -
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_product_of_all_three_is_read_as_it_is(bias: bool) -> None:
+def test_one_product_of_all_three_is_read_as_it_is(bias):
     model = attention(bias=bias)
     changed, books = passed(model, *PASSES)
     assert ops(changed) == ["MatMul", *["Add"] * bias, "GroupQueryAttention"]
@@ -61,7 +59,7 @@ def test_one_product_of_all_three_is_read_as_it_is(bias: bool) -> None:
     assert changed.graph.initializers["q_joint_weight"].shape == (32, 128)
 
 
-def test_weights_in_few_bits_are_packed_block_by_block() -> None:
+def test_weights_in_few_bits_are_packed_block_by_block():
     plan = {".": {"precision": "int4", "accuracy_level": 4}}
     quantized = htp_export.quantize(attention(), plan).model
     assert ops(quantized).count("MatMulNBits") == 3
@@ -76,7 +74,7 @@ def test_weights_in_few_bits_are_packed_block_by_block() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "int4"])
-def test_projections_that_are_normalized_are_parts_of_one_product(precision: str) -> None:
+def test_projections_that_are_normalized_are_parts_of_one_product(precision):
     """As in Qwen3, whose queries and keys are normalized head by head, and OLMo 2, where they are as a whole."""
     net = decoder(**{name: f"m{name}" for name in WIDTHS})
     net.const("heads", np.array([1, 3, 4, 16], np.int64))
@@ -100,18 +98,18 @@ def test_projections_that_are_normalized_are_parts_of_one_product(precision: str
 
 
 @pytest.mark.parametrize("plan", [{"**.q": "int4"}, {".": "int4", "**.k": {"precision": "int4", "accuracy_level": 0}}])
-def test_weights_of_other_precisions_stay_apart(plan: dict[str, Any]) -> None:
+def test_weights_of_other_precisions_stay_apart(plan):
     quantized = htp_export.quantize(attention(), plan).model
     assert ops(rewritten(quantized, *PASSES, tolerance=1e-5, **GIVEN)) == ops(quantized)
 
 
 @pytest.mark.parametrize("changes", [{"outputs": f"{OUTPUTS} q"}, {"read": "q v k"}], ids=["q read", "order"])
-def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes: dict[str, str]) -> None:
+def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes):
     changed = rewritten(attention(**changes), *PASSES, tolerance=1e-5, **GIVEN)
     assert ops(changed).count("MatMul") == 1
 
 
-def test_layers_stay_exact_where_no_operator_of_onnx_runtime_may_be_made() -> None:
+def test_layers_stay_exact_where_no_operator_of_onnx_runtime_may_be_made():
     """The file has the attention already; ``tolerant`` is no leave to make its projections inexact."""
     result = htp_export.optimize(attention(), level="tolerant")
     assert ops(result.model) == ops(attention())
@@ -122,7 +120,7 @@ def test_layers_stay_exact_where_no_operator_of_onnx_runtime_may_be_made() -> No
 
 
 @pytest.mark.parametrize(("parts", "left"), [("q k v", []), ("q v k", ["Split"])])
-def test_parts_of_one_product_need_no_split_if_they_are_in_order(parts: str, left: list[str]) -> None:
+def test_parts_of_one_product_need_no_split_if_they_are_in_order(parts, left):
     """As in models whose projection is one layer, such as GPT-2 and Phi-3."""
     net = decoder(qkv="all")
     net.const("sizes", np.array([64, 32, 32], np.int64))

@@ -1,7 +1,5 @@
 """Limits of the passes: just inside of each a pass changes the model, and just outside it leaves the model as it is."""
 
-from __future__ import annotations
-
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -29,7 +27,7 @@ def rolled(size: int, *bounds: tuple[int, int, int]) -> ir.Model:
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_slices_that_are_joined_are_one_gather_up_to_a_number_of_indices(beyond: int) -> None:
+def test_slices_that_are_joined_are_one_gather_up_to_a_number_of_indices(beyond):
     size = merge_slices._MOST_INDICES + beyond
     result = htp_export.optimize(rolled(size, (1, size, 1), (0, 1, 1)), passes=["merge_slices"])
     joined = [node.op_type for node in result.model.graph][-1]
@@ -37,7 +35,7 @@ def test_slices_that_are_joined_are_one_gather_up_to_a_number_of_indices(beyond:
 
 
 @pytest.mark.parametrize("part", [(-1, -20_000, -3), (-1, -40_000, -3), (-40_000, -50_000, -3), (5, 1, -2)])
-def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]) -> None:
+def test_slices_backwards_take_what_onnxruntime_takes(part):
     size = 30_000
     before = rolled(size, part, (0, 5, 1))
     after = htp_export.optimize(before, passes=["merge_slices"]).model
@@ -52,7 +50,7 @@ def test_slices_backwards_take_what_onnxruntime_takes(part: tuple[int, int, int]
 
 
 @pytest.mark.parametrize("count", [merge_parallel_projections._FEWEST - 1, merge_parallel_projections._FEWEST])
-def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
+def test_parallel_projections_are_merged_from_a_number_on(count):
     weights = ", ".join(f"float[2, 2] w{k} = {{{k + 1}, 2, 3, 4}}, float[2] b{k} = {{{k}, 1}}" for k in range(count))
     nodes = " ".join(f"p{k} = MatMul (x, w{k}) y{k} = Add (p{k}, b{k})" for k in range(count))
     outputs = ", ".join(f"float[3, 2] y{k}" for k in range(count))
@@ -61,7 +59,7 @@ def test_parallel_projections_are_merged_from_a_number_on(count: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_passes_are_repeated_up_to_a_number_of_rounds(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+def test_passes_are_repeated_up_to_a_number_of_rounds(monkeypatch, missing):
     """Two passes of which the second makes work for the first: a round for each transposition that is left."""
     text = """g (float[2, 3] x) => (float[2, 3] y) {
         a = Transpose (x) b = Identity (a) c = Transpose (b) d = Identity (c) y = Relu (d) }"""

@@ -1,7 +1,5 @@
 """Each pass on a net of its own: what is left, that values stay, whose the nodes are, and what it leaves alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -357,7 +355,7 @@ CHANGED = {
 
 
 @pytest.mark.parametrize("case", CHANGED)
-def test_pass(case: str) -> None:
+def test_pass(case):
     found = CHANGED[case]
     model = tagged(found.graph, found.signatures, found.opset, **found.weights)
     changed, books = passed(model, *found.passes.split())
@@ -526,7 +524,7 @@ STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, 
 
 
 @pytest.mark.parametrize("case", STAYS)
-def test_pass_leaves(case: str) -> None:
+def test_pass_leaves(case):
     name, graph, *rest = STAYS[case]
     signatures, weights = rest or (None, {})
     model = tagged(graph, signatures, **weights)

@@ -113,7 +113,7 @@ def test_tensors_of_equal_size_are_not_taken_for_one_another():
 
 
 @pytest.mark.parametrize("inverse", ["Div", "Reciprocal"])
-def test_a_root_mean_square_norm_of_either_exporter_is_one_node(inverse: str) -> None:
+def test_a_root_mean_square_norm_of_either_exporter_is_one_node(inverse):
     """TorchScript writes ``1 / Sqrt(x)``, dynamo ``Reciprocal``; the sum before the norm belongs to it, too."""
     turned = "Div (one, root)" if inverse == "Div" else "Reciprocal (root)"
     settings = "keepdims = 1" if inverse == "Div" else "keepdims = 1, noop_with_empty_axes = 0"

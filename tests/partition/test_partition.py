@@ -1,7 +1,5 @@
 """Stages of a model compute what the whole does, each node and weight in one of them."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from pathlib import Path
@@ -16,13 +14,13 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.partition.balancing import balanced_cuts
-from htp_export.errors import InputError, UnknownModuleError, UntaggedModelError
+from htp_export.errors import InputError, UnknownModuleError
 from tests import handmade
-from tests.exporting import SharedFiles, of_type, tiny_bert
+from tests.exporting import of_type, open_sizes, tiny_bert
 from tests.extract.test_cutting import exact, exported_to, run_file
 from tests.extract.test_splicing import feeds_of
 from tests.handmade import tagged_node, value, weight
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 Inputs = dict[str, torch.Tensor]
 
@@ -103,7 +101,7 @@ SWEEP = [
 
 
 @pytest.mark.parametrize(("name", "count"), SWEEP)
-def test_stages_agree_with_the_whole_and_are_valid_models(exported: Any, name: str, count: int, tmp_path: Path) -> None:
+def test_stages_agree_with_the_whole_and_are_valid_models(exported, name, count, tmp_path):
     file, inputs = exported(name)
     found = htp_export.partition(file, count, tmp_path / "stages")
     for stage in found.stages:
@@ -119,9 +117,7 @@ def is_many_floats(value: ir.Value | None) -> bool:
 
 
 @pytest.mark.parametrize(("name", "count"), SWEEP)
-def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(
-    exported: Any, name: str, count: int
-) -> None:
+def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(exported, name, count):
     whole = htp_export.load(exported(name)[0])
     found = htp_export.partition(whole, count)
     graphs = [stage.model.graph for stage in found.stages if stage.model]
@@ -145,7 +141,7 @@ def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(
 
 
 @pytest.mark.parametrize("name", ["bert-torchscript", "gpt2-dynamo"])
-def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_tree(exported: Any, name: str) -> None:
+def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_tree(exported, name):
     whole = htp_export.load(exported(name)[0])
     found, whole_cost = htp_export.partition(whole, 3), htp_export.cost(whole)
     modules = [path for stage in found.stages for path in stage.modules]
@@ -164,14 +160,11 @@ def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_
 
 
 @pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
-def test_dynamic_sizes_stay_dynamic(exporter: str, tmp_path: Path) -> None:
+def test_dynamic_sizes_stay_dynamic(exporter, tmp_path):
     model, kwargs = bert()
     kwargs = {name: tensor.repeat(2, 1) for name, tensor in kwargs.items()}
-    dims = {0: "batch", 1: "length"}
-    options: dict[str, Any] = {"input_names": list(kwargs), "dynamic_axes": dict.fromkeys(kwargs, dims)}
-    if exporter == "dynamo":
-        options = {"dynamic_shapes": dict.fromkeys(kwargs, dict.fromkeys(dims, torch.export.Dim.DYNAMIC))}
-    file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter, **options)
+    sizes = open_sizes(exporter, **{name: {0: "batch", 1: "length"} for name in kwargs})
+    file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter, **sizes)
     inputs = {name: tensor[:, :5].repeat(2, 1).numpy() for name, tensor in kwargs.items()}
     found = htp_export.partition(file, 3)
     assert agree(file, found, inputs)
@@ -183,7 +176,7 @@ def test_dynamic_sizes_stay_dynamic(exporter: str, tmp_path: Path) -> None:
 # --- where stages begin -----------------------------------------------------------------------------------
 
 
-def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(exported: Any) -> None:
+def test_stages_begin_at_the_named_modules_in_whatever_order_they_are_named(exported):
     file, inputs = exported("bert-torchscript")
     found = htp_export.partition(file, ["encoder.layer.3", "encoder.layer.1"])
     assert [stage.modules for stage in found.stages] == [
@@ -206,14 +199,14 @@ def exported_chain(*widths: int) -> Any:
     return htp_export.export(chain(*widths), (x(1, widths[0]),), verbose=False)
 
 
-def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(exported: Any) -> None:
+def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(exported):
     [whole] = htp_export.partition(exported("bert-torchscript")[0], 1).stages
     assert (whole.modules, set(whole.sources.values())) == (("",), {None})
     found = htp_export.partition(exported("bert-torchscript")[0], 5)
     assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]
 
 
-def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too() -> None:
+def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too():
     light = nn.Sequential(nn.Tanh(), nn.Sigmoid(), nn.Softplus()).eval()
     found = htp_export.partition(htp_export.export(light, (x(1, 4),), verbose=False), 3)
     assert [stage.modules for stage in found.stages] == [("0",), ("1",), ("2",)]
@@ -223,7 +216,7 @@ def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_to
     assert [stage.modules for stage in found.stages] == [("0", "1.0", "1.1"), ("1.2",), ("1.3",)]
 
 
-def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(exported: Any) -> None:
+def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(exported):
     file, inputs = exported("bert-torchscript")
     profile = htp_export.profile(file, inputs, runs=2, warmup=0)
     by_profile = htp_export.partition(file, 2, balance=profile)
@@ -232,7 +225,7 @@ def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(
     assert by_layers.stages[1].modules[0] == "encoder.layer.2"
 
 
-def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open() -> None:
+def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open():
     """The first convolution has few weights and most of the work."""
     net = spread(nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1))).eval()
     images, batch = x(2, 1, 34, 34), torch.export.Dim("batch")
@@ -251,7 +244,7 @@ def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open() -> None:
 # --- what crosses -----------------------------------------------------------------------------------------
 
 
-def test_a_tied_weight_is_in_the_first_stage_that_reads_it_and_crosses(exported: Any) -> None:
+def test_a_tied_weight_is_in_the_first_stage_that_reads_it_and_crosses(exported):
     file, inputs = exported("gpt2-dynamo")
     found = htp_export.partition(file, ["transformer.h.0", "transformer.h.1", "lm_head"])
     tied = [each for each in found.crossing if each.tensor.shape == (1000, 16)]
@@ -261,14 +254,10 @@ def test_a_tied_weight_is_in_the_first_stage_that_reads_it_and_crosses(exported:
     assert agree(file, found, inputs)
 
 
-class Skipping(nn.Module):
+class Skipping(
+    Holding, stem=nn.Linear(8, 8), layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 2)
+):
     """The input of the first layer is read by the last one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Linear(8, 8)
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.head = nn.Linear(8, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         kept = hidden = self.stem(x).tanh()
@@ -278,14 +267,14 @@ class Skipping(nn.Module):
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_a_skip_connection_crosses_from_the_stage_that_makes_it(exporter: str, tmp_path: Path) -> None:
+def test_a_skip_connection_crosses_from_the_stage_that_makes_it(exporter, tmp_path):
     file = exported_to(tmp_path / "net.onnx", spread(Skipping()).eval(), {"x": x(1, 8)}, exporter)
     found = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])
     assert [(each.made_by, each.read_by) for each in found.crossing] == [(0, (1, 3)), (1, (2,)), (2, (3,))]
     assert agree(file, found, feeds_of(file, {"x": x(1, 8, seed=3)}))
 
 
-def test_small_constants_and_sizes_are_repeated_and_large_ones_cross() -> None:
+def test_small_constants_and_sizes_are_repeated_and_large_ones_cross():
     given, number, table = value("x"), weight("number", 1), weight("table")
     first = tagged_node("Mul", [given, number], "layer.0", "a")
     second = tagged_node("Add", [first.outputs[0], table], "layer.0", "b")
@@ -307,7 +296,7 @@ def test_small_constants_and_sizes_are_repeated_and_large_ones_cross() -> None:
     assert np.array_equal(found.run({"x": feed})["d"], (feed * scale + numbers) * scale + numbers)
 
 
-def test_a_constant_that_sizes_and_others_read_is_made_once(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_a_constant_that_sizes_and_others_read_is_made_once(shared_files, tmp_path):
     """A TorchScript split reads one constant as an index of a shape, and as an axis."""
     name = "an_output_that_nobody_uses"
     file, kwargs = shared_files.net(name, "torchscript"), NETS[name].build()[1]
@@ -317,7 +306,7 @@ def test_a_constant_that_sizes_and_others_read_is_made_once(shared_files: Shared
     assert agree(file, found, feeds_of(file, kwargs))
 
 
-def test_shared_work_is_done_once_in_the_first_stage_that_needs_it_and_the_whole_stays_as_it_is() -> None:
+def test_shared_work_is_done_once_in_the_first_stage_that_needs_it_and_the_whole_stays_as_it_is():
     whole = handmade.encoder()
     before = ir.to_proto(whole).SerializeToString()
     found = htp_export.partition(whole, ["layer.1"])
@@ -328,7 +317,7 @@ def test_shared_work_is_done_once_in_the_first_stage_that_needs_it_and_the_whole
     assert [first.owners_of(node) for node in first.nodes if node.op_type == "Neg"] == [("layer.0",)]
 
 
-def test_a_branch_is_in_one_stage_with_what_it_captures(tmp_path: Path) -> None:
+def test_a_branch_is_in_one_stage_with_what_it_captures(tmp_path):
     given, condition = value("x"), ir.val("condition", ir.DataType.BOOL, [])
     first = tagged_node("Neg", [given], "first", "a")
     yes, no = tagged_node("Add", [given, first.outputs[0]], "gate", "yes"), tagged_node("Abs", [given], "gate", "no")
@@ -344,7 +333,7 @@ def test_a_branch_is_in_one_stage_with_what_it_captures(tmp_path: Path) -> None:
         assert agree(tmp_path / "net.onnx", found, {"x": x(2, 4).numpy(), "condition": np.array(way)})
 
 
-def test_functions_go_with_the_stages_that_call_them(exported: Any, tmp_path: Path) -> None:
+def test_functions_go_with_the_stages_that_call_them(exported, tmp_path):
     file, inputs = exported("bert-torchscript")
     nested = tmp_path / "nested.onnx"
     htp_export.functions(file, "encoder.layer.*", nested)
@@ -353,7 +342,7 @@ def test_functions_go_with_the_stages_that_call_them(exported: Any, tmp_path: Pa
     assert agree(nested, found, inputs)
 
 
-def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path: Path) -> None:
+def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path):
     torch.onnx.export(chain(4, 8, 2), (x(1, 4),), tmp_path / "net.onnx", dynamo=True, verbose=False)
     found = htp_export.partition(tmp_path / "net.onnx", 2)
     assert [stage.modules for stage in found.stages] == [("0",), ("1",)]
@@ -363,18 +352,14 @@ def test_a_file_with_torchs_own_scopes_can_be_cut(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------
 
 
-class Again(nn.Module):
+class Again(Holding, fc=nn.Linear(4, 4), act=nn.Tanh(), head=nn.Linear(4, 2)):
     """Calls of ``fc`` lie around ``act``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act, self.head = nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.fc(self.act(self.fc(x))))
 
 
-def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_named() -> None:
+def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_named():
     program = htp_export.export(spread(Again()).eval(), (x(1, 4),), verbose=False)
     with pytest.raises(InputError, match=r"at module 'act': module 'fc' runs before it and after it; stages"):
         htp_export.partition(program, ["act"])
@@ -404,20 +389,15 @@ def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_n
         (2, {"serve": "torchserve", "output": "out"}, InputError, "partition: no plug-in 'torchserve'"),
     ],
 )
-def test_what_cannot_be_done_is_said(stages: Any, options: Any, kind: type[Exception], message: str) -> None:
+def test_what_cannot_be_done_is_said(stages, options, kind, message):
     with pytest.raises(kind, match=message):
         htp_export.partition(handmade.encoder(), stages, **options)
-
-
-def test_a_model_without_tags_is_refused() -> None:
-    with pytest.raises(UntaggedModelError):
-        htp_export.partition(handmade.model([value("x")], [ir.node("Relu", [value("x")])], [], []), 2)
 
 
 # --- running ----------------------------------------------------------------------------------------------
 
 
-def test_an_open_runner_runs_again_and_again() -> None:
+def test_an_open_runner_runs_again_and_again():
     net = chain(4, 8, 2)
     found = htp_export.partition(htp_export.export(net, (x(1, 4),), verbose=False), 2)
     with found.open() as runner:
@@ -427,7 +407,7 @@ def test_an_open_runner_runs_again_and_again() -> None:
             assert np.allclose(result, net(given).detach().numpy(), atol=1e-6)
 
 
-def test_wrong_inputs_and_missing_providers_are_said() -> None:
+def test_wrong_inputs_and_missing_providers_are_said():
     found = htp_export.partition(exported_chain(4, 8, 2), 2)
     with pytest.raises(InputError, match=r"no input 'inputs'.*nearest: 'input'"):
         found.run({"inputs": np.ones((1, 4), np.float32)})
@@ -435,7 +415,7 @@ def test_wrong_inputs_and_missing_providers_are_said() -> None:
         found.run({"input": np.ones((1, 4), np.float32)}, providers=["NoExecutionProvider"])
 
 
-def test_a_stage_that_does_not_run_is_named(tmp_path: Path) -> None:
+def test_a_stage_that_does_not_run_is_named(tmp_path):
     found = htp_export.partition(exported_chain(4, 8, 2), 2, tmp_path / "stages")
     (tmp_path / "stages" / "stage1.onnx").write_bytes(b"nothing")
     with pytest.raises(InputError, match=r"stage1\.onnx: ONNX Runtime cannot load it"):
@@ -450,7 +430,7 @@ def parts(weights: list[float], cuts: tuple[int, ...] | list[int]) -> list[float
 
 
 @pytest.mark.parametrize("slack", [0.0, 0.05, 0.5])
-def test_cuts_are_the_cheapest_of_those_whose_heaviest_part_is_light_enough(slack: float) -> None:
+def test_cuts_are_the_cheapest_of_those_whose_heaviest_part_is_light_enough(slack):
     draw = random.Random(int(slack * 100))
     for _ in range(300):
         weights = [draw.choice([0, 0, 1, 2, 5, draw.random() * 10]) for _ in range(draw.randint(2, 8))]
@@ -472,5 +452,5 @@ def test_cuts_are_the_cheapest_of_those_whose_heaviest_part_is_light_enough(slac
         assert cost(found) == pytest.approx(min(map(cost, allowed)))
 
 
-def test_what_weighs_nothing_stays_with_what_is_before_it() -> None:
+def test_what_weighs_nothing_stays_with_what_is_before_it():
     assert balanced_cuts([1, 0, 1, 0], [1, 2, 3], [0.0] * 3, 2, 0.0) == [2]

@@ -1,7 +1,5 @@
 """Decoders in stages: their caches, and the configuration of ONNX Runtime GenAI."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import htp_export
 from htp_export.errors import FileError, InputError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from tests import handmade
-from tests.nets import spread, x
+from tests.nets import Holding, spread, x
 
 
 def genai_file(folder: Path, **changes: Any) -> Path:
@@ -33,7 +31,7 @@ def genai_file(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def test_genai_gets_a_pipeline_of_the_stages(tmp_path: Path) -> None:
+def test_genai_gets_a_pipeline_of_the_stages(tmp_path):
     file = genai_file(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     stages = tmp_path / "stages"
@@ -58,7 +56,7 @@ def test_genai_gets_a_pipeline_of_the_stages(tmp_path: Path) -> None:
     assert set(again.files) == {"genai_config.json", "stage0.onnx", "tokenizer.json"}
 
 
-def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path: Path) -> None:
+def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path):
     options = {"session_options": {"custom_ops_library": "/tmp/evil.so"}, "filename": "../../model.onnx"}
     file = genai_file(tmp_path, decoder=options, tokenizer_dir="../..")
     htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai", genai_config=file)
@@ -66,7 +64,7 @@ def test_paths_in_a_genai_configuration_are_not_taken_over(tmp_path: Path) -> No
     assert [word for word in ("evil", "..", "tokenizer_dir") if word in text] == []
 
 
-def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path: Path) -> None:
+def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     file = genai_file(home)
@@ -86,7 +84,7 @@ def test_a_tokenizer_that_is_a_link_out_of_its_folder_is_not_copied(tmp_path: Pa
         ({"model": {"decoder": {"inputs": {"input_ids": 3}, "outputs": {}}}}, "does not name the inputs and outputs"),
     ],
 )
-def test_a_broken_genai_configuration_is_refused(content: Any, message: str, tmp_path: Path) -> None:
+def test_a_broken_genai_configuration_is_refused(content, message, tmp_path):
     file = tmp_path / "genai_config.json"
     if content is not None:
         file.write_text(json.dumps(content))
@@ -95,19 +93,15 @@ def test_a_broken_genai_configuration_is_refused(content: Any, message: str, tmp
         htp_export.partition(tmp_path / "model.onnx", 2, tmp_path / "stages", serve="genai")
 
 
-def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path: Path) -> None:
+def test_a_model_without_a_file_needs_a_genai_configuration(tmp_path):
     with pytest.raises(InputError, match="give genai_config"):
         htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="genai")
 
 
-# --- Stages of a decoder with a key-value cache: each layer's cache is in the stage o ---
+# --- stages of a decoder: the cache of each layer is in the stage of the layer ---
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(4, 4)
-
+class Layer(Holding, key=nn.Linear(4, 4)):
     def forward(self, hidden: torch.Tensor, past: torch.Tensor, places: torch.Tensor) -> Any:
         present = torch.cat([past, self.key(hidden)], dim=1)
         return hidden + places[:, None] * present.mean(1, keepdim=True), present
@@ -118,12 +112,8 @@ class Start(nn.Module):
         return hidden + places.cos()[:, None]
 
 
-class Decoder(nn.Module):
+class Decoder(Holding, start=Start(), layers=nn.ModuleList(Layer() for _ in range(3))):
     """Reads the length of the past from the cache of its last layer, and uses it before the first one and in each."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.start, self.layers = Start(), nn.ModuleList(Layer() for _ in range(3))
 
     def forward(self, hidden: torch.Tensor, past_0: torch.Tensor, past_1: torch.Tensor, past_2: torch.Tensor) -> Any:
         places = torch.arange(past_2.shape[1], past_2.shape[1] + hidden.shape[1]).float() / 7
@@ -155,7 +145,7 @@ def caches_of(parts: htp_export.results.Partition) -> list[set[str]]:
     return [set(stage.inputs) & set(NAMES) for stage in parts.stages]
 
 
-def test_each_stage_has_the_caches_of_its_own_layers(file: Path) -> None:
+def test_each_stage_has_the_caches_of_its_own_layers(file):
     """The first one, which has no layer, reads the length of the past from the cache that the model reads it from."""
     parts = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])
     assert caches_of(parts) == [{"past_2"}, {"past_0"}, {"past_1"}, {"past_2"}]
@@ -166,7 +156,7 @@ def test_each_stage_has_the_caches_of_its_own_layers(file: Path) -> None:
 
 @pytest.mark.parametrize("starts", [["layers.1", "layers.2"], ["layers.0", "layers.2"]])
 @pytest.mark.parametrize(("length", "past"), [(3, 6), (4, 0), (1, 9)])
-def test_stages_give_the_caches_of_the_whole(file: Path, starts: list[str], length: int, past: int) -> None:
+def test_stages_give_the_caches_of_the_whole(file, starts, length, past):
     given = feed(length, past)
     expected = htp_export.partition(file, 1).run(given)
     found = htp_export.partition(file, starts).run(given)
@@ -175,7 +165,7 @@ def test_stages_give_the_caches_of_the_whole(file: Path, starts: list[str], leng
         np.testing.assert_allclose(array, expected[name], rtol=1e-6, atol=1e-6)
 
 
-def test_a_size_is_not_read_from_an_input_that_is_left_out_itself() -> None:
+def test_a_size_is_not_read_from_an_input_that_is_left_out_itself():
     """``start`` reads the past of one cache and the batch of another one, which is the batch of ``x``, too."""
 
     def floats(name: str, *sizes: str) -> ir.Value:

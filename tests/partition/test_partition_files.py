@@ -1,7 +1,5 @@
 """Folders of stages: written whole, read with care, and the command that writes them."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -43,7 +41,7 @@ def results(found: htp_export.results.Partition) -> list[list[float]]:
 # --- what is written --------------------------------------------------------------------------------------
 
 
-def test_the_manifest_says_what_the_result_says(tmp_path: Path) -> None:
+def test_the_manifest_says_what_the_result_says(tmp_path):
     found = htp_export.partition(handmade.encoder(), 2, tmp_path / "stages")
     manifest = json.loads((tmp_path / "stages" / "manifest.json").read_text())
     assert manifest == found.to_dict()
@@ -62,16 +60,14 @@ def test_the_manifest_says_what_the_result_says(tmp_path: Path) -> None:
     assert manifest["versions"]["opset"] == {"": 20, "pkg": 1}
 
 
-def test_what_is_read_again_is_what_was_written_and_runs_where_the_folder_was_moved(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_what_is_read_again_is_what_was_written_and_runs_where_the_folder_was_moved(folder, tmp_path):
     in_memory = htp_export.partition(handmade.encoder(), 2)
     assert htp_export.load_partition(folder) == htp_export.partition(handmade.encoder(), 2, folder)
     shutil.move(folder, tmp_path / "elsewhere")
     assert results(htp_export.load_partition(tmp_path / "elsewhere")) == results(in_memory)
 
 
-def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path: Path) -> None:
+def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path):
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).eval()
     htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
     found = htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages")
@@ -90,7 +86,7 @@ def plug_in(monkeypatch: pytest.MonkeyPatch, write_stages: Any) -> None:
     monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.partition" else [])
 
 
-def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_partition_takes_the_place_of_an_old_one(folder, monkeypatch):
     def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
         assert all((new / stage.files[0]).is_file() for stage in partition.stages), "the stages are there already"
         (new / "engine.yaml").write_text("engine")
@@ -106,7 +102,7 @@ def test_a_new_partition_takes_the_place_of_an_old_one(folder: Path, monkeypatch
     assert results(htp_export.partition(folder / "stage0.onnx", 2, folder)) == expected  # cut again
 
 
-def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
+def test_a_folder_with_something_else_in_it_is_left_alone(folder):
     (folder / "notes.txt").write_text("mine")
     before = contents(folder)
     with pytest.raises(FileError, match=r"holds 'notes\.txt', which is not of a partition"):
@@ -118,7 +114,7 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder: Path) -> None:
     assert contents(folder) == before
 
 
-def test_a_failure_leaves_what_was_there_and_nothing_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_what_was_there_and_nothing_else(folder, monkeypatch):
     def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
         raise InputError("the engine cannot run it")
 
@@ -143,7 +139,7 @@ def changed(folder: Path, change: Any) -> None:
     "name", ["../stage0.onnx", "sub/../../stage0.onnx", "/etc/passwd", "C:\\stage0.onnx", "..\\stage0.onnx", "", "a\0b"]
 )
 @pytest.mark.parametrize("place", ["file", "files", "all"])
-def test_files_outside_the_folder_are_not_read(folder: Path, name: str, place: str) -> None:
+def test_files_outside_the_folder_are_not_read(folder, name, place):
     shutil.copy(folder / "stage0.onnx", folder.parent)
 
     def change(manifest: Any) -> None:
@@ -159,7 +155,7 @@ def test_files_outside_the_folder_are_not_read(folder: Path, name: str, place: s
         htp_export.load_partition(folder)
 
 
-def test_links_out_of_the_folder_are_not_followed(folder: Path) -> None:
+def test_links_out_of_the_folder_are_not_followed(folder):
     shutil.move(folder / "stage0.onnx", folder.parent / "secret.onnx")
     (folder / "stage0.onnx").symlink_to(folder.parent / "secret.onnx")
     with pytest.raises(FileError, match="a link out of its folder"):
@@ -184,7 +180,7 @@ def test_links_out_of_the_folder_are_not_followed(folder: Path) -> None:
         (lambda m: m["inputs"][0].update(shape=1.5), "not iterable"),
     ],
 )
-def test_a_manifest_that_makes_no_sense_is_refused(folder: Path, change: Any, message: str) -> None:
+def test_a_manifest_that_makes_no_sense_is_refused(folder, change, message):
     changed(folder, change)
     with pytest.raises(FileError, match=rf"manifest\.json: not the manifest of a partition: .*{message}"):
         htp_export.load_partition(folder)
@@ -194,7 +190,7 @@ def test_a_manifest_that_makes_no_sense_is_refused(folder: Path, change: Any, me
     ("text", "problem"),
     [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "not the"), (None, "cannot be read")],
 )
-def test_what_is_no_manifest_is_refused(folder: Path, text: str | None, problem: str) -> None:
+def test_what_is_no_manifest_is_refused(folder, text, problem):
     (folder / "manifest.json").unlink()
     if text is not None:
         (folder / "manifest.json").write_text(text)
@@ -211,7 +207,7 @@ def model(tmp_path: Path) -> str:
     return str(tmp_path / "net.onnx")
 
 
-def test_command_takes_a_number_and_prints_a_table(model: str, tmp_path: Path, capsys: Any) -> None:
+def test_command_takes_a_number_and_prints_a_table(model, tmp_path, capsys):
     assert main(["partition", model, "2", "-o", str(tmp_path / "stages")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:3] for line in lines[1:3]] == [["0", "layer.0", "4"], ["1", "layer.1", "3"]]
@@ -221,7 +217,7 @@ def test_command_takes_a_number_and_prints_a_table(model: str, tmp_path: Path, c
 @pytest.mark.parametrize(
     "numbers", [{"layer.0": 1, "layer.1": 2}, {"modules": {"layer.0": {"total_ms": 1}, "layer.1": {"total_ms": 2.5}}}]
 )
-def test_command_balances_by_a_file_of_numbers(model: str, numbers: Any, tmp_path: Path) -> None:
+def test_command_balances_by_a_file_of_numbers(model, numbers, tmp_path):
     (tmp_path / "latency.json").write_text(json.dumps(numbers))
     command = ["partition", model, "2", "-o", str(tmp_path / "stages"), "--balance", str(tmp_path / "latency.json")]
     assert main(command) == 0

@@ -1,7 +1,5 @@
 """Pipelines: steps into files, how a file was made, going on after a stop, and the same model made again."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -23,16 +21,13 @@ from htp_export.errors import FileError, InputError, StepError
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format.model_metadata import read_provenance
 from htp_export.model.hashes import content_hash
+from tests.nets import Holding
 
 ROOT = Path(__file__).parents[2]
 
 
-class Net(nn.Module):
+class Net(Holding, first=nn.Linear(4, 40), same=nn.Identity(), second=nn.Linear(40, 3)):
     """Has something to fold, a module to replace, and weights that half precision changes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.same, self.second = nn.Linear(4, 40), nn.Identity(), nn.Linear(40, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.same(torch.relu(self.first(x)))) * (torch.ones(3) + 1)
@@ -60,9 +55,7 @@ STEPS_HERE: list[Any] = [{"optimize": {"level": "tolerant"}}, "compare", {"onnxo
 
 
 @pytest.mark.parametrize("external", [False, True])
-def test_each_step_writes_a_file_and_the_result_tells_how_it_was_made(
-    external: bool, exported: Path, tmp_path: Path
-) -> None:
+def test_each_step_writes_a_file_and_the_result_tells_how_it_was_made(external, exported, tmp_path):
     begin = tmp_path / "begin.onnx"
     write_model(read_model(exported), begin, True if external else None)
     output = tmp_path / "out.onnx"
@@ -91,7 +84,7 @@ def test_each_step_writes_a_file_and_the_result_tells_how_it_was_made(
     assert str(result).splitlines()[-1] == "4 steps"
 
 
-def test_carry_keeps_the_steps_that_made_the_model_before_the_tool(exported: Path, tmp_path: Path, capsys: Any) -> None:
+def test_carry_keeps_the_steps_that_made_the_model_before_the_tool(exported, tmp_path, capsys):
     made, after = tmp_path / "made.onnx", tmp_path / "after.onnx"
     steps = htp_export.pipeline(["optimize"], exported, made).provenance
     htp_export.tools.onnxoptimizer(made, after)
@@ -116,7 +109,7 @@ def modified_files(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_mtime_ns for file in folder.glob("*.onnx")}
 
 
-def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported: Path, tmp_path: Path) -> None:
+def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported, tmp_path):
     output, folder = tmp_path / "out.onnx", tmp_path / "steps"
     first = htp_export.pipeline(STEPS_HERE, exported, output, folder=folder)
     before = modified_files(folder)
@@ -145,19 +138,15 @@ def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported: Pat
     assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["kept", "ran", "ran", "ran"]
 
 
-class Branches(nn.Module):
+class Branches(Holding, linear=nn.Linear(4, 4)):
     """Has branches, whose graphs are attributes of a node."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cond(x.sum() > 0, lambda x: self.linear(x) * 0.1, lambda x: x - 0.3, (x,))
 
 
 @pytest.mark.torch
-def test_models_with_branches_and_functions_are_known_again(tmp_path: Path) -> None:
+def test_models_with_branches_and_functions_are_known_again(tmp_path):
     file, output = tmp_path / "net.onnx", tmp_path / "out.onnx"
     htp_export.export(nn.Sequential(nn.Linear(4, 4), Branches()).eval(), (torch.ones(1, 4),), file, verbose=False)
     steps = [{"optimize": {"level": "tolerant"}}, {"functions": {"select": "0"}}]
@@ -168,7 +157,7 @@ def test_models_with_branches_and_functions_are_known_again(tmp_path: Path) -> N
     assert (statuses(again), again.provenance) == (["kept", "kept"], result.provenance)
 
 
-def test_files_that_options_name_count_by_their_contents(exported: Path, tmp_path: Path) -> None:
+def test_files_that_options_name_count_by_their_contents(exported, tmp_path):
     after, output = tmp_path / "after.onnx", tmp_path / "out.onnx"
     shutil.copy(exported, after)
     steps = [{"carry": {"after": str(after)}}]
@@ -180,7 +169,7 @@ def test_files_that_options_name_count_by_their_contents(exported: Path, tmp_pat
     assert list(result.provenance[0].files) == [str(after)]
 
 
-def test_options_of_python_count_by_their_values_and_what_has_none_is_never_kept() -> None:
+def test_options_of_python_count_by_their_values_and_what_has_none_is_never_kept():
     model = nn.Linear(2, 2)
     first = described_options({"data": np.ones(2), "model": model, "x": torch.ones(2)})
     assert first == described_options({"data": np.ones(2), "model": model, "x": torch.ones(2)})
@@ -194,7 +183,7 @@ def test_options_of_python_count_by_their_values_and_what_has_none_is_never_kept
     assert described_options(lambda: None) == {"object": "function"}
 
 
-def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported: Path, tmp_path: Path) -> None:
+def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported, tmp_path):
     output = tmp_path / "out.onnx"
     strict = {"compare": {"tolerances": {"**": [0.0, 0.0]}}}
     steps = ["optimize", "float16", strict, "inline"]
@@ -213,7 +202,7 @@ def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported: Pa
     assert output.exists()
 
 
-def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(exported: Path, tmp_path: Path) -> None:
+def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(exported, tmp_path):
     output = tmp_path / "out.onnx"
     with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(InputError") as raised:
         htp_export.pipeline(["optimize", {"functions": {"select": "same"}}], exported, output)
@@ -242,13 +231,13 @@ def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(expor
         ([{"optimize": 3}], r"step 1 \(optimize\): options are a mapping"),
     ],
 )
-def test_steps_are_checked_before_anything_runs(steps: Any, message: str, exported: Path, tmp_path: Path) -> None:
+def test_steps_are_checked_before_anything_runs(steps, message, exported, tmp_path):
     with pytest.raises(InputError, match=message):
         htp_export.pipeline(steps, exported, tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_model_to_begin_with_is_not_replaced(exported: Path, tmp_path: Path) -> None:
+def test_the_model_to_begin_with_is_not_replaced(exported, tmp_path):
     file = tmp_path / "net.onnx"
     shutil.copy(exported, file)
     with pytest.raises(FileError, match="is the model to begin with"):
@@ -259,7 +248,7 @@ def test_the_model_to_begin_with_is_not_replaced(exported: Path, tmp_path: Path)
         htp_export.pipeline(["optimize"], None, tmp_path / "out.onnx")
 
 
-def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported: Path, tmp_path: Path) -> None:
+def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported, tmp_path):
     made, again = tmp_path / "made.onnx", tmp_path / "again.onnx"
     htp_export.pipeline(["optimize"], exported, tmp_path / "first.onnx")
     result = htp_export.pipeline(["onnxoptimizer", "compare"], tmp_path / "first.onnx", made)
@@ -278,7 +267,7 @@ def test_the_pipeline_of_a_file_is_repeated_and_makes_the_same_model(exported: P
         htp_export.pipeline(made, exported, again)
 
 
-def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(exported: Path, tmp_path: Path) -> None:
+def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(exported, tmp_path):
     (tmp_path / "adapter").mkdir()
     step = PipelineStep("lora.fuse", {"adapter": str(tmp_path / "adapter")})
     before = step.files
@@ -291,7 +280,7 @@ def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(export
     assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["kept"]
 
 
-def test_a_check_against_pytorch(exported: Path, tmp_path: Path) -> None:
+def test_a_check_against_pytorch(exported, tmp_path):
     model, args = example()
     step = PipelineStep("verify", {"model": model, "args": args})
     assert htp_export.pipeline(["optimize", step], exported, tmp_path / "out.onnx").ok
@@ -299,7 +288,7 @@ def test_a_check_against_pytorch(exported: Path, tmp_path: Path) -> None:
         htp_export.pipeline([{"verify": {"model": Net().eval(), "args": args}}], exported, tmp_path / "other.onnx")
 
 
-def test_the_hash_is_of_what_a_model_computes_and_of_its_tags(exported: Path, tmp_path: Path) -> None:
+def test_the_hash_is_of_what_a_model_computes_and_of_its_tags(exported, tmp_path):
     model = read_model(exported)
     base = content_hash(model)
     write_model(model, tmp_path / "other.onnx", "weights.bin")
@@ -340,9 +329,7 @@ steps:
 """
 
 
-def test_the_command_runs_a_file_shows_and_repeats_its_result(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_runs_a_file_shows_and_repeats_its_result(exported, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     steps, output = tmp_path / "steps.yaml", tmp_path / "out.onnx"
     steps.write_text(YAML.format(model=exported, output=output))
@@ -375,9 +362,7 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(
         ("[{functions: {select: same}}]", 1, "step 1 (functions) failed"),
     ],
 )
-def test_exit_statuses_of_the_command(
-    text: str, status: int, message: str, exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_exit_statuses_of_the_command(text, status, message, exported, tmp_path, capsys):
     steps = tmp_path / "steps.yaml"
     steps.write_text(text)
     assert main(["pipeline", str(steps), "-m", str(exported), "-o", str(tmp_path / "out.onnx")]) == status
@@ -385,7 +370,7 @@ def test_exit_statuses_of_the_command(
     assert not (tmp_path / "out.onnx").exists()
 
 
-def test_the_documentation_lists_every_step() -> None:
+def test_the_documentation_lists_every_step():
     listed = set(
         re.findall(r"^\| `([\w.]+)`", (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8"), re.MULTILINE)
     )

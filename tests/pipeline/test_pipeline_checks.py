@@ -1,7 +1,5 @@
 """Options of a pipeline: values, modules and files are checked before the first step, and errors name file and line."""
 
-from __future__ import annotations
-
 import inspect
 import json
 from pathlib import Path
@@ -40,10 +38,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compare": {"seed": -1}}, "step compare: seed -1: it is a whole number from 0"),
     ({"lora.fuse": {"adapter": "text.onnx"}}, "step lora.fuse: text.onnx: is no adapter file"),
     ({"prune": {"plan": {"first": "3:2"}}}, "step prune: rule 'first': sparsity '3:2'"),
-    (
-        {"prune": {"plan": {"first": 0.5}, "method": "l3"}},
-        "step prune: method is 'l3', and takes one of 'l1'",
-    ),
+    ({"prune": {"plan": {"first": 0.5}, "method": "l3"}}, "step prune: method is 'l3', and takes one of 'l1'"),
     ({"optimize": {"level": "banana"}}, "step optimize: level is 'banana', and takes one of 'exact'"),
     ({"optimize": {"passes": "nothing"}}, "step optimize: no pass 'nothing'"),
     ({"optimize": {"verify": "yes"}}, "step optimize: verify is 'yes', and takes bool"),
@@ -68,21 +63,14 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_every_check_takes_options_of_its_step() -> None:
+def test_every_check_takes_options_of_its_step():
     for name, kind in STEPS.items():
         for check in kind.check_functions:
             assert set(inspect.signature(check).parameters) <= set(kind.parameters), (name, check)
 
 
 @pytest.mark.parametrize(("step", "message"), WRONG, ids=str)
-def test_values_are_checked_before_the_first_step(
-    step: dict[str, Any],
-    message: str,
-    net: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_values_are_checked_before_the_first_step(step, message, net, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(net.parent)
     output = tmp_path / "out.onnx"
     with pytest.raises(InputError) as raised:
@@ -111,22 +99,20 @@ def test_values_are_checked_before_the_first_step(
         ("steps: [inline]\nfolder: 3\n", 2),
     ],
 )
-def test_errors_name_the_file_and_the_line(
-    text: str, line: int, net: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_name_the_file_and_the_line(text, line, net, tmp_path, capsys):
     steps = tmp_path / "steps.yaml"
     steps.write_text(text, encoding="utf-8")
     assert main(["pipeline", str(steps), "-m", str(net), "-o", str(tmp_path / "out.onnx")]) == 2
     assert f"{steps}: line {line}: " in " ".join(capsys.readouterr().err.split())
 
 
-def test_modules_that_a_step_adds_are_not_missed(net: Path, tmp_path: Path) -> None:
+def test_modules_that_a_step_adds_are_not_missed(net, tmp_path):
     steps = [{"lora.insert": {"select": "first", "rank": 2}}, {"functions": {"select": "first.lora_A"}}]
     result = htp_export.pipeline(steps, net, tmp_path / "out.onnx")
     assert [step.status for step in result.steps] == ["ran", "ran"]
 
 
-def test_options_of_every_kind_that_are_right_are_taken(net: Path, tmp_path: Path) -> None:
+def test_options_of_every_kind_that_are_right_are_taken(net, tmp_path):
     data = str(net.parent / "x.npz")
     steps: list[Any] = [
         {"optimize": {"passes": ["default"], "verify": True, "data": {"x": np.ones((2, 32), np.float32)}}},

@@ -1,7 +1,5 @@
 """Devices by module: exactly the regions that rules name, what fits into a budget, and what ONNX Runtime does."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -22,11 +20,11 @@ from htp_export.capabilities.place.devices import device_named
 from htp_export.capabilities.place.parts import Item, fill
 from htp_export.capabilities.view.measures import measures_of
 from htp_export.command.main import main
-from htp_export.errors import InputError, UntaggedModelError
+from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
-from tests.exporting import SharedFiles, metadata
+from tests.exporting import metadata
 from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
 from tests.nets import spread
 
@@ -81,26 +79,7 @@ def devices(model: Any) -> dict[str, str | None]:
 # --- the rules ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize(
-    "net", ["child_of_two_parents", "called_from_outside", "conv_bn_relu", "mask_made_in_every_layer"]
-)
-def test_exactly_the_region_of_a_module_gets_its_device(net: str, exporter: str, shared_files: SharedFiles) -> None:
-    tagged = htp_export.load(shared_files.net(net, exporter))
-    seen = 0
-    for path in tagged:
-        if tagged[path].nodes:
-            placed = htp_export.place(tagged, {f"re:{path.replace('.', '[.]')}" if path else ".": "gpu"})
-            twins = dict(zip(tagged.nodes, placed.tagged.nodes, strict=True))
-            annotated = {node for node, twin in twins.items() if twin.metadata_props.get("layer_ann") == "gpu"}
-            assert annotated == set(tagged[path].nodes), path
-            assert placed.free == len(tagged.nodes) - len(annotated)
-            assert not placed.free or len(placed.listed) > 1  # not the root alone
-            seen += 1
-    assert seen > 1
-
-
-def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file: Path) -> None:
+def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file):
     placed = htp_export.place(file, {".": "cpu", "blocks.*,!blocks.1": "gpu", "blocks.2.norm": "cpu"})
     expected = {"blocks.0": "gpu", "blocks.1": "cpu", "blocks.3": "gpu", "stem": "cpu", "head": "cpu"}
     assert {path: placed.modules[path].device for path in expected} == expected
@@ -111,7 +90,7 @@ def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file: Path) -> 
     assert placed.devices["cpu"].nodes + placed.devices["gpu"].nodes == len(placed.tagged.nodes)
 
 
-def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one() -> None:
+def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one():
     """`mask` does the work of both layers; the first of them needs it first."""
     assert devices(htp_export.place(encoder(), {"layer.0": "gpu", "layer.1": "cpu"}))["mask"] == "gpu"
     assert devices(htp_export.place(encoder(), {"layer.1": "gpu"}))["mask"] == "gpu"
@@ -128,19 +107,19 @@ def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one() ->
     )
 
 
-def test_calls_of_a_module_belong_to_the_module_all_together() -> None:
+def test_calls_of_a_module_belong_to_the_module_all_together():
     placed = htp_export.place(called_twice(), {".": "cpu", "block.fc": "gpu"})
     assert [name for name, device in devices(placed).items() if device == "gpu"] == ["fc0", "fc1", "fc2", "fc3"]
 
 
-def test_branches_have_devices_of_their_own_and_their_tensors_cross() -> None:
+def test_branches_have_devices_of_their_own_and_their_tensors_cross():
     placed = htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"})
     assert devices(placed) == {"minus": "cpu", "gated": "cpu", "yes": "gpu", "no": "cpu", "out": "cpu"}
     crossing = {(each.tensor, each.source, each.target) for each in placed.crossings}
     assert crossing == {("x", "cpu", "gpu"), ("minus", "cpu", "gpu"), ("yes", "gpu", "cpu")}
 
 
-def test_functions_are_inlined() -> None:
+def test_functions_are_inlined():
     placed = htp_export.place(with_function(), {".": "cpu", "block.fc": "gpu"})
     assert not placed.model.functions
     kinds = {node.op_type: node.metadata_props["layer_ann"] for node in placed.model.graph}
@@ -148,7 +127,7 @@ def test_functions_are_inlined() -> None:
     assert any("inlined" in note for note in placed.notes)
 
 
-def test_earlier_devices_are_replaced_and_the_model_given_is_not_changed(file: Path) -> None:
+def test_earlier_devices_are_replaced_and_the_model_given_is_not_changed(file):
     first = htp_export.place(file, {".": "gpu"})
     second = htp_export.place(first, {"head": "cpu"})
     assert set(devices(first).values()) == {"gpu"}
@@ -157,7 +136,7 @@ def test_earlier_devices_are_replaced_and_the_model_given_is_not_changed(file: P
 
 
 @reads_devices
-def test_the_annotated_file_computes_the_same(file: Path, tmp_path: Path) -> None:
+def test_the_annotated_file_computes_the_same(file, tmp_path):
     out = tmp_path / "placed.onnx"
     placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
     flat = onnxruntime.InferenceSession(file)
@@ -186,21 +165,13 @@ def quiet() -> onnxruntime.SessionOptions:
         ({}, {"gpu": "1 MB", "npu": "1 MB"}, "or one budget"),
     ],
 )
-def test_rules_and_budgets_that_mean_nothing_are_refused(
-    plan: dict[str, Any], budget: dict[str, Any], problem: str, file: Path, tmp_path: Path
-) -> None:
+def test_rules_and_budgets_that_mean_nothing_are_refused(plan, budget, problem, file, tmp_path):
     with pytest.raises(InputError, match=problem):
         htp_export.place(file, plan, tmp_path / "out.onnx", budget=budget)
     assert not list(tmp_path.iterdir())
 
 
-def test_untagged_models_are_refused() -> None:
-    relu = ir.node("Relu", [value("x")], outputs=[value("y")])
-    with pytest.raises(UntaggedModelError):
-        htp_export.place(model(list(relu.inputs), [relu], [], []), {".": "gpu"})
-
-
-def test_words_for_devices() -> None:
+def test_words_for_devices():
     words = {"GPU": "gpu", "gpu:1": "gpu:1", "gpu:NVIDIA": "gpu:nvidia", "openvino": OPENVINO, CUDA.lower(): CUDA}
     assert {word: device_named(word) for word in words} == words
     assert device_named("MyOwnExecutionProvider") == "MyOwnExecutionProvider"
@@ -210,7 +181,7 @@ def test_words_for_devices() -> None:
 
 
 @reads_devices
-def test_session_options(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_session_options(file, monkeypatch):
     placed = htp_export.place(file, {"blocks": "gpu"})
     own = onnxruntime.SessionOptions()
     own.intra_op_num_threads = 3
@@ -229,7 +200,7 @@ def memory(items: Sequence[Item], chosen: Sequence[int]) -> int:
     return sum(weights.values()) + max((items[number].peak for number in chosen), default=0)
 
 
-def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> None:
+def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more():
     for seed in range(150):
         draw = random.Random(seed)
         count = draw.randint(1, 8)
@@ -246,7 +217,7 @@ def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more() -> Non
         assert sum(items[number].work for number in chosen) >= (1 - slack) * max(fitting, default=0), seed
 
 
-def test_a_budget_takes_neighbouring_blocks(file: Path) -> None:
+def test_a_budget_takes_neighbouring_blocks(file):
     """Two blocks of 8 * 8 + 8 + 8 + 8 floats fit, with the activations; any two neighbours cross as little."""
     block = (8 * 8 + 8 + 8 + 8) * 4
     peak = htp_export.cost(file).peak.bytes
@@ -281,7 +252,7 @@ class Skips(nn.Module):
         return self.blocks[-1](x + first)
 
 
-def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
+def test_a_budget_chooses_what_trying_every_plan_finds():
     torch.manual_seed(0)
     tagged = htp_export.load(htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False))
     cost = htp_export.cost(tagged)
@@ -311,19 +282,19 @@ def test_a_budget_chooses_what_trying_every_plan_finds() -> None:
 @pytest.mark.parametrize(
     ("text", "size"), [("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("20000", 20_000), (7000, 7000), ("20kb", 20_000)]
 )
-def test_without_rules_the_whole_model_may_go_to_the_device(text: str | int, size: int, file: Path) -> None:
+def test_without_rules_the_whole_model_may_go_to_the_device(text, size, file):
     everything = htp_export.place(file, budget={"gpu": text})
     assert set(devices(everything).values()) == {"gpu"}
     assert everything.devices["gpu"].budget == size
 
 
-def test_what_does_not_fit_stays_outside(file: Path) -> None:
+def test_what_does_not_fit_stays_outside(file):
     half = htp_export.place(file, budget={"gpu": 1200})
     assert half.devices["gpu"].weight_bytes == (8 * 8 + 8) * 4 + 2 * (8 * 8 + 8 + 8 + 8) * 4
     assert half.devices["cpu"].nodes > 0
 
 
-def test_branches_go_where_the_node_around_them_goes() -> None:
+def test_branches_go_where_the_node_around_them_goes():
     everything = htp_export.place(branching(), budget={"gpu": "1 MB"})
     assert set(devices(everything).values()) == {"gpu"}
     peak = htp_export.cost(branching()).peak.bytes
@@ -333,7 +304,7 @@ def test_branches_go_where_the_node_around_them_goes() -> None:
         htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"}, budget={"gpu": peak})
 
 
-def test_a_weight_of_several_blocks_counts_once() -> None:
+def test_a_weight_of_several_blocks_counts_once():
     x, shared = value("x", 8), weight("w", 8)
     first = tagged_node("MatMul", [x, shared], "a", "first")
     second = tagged_node("MatMul", [first.outputs[0], shared], "b", "second")
@@ -347,7 +318,7 @@ def test_a_weight_of_several_blocks_counts_once() -> None:
     assert "cpu" not in placed.devices
 
 
-def test_open_dimensions_are_told(tmp_path: Path) -> None:
+def test_open_dimensions_are_told(tmp_path):
     out = tmp_path / "open.onnx"
     shapes = ({0: torch.export.Dim("batch")},)
     htp_export.export(spread(Net(blocks=1)).eval(), (torch.randn(2, 8),), out, dynamic_shapes=shapes, verbose=False)
@@ -361,7 +332,7 @@ def test_open_dimensions_are_told(tmp_path: Path) -> None:
 
 
 @lists_nodes
-def test_the_nodes_of_each_provider_are_those_that_onnx_runtime_lists(file: Path) -> None:
+def test_the_nodes_of_each_provider_are_those_that_onnx_runtime_lists(file):
     options = quiet()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = onnxruntime.InferenceSession(file, options, providers=[CPU])
@@ -375,7 +346,7 @@ def test_the_nodes_of_each_provider_are_those_that_onnx_runtime_lists(file: Path
 
 
 @reads_devices
-def test_nodes_that_run_elsewhere_than_their_device_are_told(file: Path, tmp_path: Path) -> None:
+def test_nodes_that_run_elsewhere_than_their_device_are_told(file, tmp_path):
     """With the CPU alone, what should be on a GPU is on the CPU; a fault planted in one node is seen in this node."""
     out = tmp_path / "placed.onnx"
     htp_export.place(file, {".": "cpu"}, out)
@@ -392,7 +363,7 @@ def test_nodes_that_run_elsewhere_than_their_device_are_told(file: Path, tmp_pat
 
 
 @reads_devices
-def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file: Path, tmp_path: Path) -> None:
+def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file, tmp_path):
     placed = htp_export.place(file, {".": "cpu"}, tmp_path / "placed.onnx")
     props, written = placed.model.metadata_props, tmp_path / "written.onnx"
     props["htp.placement"] = json.dumps(
@@ -406,7 +377,7 @@ def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file: P
 
 
 @lists_nodes
-def test_options_of_the_user_are_used_and_restored(file: Path) -> None:
+def test_options_of_the_user_are_used_and_restored(file):
     options = quiet()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.add_session_config_entry(SETTINGS, "CPUExecutionProvider(=other)")
@@ -419,7 +390,7 @@ def test_options_of_the_user_are_used_and_restored(file: Path) -> None:
 
 
 @lists_nodes
-def test_branches_and_nodes_without_names_are_attributed() -> None:
+def test_branches_and_nodes_without_names_are_attributed():
     net = branching()
     for node in net.graph.all_nodes():
         node.name = ""
@@ -435,7 +406,7 @@ def basic() -> onnxruntime.SessionOptions:
 
 
 @lists_nodes
-def test_missing_providers_and_old_versions_are_refused(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_providers_and_old_versions_are_refused(file, monkeypatch):
     with pytest.raises(InputError, match="this ONNX Runtime has no NoSuchExecutionProvider"):
         htp_export.placement(file, providers=["NoSuchExecutionProvider"])
     for base in onnxruntime.InferenceSession.__mro__:
@@ -445,7 +416,7 @@ def test_missing_providers_and_old_versions_are_refused(file: Path, monkeypatch:
         htp_export.placement(file)
 
 
-def test_copies_between_memories_are_read_from_the_graph_that_runs() -> None:
+def test_copies_between_memories_are_read_from_the_graph_that_runs():
     """As ONNX Runtime writes them for a GPU: the copy to it makes a new tensor, that from it makes the old one."""
     from htp_export.runtime.assignments import _remove_copies
 
@@ -460,7 +431,7 @@ def test_copies_between_memories_are_read_from_the_graph_that_runs() -> None:
 
 
 @pytest.mark.skipif(CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu and a GPU")
-def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> None:
+def test_cuda_takes_exactly_what_is_placed_there(file, tmp_path):
     out = tmp_path / "placed.onnx"
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
     result = htp_export.placement(out, providers=[CUDA, CPU])
@@ -474,7 +445,7 @@ def test_cuda_takes_exactly_what_is_placed_there(file: Path, tmp_path: Path) -> 
 # --- other steps, the command line, the page ----------------------------------------------------------------------
 
 
-def test_what_other_steps_leave_of_the_devices(file: Path, tmp_path: Path) -> None:
+def test_what_other_steps_leave_of_the_devices(file, tmp_path):
     """Nodes that remain keep their devices, new ones have none, and ONNX Runtime removes all of them."""
     out, saved = tmp_path / "placed.onnx", tmp_path / "saved.onnx"
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
@@ -489,9 +460,7 @@ def test_what_other_steps_leave_of_the_devices(file: Path, tmp_path: Path) -> No
 
 
 @reads_devices
-def test_commands(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_commands(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.yaml").write_text(".: cpu\nblocks: gpu\n")
     assert main(["place", str(file), "plan.yaml", "--rule", "blocks.0=cpu", "-o", "placed.onnx", "--json"]) == 0
@@ -513,7 +482,7 @@ def test_commands(
 
 
 @lists_nodes
-def test_pages_and_notebooks_show_devices(file: Path) -> None:
+def test_pages_and_notebooks_show_devices(file):
     from htp_export.results.result import drawn_html
 
     placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})

@@ -1,7 +1,5 @@
 """One meaning of a plan: every capability that takes one covers the nodes of ``load(file)[path]``, by calls."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,6 @@ from htp_export.capabilities.search.measuring import Measurer
 from htp_export.errors import InputError
 from htp_export.plans.rules import assigned
 from htp_export.runtime.data import Samples
-from tests.exporting import SharedFiles
 from tests.nets import spread
 
 Array = np.ndarray[Any, Any]
@@ -81,7 +78,7 @@ def named(file: Path, path: str) -> set[str]:
 
 
 @pytest.mark.parametrize("plan", [{"a": "int8"}, {"a": "int8", "b": "fp32"}, {".": "fp32", "a": "int8"}], ids=str)
-def test_all_capabilities_cover_the_same_nodes(plan: dict[str, str], file: Path) -> None:
+def test_all_capabilities_cover_the_same_nodes(plan, file):
     tagged = htp_export.load(file)
     region = named(file, "a")
     assert {tagged[path].class_name.rpartition(".")[2] for path in ("a", "shared")} == {"Caller", "Sequential"}
@@ -112,7 +109,7 @@ def test_all_capabilities_cover_the_same_nodes(plan: dict[str, str], file: Path)
     assert [len(list(body)) for body in function.values()] == [len(region)]
 
 
-def test_sensitivity_and_search_measure_the_region(file: Path) -> None:
+def test_sensitivity_and_search_measure_the_region(file):
     pytest.importorskip("optuna")
     data = _data(file)
     whole = htp_export.sensitivity(file, ["fp16"], data=data, select="a", all_but=False).modules["a"]["fp16"]
@@ -135,9 +132,7 @@ def test_sensitivity_and_search_measure_the_region(file: Path) -> None:
     ],
     ids=str,
 )
-def test_a_module_that_is_called_has_the_value_of_its_caller_unless_a_rule_names_it(
-    plan: dict[str, int], expected: dict[str, int | None], file: Path
-) -> None:
+def test_a_module_that_is_called_has_the_value_of_its_caller_unless_a_rule_names_it(plan, expected, file):
     tagged = htp_export.load(file)
     found = assigned(tagged, plan).nodes
     nodes = {
@@ -148,7 +143,7 @@ def test_a_module_that_is_called_has_the_value_of_its_caller_unless_a_rule_names
     assert {name: found.get(node) for name, node in nodes.items()} == expected
 
 
-def test_modules_have_values_where_all_their_calls_have_them(file: Path) -> None:
+def test_modules_have_values_where_all_their_calls_have_them(file):
     tagged = htp_export.load(file)
     assert assigned(tagged, {"a": 2}).modules == {"a": 2, "a.lin": 2}
     both = assigned(tagged, {"a": 2, "b": 2})
@@ -157,14 +152,14 @@ def test_modules_have_values_where_all_their_calls_have_them(file: Path) -> None
 
 
 @pytest.mark.parametrize("net", ["two_parents", "child_of_two_parents", "called_from_outside", "conv_bn_relu"])
-def test_a_rule_for_one_module_covers_its_region(net: str, exporter: str, shared_files: SharedFiles) -> None:
+def test_a_rule_for_one_module_covers_its_region(net, exporter, shared_files):
     tagged = htp_export.load(shared_files.net(net, exporter))
     for path in tagged:
         selector = f"re:{path.replace('.', '[.]')}" if path else "."
         assert set(assigned(tagged, {selector: 8}).nodes) == set(tagged[path].nodes), path
 
 
-def test_a_merged_batch_norm_is_one_decision_with_its_conv(merged: Path) -> None:
+def test_a_merged_batch_norm_is_one_decision_with_its_conv(merged):
     [first, _, second] = [str(node.name) for node in htp_export.load(merged).nodes]
     assert values(merged, {"0": 8}) == values(merged, {"1": 8}) == {first: 8}
     assert set(values(merged, {"**": 8, "class:BatchNorm2d": 4}).values()) == {8}
@@ -176,7 +171,7 @@ def test_a_merged_batch_norm_is_one_decision_with_its_conv(merged: Path) -> None
         htp_export.quantize(merged, {"3": "int4"})
 
 
-def test_sensitivity_lists_a_merged_batch_norm_once(merged: Path) -> None:
+def test_sensitivity_lists_a_merged_batch_norm_once(merged):
     found = htp_export.sensitivity(merged, ["int8"], data=_data(merged))
     assert list(found.modules) == ["0", "3"]
     assert not found.notes
@@ -193,9 +188,7 @@ def test_sensitivity_lists_a_merged_batch_norm_once(merged: Path) -> None:
     ],
     ids=["merged", "innermost", "depth", "space"],
 )
-def test_what_search_returns_was_measured(
-    which: str, space: Any, options: dict[str, Any], file: Path, merged: Path
-) -> None:
+def test_what_search_returns_was_measured(which, space, options, file, merged):
     pytest.importorskip("optuna")
     model = {"file": file, "merged": merged}[which]
     data = _data(model)

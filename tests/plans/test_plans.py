@@ -1,9 +1,6 @@
 """Plans: rules from selectors to values, for modules and nodes, from files and command lines."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import onnx_ir as ir
 import pytest
@@ -55,13 +52,11 @@ NET = {"a": ["enc.0.fc"], "b": ["enc.0"], "c": ["enc.1.fc"], "d": ["head.fc"]}
     ],
     ids=str,
 )
-def test_a_rule_holds_for_all_below_and_the_last_rule_wins(
-    rules: dict[str, object], expected: dict[str, object]
-) -> None:
+def test_a_rule_holds_for_all_below_and_the_last_rule_wins(rules, expected):
     assert _values(_tagged(NET), rules) == expected
 
 
-def test_a_node_of_several_modules_has_a_value_only_if_all_of_them_have_it() -> None:
+def test_a_node_of_several_modules_has_a_value_only_if_all_of_them_have_it():
     tagged = _tagged({"shared": ["enc.0", "enc.1"], "own": ["enc.0"]})
     assert _values(tagged, {"enc.*": 8}) == {"shared": 8, "own": 8}
     assert _values(tagged, {"enc.*": 8, "enc.1": 4}) == {"own": 8}
@@ -70,20 +65,20 @@ def test_a_node_of_several_modules_has_a_value_only_if_all_of_them_have_it() -> 
     assert [node.name for node in found.disputed] == ["shared"]
 
 
-def test_a_fused_owner_that_no_rule_names_is_left_out_of_account() -> None:
+def test_a_fused_owner_that_no_rule_names_is_left_out_of_account():
     tagged = _tagged({"conv": ["conv", "norm"]}, {"conv": "fused", "norm": "fused"})
     assert _values(tagged, {"conv": 8}) == {"conv": 8}
     assert _values(tagged, {"norm": 8}) == {"conv": 8}
     assert _values(tagged, {"conv": 8, "norm": 4}) == {}
 
 
-def test_modules_have_the_values_of_their_rules() -> None:
+def test_modules_have_the_values_of_their_rules():
     found = assigned(_tagged(NET), {"head": 4, "enc.1": 8})
     assert found.modules == {"enc.1": 8, "enc.1.fc": 8, "head": 4, "head.fc": 4}
     assert found.named == {"head": ("head", "head.fc"), "enc.1": ("enc.1", "enc.1.fc")}
 
 
-def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_paths() -> None:
+def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_paths():
     with pytest.raises(SelectorError, match=r"'enc\.2': matches no module; nearest: 'enc\.1'"):
         assigned(_tagged(NET), {"enc.0": 8, "enc.2": 4})
     with pytest.raises(InputError, match="no rules"):
@@ -93,7 +88,7 @@ def test_a_rule_that_matches_nothing_is_refused_with_the_nearest_paths() -> None
         assigned(untagged, {".": 8})
 
 
-def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_holds() -> None:
+def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_holds():
     def read(*texts: str) -> dict[str, str]:
         return typed_pairs(texts, "--rule", "SELECTOR=PRECISION")
 
@@ -104,7 +99,7 @@ def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_hol
             read(text)
 
 
-def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path: Path) -> None:
+def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path):
     yaml_file, json_file = tmp_path / "plan.yaml", tmp_path / "plan.json"
     yaml_file.write_text('"**": int8\n1.10: 0.5\nlm_head: {precision: int4, block_size: 64}\n', encoding="utf-8")
     json_file.write_text('{"b": "int8", "a": 0.5}', encoding="utf-8")
@@ -123,7 +118,7 @@ def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path: Path) -> No
         ("[a, b]: int8", "a key is text"),
     ],
 )
-def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_path: Path) -> None:
+def test_a_plan_file_that_is_no_mapping_is_refused(text, problem, tmp_path):
     file = tmp_path / "plan.yaml"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(FileError, match=problem):
@@ -132,7 +127,7 @@ def test_a_plan_file_that_is_no_mapping_is_refused(text: str, problem: str, tmp_
         read_plan(tmp_path / "other.yaml")
 
 
-def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:
+def test_a_precision_is_a_name_with_other_fields_or_a_dataclass():
     assert precision_of({"precision": "int8-weights", "weight": "int4"}).bits == 4
     own = Precision("mine", "static", "uint8", "int8")
     assert precisions_of({"a": own, "b": "fp32"}) == {"a": own, "b": PRECISIONS["fp32"]}
@@ -155,12 +150,12 @@ def test_a_precision_is_a_name_with_other_fields_or_a_dataclass() -> None:
     ],
     ids=str,
 )
-def test_a_precision_that_cannot_be_is_refused_with_its_rule(value: object, problem: str) -> None:
+def test_a_precision_that_cannot_be_is_refused_with_its_rule(value, problem):
     with pytest.raises(InputError, match=rf"rule 'lm_head': .*{problem}"):
         precisions_of({"lm_head": value})
 
 
-def test_any_precision_is_a_plan_for_the_whole_model() -> None:
+def test_any_precision_is_a_plan_for_the_whole_model():
     assert all(precisions_of(name) == {".": precision} for name, precision in PRECISIONS.items())
     with pytest.raises(InputError, match="no precision 'w3'; there are int8, u8s8"):
         precisions_of("w3")

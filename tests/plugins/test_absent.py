@@ -1,7 +1,5 @@
 """Without ``htp_export_plugins`` the package works, and asking for one of its engines says what is not there."""
 
-from __future__ import annotations
-
 import ast
 import sys
 from pathlib import Path
@@ -21,7 +19,7 @@ PLUG_INS = [
 ]
 
 
-def test_the_package_imports_no_plug_in() -> None:
+def test_the_package_imports_no_plug_in():
     for file in Path(htp_export.__file__).parent.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
         for node in ast.walk(ast.parse(text)) if "htp_export_plugins" in text else ():
@@ -30,14 +28,12 @@ def test_the_package_imports_no_plug_in() -> None:
             assert not [name for name in modules if name.startswith("htp_export_plugins")], file
 
 
-def test_every_plug_in_is_tried() -> None:
+def test_every_plug_in_is_tried():
     assert {name for _, name in PLUG_INS} == {"nncf", "openvino", "ray", "tensorrt", "triton"}
 
 
 @pytest.mark.parametrize(("capability", "name"), PLUG_INS)
-def test_a_plug_in_that_is_absent_is_an_input_error(
-    capability: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plug_in_that_is_absent_is_an_input_error(capability, name, tmp_path, monkeypatch):
     for module in [module for module in sys.modules if module.startswith("htp_export_plugins.")]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "htp_export_plugins", None)

@@ -1,7 +1,5 @@
 """quantize with NNCF as the engine: only the chosen modules change, and what it makes is run before it is believed."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
-from tests.nets import EXPORTERS, spread
+from tests.nets import EXPORTERS, Holding, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_predicted, assert_tagged, outputs, written
 
 INT8 = {"precision": "int8", "engine": "nncf"}
@@ -48,9 +46,7 @@ def error(before: Path, after: Path) -> float:
 
 @pytest.mark.parametrize("fields", [{}, {"symmetric": True, "per_channel": False}, {"reduce_range": True}])
 @pytest.mark.parametrize("chosen", [".", "second", "class:Linear"])
-def test_exactly_the_chosen_modules_change(
-    net: Path, fields: dict[str, Any], chosen: str, nncf: Any, tmp_path: Path
-) -> None:
+def test_exactly_the_chosen_modules_change(net, fields, chosen, nncf, tmp_path):
     file = tmp_path / "quantized.onnx"
     plan = {chosen: INT8 | fields}
     result = htp_export.quantize(net, plan, file, data={"ids": IDS})
@@ -65,7 +61,7 @@ def test_exactly_the_chosen_modules_change(
     assert result.notes == ()
 
 
-def test_smooth_quant_scales_what_the_chosen_products_read(net: Path, nncf: Any, tmp_path: Path) -> None:
+def test_smooth_quant_scales_what_the_chosen_products_read(net, nncf, tmp_path):
     file = tmp_path / "quantized.onnx"
     htp_export.quantize(net, {"second": INT8 | {"smooth_quant": True}}, file, data={"ids": IDS})
     assert_others_are_the_same(net, file, "second")
@@ -76,7 +72,7 @@ def test_smooth_quant_scales_what_the_chosen_products_read(net: Path, nncf: Any,
     assert error(net, file) < 0.03
 
 
-def test_bias_correction_changes_the_biases_of_the_chosen_modules(net: Path, nncf: Any, tmp_path: Path) -> None:
+def test_bias_correction_changes_the_biases_of_the_chosen_modules(net, nncf, tmp_path):
     files = {corrected: tmp_path / f"{corrected}.onnx" for corrected in (False, True)}
     for corrected, file in files.items():
         htp_export.quantize(net, {"first": INT8 | {"bias_correction": corrected}}, file, data={"ids": IDS})
@@ -94,13 +90,8 @@ def test_bias_correction_changes_the_biases_of_the_chosen_modules(net: Path, nnc
     assert any(np.abs(before[0] - array).max() < 0.05 for array in vectors[True])
 
 
-def test_values_that_fill_masks_are_not_divided_into_steps(nncf: Any, tmp_path: Path) -> None:
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.query = nn.Linear(16, 16)
-            self.position = nn.Parameter(torch.zeros(5, 5))
-
+def test_values_that_fill_masks_are_not_divided_into_steps(nncf, tmp_path):
+    class Masked(Holding, query=nn.Linear(16, 16), position=nn.Parameter(torch.zeros(5, 5))):
         def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
             return (self.query(x) @ x.transpose(1, 2) + (self.position + mask)).softmax(-1)
 
@@ -140,9 +131,7 @@ class TestWeights:
 
     @pytest.mark.parametrize("fields", WEIGHTS)
     @pytest.mark.parametrize("chosen", [".", "second", "class:Linear"])
-    def test_exactly_the_chosen_modules_change(
-        self, opsets: Path, fields: dict[str, Any], chosen: str, nncf: Any, tmp_path: Path
-    ) -> None:
+    def test_exactly_the_chosen_modules_change(self, opsets, fields, chosen, nncf, tmp_path):
         file, plan = tmp_path / "quantized.onnx", {chosen: {**fields, "engine": "nncf"}}
         data = [{"ids": (IDS * 3 + k) % 50} for k in range(8)]
         result = htp_export.quantize(opsets, plan, file, data=data)
@@ -159,15 +148,15 @@ class TestWeights:
         assert kinds.count("DequantizeLinear") + kinds.count("MatMulNBits") == count
         assert 0 < error(opsets, file) < (0.15 if fields["precision"] == "int4" else 0.02)
 
-    def test_no_data_are_needed_without_awq(self, opsets: Path, nncf: Any) -> None:
+    def test_no_data_are_needed_without_awq(self, opsets, nncf):
         rule = {"precision": "int8-weights", "engine": "nncf"}
         assert htp_export.quantize(opsets, {"second": rule}).notes == ()
 
-    def test_a_weight_whose_last_block_is_not_full_is_not_taken(self, opsets: Path, nncf: Any) -> None:
+    def test_a_weight_whose_last_block_is_not_full_is_not_taken(self, opsets, nncf):
         with pytest.raises(InputError, match="no operator of module 'second' takes int4"):
             htp_export.quantize(opsets, {"second": {"precision": "int4", "block_size": 32, "engine": "nncf"}})
 
-    def test_what_does_not_run_is_refused(self, opsets: Path, nncf: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_does_not_run_is_refused(self, opsets, nncf, monkeypatch):
         compress = nncf.compress_weights
 
         def made(*given: Any, **options: Any) -> onnx.ModelProto:
@@ -181,7 +170,7 @@ class TestWeights:
             htp_export.quantize(opsets, {"second": {"precision": "int8-weights", "engine": "nncf"}})
 
 
-def test_convolutions_have_a_scale_for_each_channel(nncf: Any, tmp_path: Path) -> None:
+def test_convolutions_have_a_scale_for_each_channel(nncf, tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.ConvTranspose2d(8, 4, 3))
     before = written(net, (torch.randn(1, 3, 9, 9),), tmp_path / "net.onnx", "dynamo", ["input"])
@@ -222,7 +211,7 @@ class TestAccuracyControl:
 
         return accuracy
 
-    def test_the_layers_that_cost_accuracy_go_back(self, trained: Any, nncf: Any, tmp_path: Path) -> None:
+    def test_the_layers_that_cost_accuracy_go_back(self, trained, nncf, tmp_path):
         file, x = trained
         metric, feed = self.metric(file, x), {"input": x}
         plain = htp_export.quantize(file, {".": INT8}, tmp_path / "plain.onnx", data=feed)
@@ -239,7 +228,7 @@ class TestAccuracyControl:
         assert_tagged(file, after, ".")
         assert result.to_dict()["metric_after"] == result.metric_after
 
-    def test_the_command(self, trained: Any, nncf: Any, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    def test_the_command(self, trained, nncf, tmp_path, capsys, monkeypatch):
         file, x = trained
         monkeypatch.chdir(tmp_path)
         monkeypatch.syspath_prepend(tmp_path)
@@ -259,9 +248,7 @@ class TestAccuracyControl:
         assert json.loads(capsys.readouterr().out)["metric_after"] >= 0.95
         assert main([*command[:3], "--dry-run"]) == 0
 
-    def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(
-        self, trained: Any, nncf: Any, tmp_path: Path
-    ) -> None:
+    def test_other_rules_that_cost_more_are_an_error_and_no_file_is_written(self, trained, nncf, tmp_path):
         file, x = trained
         values = iter([1.0, 1.0, 1.0, *[0.5] * 100])
         plan = {"4": INT8 | {"max_drop": 0.05}, "0": "int8"}
@@ -278,16 +265,14 @@ class TestAccuracyControl:
             ({".": INT8 | {"max_drop": 0.1}}, {"metric": lambda found: "high"}, "which is no number"),
         ],
     )
-    def test_bad_arguments(
-        self, trained: Any, nncf: Any, plan: dict[str, Any], options: dict[str, Any], problem: str
-    ) -> None:
+    def test_bad_arguments(self, trained, nncf, plan, options, problem):
         file, x = trained
         with pytest.raises(InputError) as caught:
             htp_export.quantize(file, plan, data={"input": x}, **options)
         assert problem in str(caught.value)
 
 
-def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_the_command_that_installs_it_is_said(net, monkeypatch):
     monkeypatch.setitem(sys.modules, "nncf", None)
     with pytest.raises(InputError, match=r'pip install "htp-export\[nncf\]"'):
         htp_export.quantize(net, {"second": INT8}, data={"ids": IDS})
@@ -296,16 +281,10 @@ def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monke
 @pytest.mark.parametrize(
     ("rule", "problem"),
     [
-        (
-            {"precision": "fp16", "engine": "nncf"},
-            "with the engine 'nncf', method is 'cast', and can be static",
-        ),
+        ({"precision": "fp16", "engine": "nncf"}, "with the engine 'nncf', method is 'cast', and can be static"),
         ({"precision": "uint8", "engine": "nncf"}, "with the engine 'nncf', activation is 'uint8', and can be int8"),
         ({"precision": "int4", "engine": "nncf", "algorithm": "hqq"}, "algorithm is 'hqq', and can be default"),
-        (
-            {"precision": "int4", "engine": "nncf", "max_drop": 0.1},
-            "has no field 'max_drop'; the method 'weights'",
-        ),
+        ({"precision": "int4", "engine": "nncf", "max_drop": 0.1}, "has no field 'max_drop'; the method 'weights'"),
         (INT8 | {"awq": True}, "has no field 'awq'; the method 'static' of nncf has"),
         ({"precision": "int8-weights", "engine": "nncf", "scale_estimation": True}, "scale_estimation is of int4"),
         ({"precision": "int4", "awq": True}, "has no field 'awq'; the method 'weights' of onnxruntime has"),
@@ -313,20 +292,17 @@ def test_without_the_extra_the_command_that_installs_it_is_said(net: Path, monke
         (INT8 | {"max_drop": float("nan")}, "max_drop is nan, not a number from 0 up"),
         (INT8 | {"calibration": "entropy"}, "with the engine 'nncf', calibration is 'entropy', and can be minmax"),
         (INT8 | {"bias_correction": "slow"}, "bias_correction is 'slow', and can be False, True"),
-        (
-            {"precision": "int8", "smooth_quant": True},
-            "has no field 'smooth_quant'; the method 'static' of onnx",
-        ),
+        ({"precision": "int8", "smooth_quant": True}, "has no field 'smooth_quant'; the method 'static' of onnx"),
         ({"precision": "int8", "engine": "tvm"}, "engine is 'tvm', and can be onnxruntime, nncf"),
     ],
 )
-def test_fields_that_do_not_go_together_are_refused(rule: dict[str, Any], problem: str) -> None:
+def test_fields_that_do_not_go_together_are_refused(rule, problem):
     with pytest.raises(InputError) as caught:
         htp_export.quantize("no.onnx", {"second": rule})
     assert problem in str(caught.value)
 
 
-def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf() -> None:
+def test_a_fault_of_our_own_that_nncf_calls_back_is_not_one_of_nncf():
     from htp_export.capabilities.quantize.precisions import precisions_of
     from htp_export.process.argument_types import check_whole
     from htp_export_plugins.nncf import _calling_nncf

@@ -1,7 +1,5 @@
 """OpenVINO as an engine of ``profile``: what it merges, splits and inserts belongs to the modules whose work it is."""
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any
@@ -18,7 +16,7 @@ from htp_export.capabilities.profile.measurements import Entry, Kernel, entry_ke
 from htp_export.command.main import main
 from htp_export.errors import InputError, ToolError
 from tests.handmade import encoder
-from tests.nets import spread
+from tests.nets import Holding, spread
 from tests.profile.test_latency import assert_adds_up
 
 
@@ -40,11 +38,7 @@ class Block(nn.Module):
         return x + self.back(self.act(self.wide(self.norm(x))))
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(Block(256), Block(256)), nn.Linear(256, 8)
-
+class Blocks(Holding, blocks=nn.Sequential(Block(256), Block(256)), head=nn.Linear(256, 8)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = self.blocks(x)
         return hidden, self.head(hidden).softmax(-1)

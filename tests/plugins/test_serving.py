@@ -1,7 +1,5 @@
 """Plug-ins of `partition`: Triton's model repository, and a Ray Serve application."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import importlib.util
@@ -98,7 +96,7 @@ def check_ensemble(ensemble: dict[str, list[Any]], models: dict[str, Any]) -> No
     assert tensors(ensemble["output"]).items() <= written.items()
 
 
-def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path: Path) -> None:
+def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path):
     htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="triton")
     models = configurations(tmp_path / "stages")
     assert models.keys() == {"Net", "Net_stage0", "Net_stage1"}
@@ -108,7 +106,7 @@ def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path: 
     check_ensemble(models["Net"], models)
 
 
-def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path: Path) -> None:
+def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path):
     net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
     htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
     htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages", serve="triton")
@@ -126,7 +124,7 @@ def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path: Path) -> 
     np.testing.assert_allclose(result, net(given).detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path: Path) -> None:
+def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tmp_path):
     given, number = value("x"), ir.val("number", ir.DataType.FLOAT, [])
     given.shape = ir.Shape(["batch", None, 4])
     first = tagged_node("ReduceMax", [given], "first", "a")
@@ -148,7 +146,7 @@ def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tm
 NASTY = 'a"b\\c\n} name: "x\u20ac'
 
 
-def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path: Path) -> None:
+def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path):
     model = handmade.encoder()
     model.graph.inputs[0].name = NASTY
     model.graph.name = "../../evil"
@@ -162,7 +160,7 @@ def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("kind", "shape"), [(ir.DataType.FLOAT8E4M3FN, [2]), (ir.DataType.FLOAT, None)])
-def test_triton_is_not_given_what_it_does_not_have(kind: ir.DataType, shape: Any, tmp_path: Path) -> None:
+def test_triton_is_not_given_what_it_does_not_have(kind, shape, tmp_path):
     model = handmade.encoder()
     model.graph.inputs[0].type, model.graph.inputs[0].shape = ir.TensorType(kind), shape and ir.Shape(shape)
     with pytest.raises(InputError, match=r"tensor 'x' is .*: Triton needs"):
@@ -173,7 +171,7 @@ def test_triton_is_not_given_what_it_does_not_have(kind: ir.DataType, shape: Any
 # --- Ray Serve --------------------------------------------------------------------------------------------
 
 
-def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_path: Path) -> None:
+def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_path):
     model = handmade.encoder()
     model.graph.inputs[0].name = NASTY
     htp_export.partition(handmade.encoder(), 2, tmp_path / "one", serve="ray")
@@ -187,7 +185,7 @@ def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_p
     assert imported == {*own, "onnxruntime", "numpy", "ray", "ray.exceptions", "starlette.responses"}
 
 
-def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path: Path) -> None:
+def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path):
     model = handmade.encoder()
     values = [*model.graph.inputs, *model.graph.initializers.values(), *(node.outputs[0] for node in model.graph)]
     for each in values:
@@ -246,7 +244,7 @@ class Request:
         return json.dumps(self._body).encode()
 
 
-def test_ray_program_chains_the_stages_and_answers_requests(served: Any, tmp_path: Path) -> None:
+def test_ray_program_chains_the_stages_and_answers_requests(served, tmp_path):
     app, found, inputs = served
     folder = str(tmp_path / "stages")
     stages = [Handle(app.Stage(folder, number, ["CPUExecutionProvider"])) for number in range(len(found.stages))]
@@ -286,7 +284,7 @@ ROW = [[1, 2.5, 3, 4]] * 2
         ({"ids": [1, 2, 3], "input": ROW}, "n is 3 and, in input 'input', 2"),
     ],
 )
-def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body: Any, message: str, tmp_path: Path) -> None:
+def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, message, tmp_path):
     htp_export.partition(handmade.encoder(), 1, tmp_path / "stages", serve="ray")
     app = program(tmp_path / "stages")
     entries = [("ids", "INT8", ["n"]), ("input", "FLOAT", ["n", 4])]
@@ -324,7 +322,7 @@ def answer_over_http(body: Any) -> tuple[int, Any]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of Ray's own code and what it depends on
-def test_ray_serves_the_stages(served: Any) -> None:
+def test_ray_serves_the_stages(served):
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'htp-export[serve]'")
     serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'htp-export[serve]'")
     app, found, inputs = served

@@ -3,8 +3,6 @@
 The files are made by hand after those that trtexec 8.6 and 10 write; no GPU is here to record any.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,5 @@
 """Measured memory: every number against a count of our own, modules that add up, and where the estimate is off."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +7,11 @@ import onnx
 import onnx.reference
 import onnx_ir as ir
 import onnxruntime
-import pytest
 import torch
 from torch import nn
 
 import htp_export
 from htp_export.capabilities.profile.measured_memory import ModuleMemory
-from htp_export.command.main import main
 from tests.handmade import encoder
 from tests.nets import spread
 from tests.profile.test_latency import tagged as of_text
@@ -182,22 +177,3 @@ def test_session_options_of_the_user_record_nothing_afterwards(tmp_path, monkeyp
     assert (options.enable_mem_pattern, options.enable_mem_reuse, options.optimized_model_filepath) == (True, True, "")
     onnxruntime.InferenceSession(htp_export.load(encoder()).save(tmp_path / "net.onnx") or "net.onnx", options)
     assert sorted(file.name for file in Path().iterdir()) == ["net.onnx"]
-
-
-class TestCommandLine:
-    @pytest.fixture
-    def file(self, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)
-        htp_export.load(encoder()).save("net.onnx")
-        return "net.onnx"
-
-    def test_memory_stands_beside_the_times_and_is_in_the_json(self, file, capfd):
-        assert main(["profile", file, "--runs", "1", "--memory"]) == 0
-        output = capfd.readouterr()
-        assert "allocated for the outputs of kernels" in output.out
-        assert "already exists" not in output.err  # ONNX Runtime's warning of an option that is set again
-        assert main(["profile", file, "--runs", "1", "--memory", "--optimization", "disable", "--json"]) == 0
-        result = json.loads(capfd.readouterr().out)
-        assert result["memory"]["allocated_bytes"] == sum(kernel["bytes"] for kernel in result["memory"]["kernels"])
-        assert result["modules"]["layer.0"]["estimated_bytes"] > 0
-        assert result["modules"][""]["allocated_bytes"] == result["memory"]["allocated_bytes"]

@@ -1,7 +1,5 @@
 """prune: the weights that PyTorch prunes become zero, and nothing else changes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -55,7 +53,7 @@ def sparsity(tensor: torch.Tensor) -> float:
 
 
 @BOTH
-def test_weights_are_those_that_torch_prunes(exporter: str, tmp_path: Path) -> None:
+def test_weights_are_those_that_torch_prunes(exporter, tmp_path):
     model, file = made(encoder, exporter, tmp_path)
     amounts = {"table": 0.3, "conv": 0.5, "fc": 0.8, "pool": 0.4}
     result = htp_export.prune(file, amounts, tmp_path / "pruned.onnx")
@@ -67,7 +65,7 @@ def test_weights_are_those_that_torch_prunes(exporter: str, tmp_path: Path) -> N
 
 
 @BOTH
-def test_a_share_of_all_weights_together_is_that_of_torch(exporter: str, tmp_path: Path) -> None:
+def test_a_share_of_all_weights_together_is_that_of_torch(exporter, tmp_path):
     model, file = made(encoder, exporter, tmp_path)
     result = htp_export.prune(file, {"**": 0.6, "table": 0}, tmp_path / "pruned.onnx", scope="global")
     pruned = [(model.get_submodule(path), "weight") for path in ("conv", "fc", "pool")]
@@ -79,7 +77,7 @@ def test_a_share_of_all_weights_together_is_that_of_torch(exporter: str, tmp_pat
 
 
 @BOTH
-def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter: str, tmp_path: Path) -> None:
+def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter, tmp_path):
     model, file = made(encoder, exporter, tmp_path)
     htp_export.prune(file, {"fc": "2:4", "conv": "2:4", "pool": "2:4"}, tmp_path / "pruned.onnx")
     with torch.no_grad():
@@ -94,7 +92,7 @@ def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter: str
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
 
 
-def test_a_seed_says_which_elements_go_at_random(tmp_path: Path) -> None:
+def test_a_seed_says_which_elements_go_at_random(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
 
     def zeros(seed: int, scope: Any = "local") -> bytes:
@@ -110,7 +108,7 @@ def test_a_seed_says_which_elements_go_at_random(tmp_path: Path) -> None:
 
 
 @BOTH
-def test_a_tied_weight_is_pruned_and_counted_once(exporter: str, tmp_path: Path) -> None:
+def test_a_tied_weight_is_pruned_and_counted_once(exporter, tmp_path):
     model, file = made(tied, exporter, tmp_path)
     result = htp_export.prune(file, {"head": 0.5}, tmp_path / "pruned.onnx")
     torch_prune.l1_unstructured(model.head, "weight", 0.5)
@@ -123,7 +121,7 @@ def test_a_tied_weight_is_pruned_and_counted_once(exporter: str, tmp_path: Path)
         htp_export.prune(file, {"table": 0.2, "head": 0.5})
 
 
-def test_a_model_in_memory_and_the_other_weights_stay_as_they_were(tmp_path: Path) -> None:
+def test_a_model_in_memory_and_the_other_weights_stay_as_they_were(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     tagged = htp_export.load(file)
     before = {name: value.const_value.numpy().copy() for name, value in tagged.model.graph.initializers.items()}
@@ -133,7 +131,7 @@ def test_a_model_in_memory_and_the_other_weights_stay_as_they_were(tmp_path: Pat
     assert [before[name].size for name in changed] == [80]
 
 
-def test_external_weights_stay_external(tmp_path: Path) -> None:
+def test_external_weights_stay_external(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     htp_export.load(file).save(tmp_path / "external.onnx", external_data="weights.bin")
     htp_export.prune(tmp_path / "external.onnx", {"fc": 0.5}, tmp_path / "pruned.onnx")
@@ -141,7 +139,7 @@ def test_external_weights_stay_external(tmp_path: Path) -> None:
     assert htp_export.prune(tmp_path / "pruned.onnx", {"fc": 0.5}).modules["fc"].sparsity_before == 0.5
 
 
-def test_a_result_is_a_table_and_plain_data(tmp_path: Path) -> None:
+def test_a_result_is_a_table_and_plain_data(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     result = htp_export.prune(file, {"**": 0.5, "fc": "1:4"})
     assert result.summary == "55.9% of 340 weights are zero or removed; 1.516 kB of weights before, 1.516 kB after"
@@ -154,7 +152,7 @@ def test_a_result_is_a_table_and_plain_data(tmp_path: Path) -> None:
     assert list(result.modules) == result.tagged.paths
 
 
-def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path: Path) -> None:
+def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     cast = htp_export.quantize(file, {"fc": "fp16"})
     pruned = htp_export.prune(cast.model, {"fc": 0.5})
@@ -184,7 +182,7 @@ def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path: Path) 
         ({}, "the plan has no rules"),
     ],
 )
-def test_what_cannot_be_done_is_said(plan: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_done_is_said(plan, message, tmp_path):
     _, file = made(encoder, "torchscript", tmp_path)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(InputError, match=message):
@@ -192,7 +190,7 @@ def test_what_cannot_be_done_is_said(plan: dict[str, Any], message: str, tmp_pat
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_words_that_there_are_not_are_refused(tmp_path: Path) -> None:
+def test_words_that_there_are_not_are_refused(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     with pytest.raises(SelectorError, match="nearest: 'fc'"):
         htp_export.prune(file, {"fcc": 0.5})
@@ -207,7 +205,7 @@ def test_words_that_there_are_not_are_refused(tmp_path: Path) -> None:
 class TestCutoff:
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("count", [1, 5, 499, 700, 1000])
-    def test_is_that_of_sorting(self, wide: bool, count: int) -> None:
+    def test_is_that_of_sorting(self, wide, count):
         numbers = np.random.default_rng(5).normal(size=1000).astype(np.float64 if wide else np.float32).round(2)
         keys = keys_of(numbers, wide)
         cutoff = find_cutoff(lambda: [keys[:400], keys[400:]], count, wide=wide)
@@ -216,9 +214,7 @@ class TestCutoff:
 
 
 class TestCommand:
-    def test_rules_are_typed_and_read(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_rules_are_typed_and_read(self, tmp_path, monkeypatch, capsys):
         made(encoder, "dynamo", tmp_path)
         monkeypatch.chdir(tmp_path)
         Path("plan.yaml").write_text("'**': 0.5\nfc: '2:4'\n")
@@ -232,9 +228,7 @@ class TestCommand:
         assert "wrote pruned.onnx" in out
         assert "zeros take as many bytes as other numbers" in out
 
-    def test_alike_modules_are_one_line(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_alike_modules_are_one_line(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))).eval()
         htp_export.export(layers, (torch.randn(2, 8),), "net.onnx", verbose=False)

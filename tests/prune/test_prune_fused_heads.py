@@ -2,9 +2,6 @@
 BEiT and Swin: what prune writes is what PyTorch computes with the same heads removed.
 """
 
-from __future__ import annotations
-
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -15,19 +12,14 @@ from torch import nn
 import htp_export
 from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file
-from tests.nets import composed, spread, x
+from tests.nets import Holding, composed, spread, x
 from tests.prune.test_prune_structured import TORCHSCRIPT, checked, export, keep
 
 WIDTH, HEADS, SIZE, PLACES = 24, 4, 6, 9
 
 
-class Fused(nn.Module):
+class Fused(Holding, heads=HEADS, qkv=nn.Linear(WIDTH, 3 * WIDTH), proj=nn.Linear(WIDTH, WIDTH)):
     """The attention of ViT and DeiT; the attributes are those that subclasses and pruning change."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = HEADS
-        self.qkv, self.proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, places, _ = x.shape
@@ -146,9 +138,7 @@ QUICK = ((Fused, False), (Swin, True), (Batched, True))
         for is_open in (False, True)
     ],
 )
-def test_heads_of_a_fused_projection_are_cut(
-    attention: type[Fused], is_open: bool, exporter: str, tmp_path: Path
-) -> None:
+def test_heads_of_a_fused_projection_are_cut(attention, is_open, exporter, tmp_path):
     torch.manual_seed(0)
     parts = {"norm": nn.LayerNorm(WIDTH), "attention": attention(), "head": nn.Linear(WIDTH, 5)}
     model: Any = spread(composed(lambda self, x: self.head(x + self.attention(self.norm(x))), **parts)).eval()
@@ -162,7 +152,7 @@ def test_heads_of_a_fused_projection_are_cut(
 
 
 @BOTH
-def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(exporter: str, tmp_path: Path) -> None:
+def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(exporter, tmp_path):
     """Two halves of one matrix that never meet; one is much smaller than the other."""
 
     def halves(self: Any, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +178,7 @@ def test_channels_are_cut_so_that_no_part_of_a_tensor_is_left_without_any(export
 
 
 @TORCHSCRIPT
-def test_projections_are_split_by_their_own_width_where_less_is_read(exporter: str, tmp_path: Path) -> None:
+def test_projections_are_split_by_their_own_width_where_less_is_read(exporter, tmp_path):
     """`nn.MultiheadAttention` splits its projections by the width of its input."""
     parts = {
         "read": nn.Linear(5, 8),

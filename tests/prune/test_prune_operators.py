@@ -1,10 +1,7 @@
 """Channels cut through operators that repeat or pick them, and plans of which a part can be cut."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -84,7 +81,7 @@ NETS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], list[str]]]
         for exporter in EXPORTERS
     ],
 )
-def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path) -> None:
+def test_operators_that_repeat_channels(name, exporter, tmp_path):
     torch.manual_seed(0)
     build, make_input, cut = NETS[name]
     model, given = spread(build()), make_input()
@@ -104,7 +101,7 @@ def test_operators_that_repeat_channels(name: str, exporter: str, tmp_path: Path
     assert set(result.whole.values())
 
 
-def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path) -> None:
+def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path):
     torch.manual_seed(0)
     parts = {"up": nn.Linear(4, 6), "down": nn.Linear(4, 2), "order": [5, 0, 2, 5]}
     model: Any = spread(composed(lambda self, x: self.down(self.up(x)[:, torch.tensor(self.order)]), **parts))
@@ -122,7 +119,7 @@ def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path: Path)
         assert np.abs(found - outputs_of(same, (x(2, 4),))).max() < 1e-5
 
 
-def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_cut_stays_and_is_listed(tmp_path, capsys):
     torch.manual_seed(0)
     parts = {"up": nn.Linear(4, 6), "sums": nn.Linear(6, 6), "down": nn.Linear(6, 2)}
     net = composed(lambda self, x: self.down(self.sums(torch.relu(self.up(x))).cumsum(1)), **parts)
@@ -155,7 +152,7 @@ def test_what_cannot_be_cut_stays_and_is_listed(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
-def test_models_are_those_of_pytorch_without_the_channels(name: str, tmp_path: Path) -> None:
+def test_models_are_those_of_pytorch_without_the_channels(name, tmp_path):
     row = compared(name, tmp_path)
     assert row.difference < 1e-4
     assert row.masked is None or row.masked < 1e-4

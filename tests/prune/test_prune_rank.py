@@ -1,7 +1,5 @@
 """prune with a rank: matrices become products of two smaller ones, which are those of numpy's singular values."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -80,7 +78,7 @@ def outputs(tagged: htp_export.TaggedModel, folder: Path) -> np.ndarray[Any, Any
 
 
 @BOTH
-def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model: Any, file: Path, tmp_path: Path) -> None:
+def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model, file, tmp_path):
     plan = {"twice": "rank:5", "plain": "rank:25%", "head": "rank:50%"}
     result = htp_export.prune(file, plan, tmp_path / "low.onnx")
     tagged = htp_export.load(tmp_path / "low.onnx")
@@ -92,7 +90,7 @@ def test_a_layer_computes_what_two_layers_with_numpys_factors_compute(model: Any
     np.testing.assert_allclose(outputs(tagged, tmp_path), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_the_factors_are_those_of_numpy_bit_for_bit(model: Any, file: Path, tmp_path: Path) -> None:
+def test_the_factors_are_those_of_numpy_bit_for_bit(model, file, tmp_path):
     tagged = htp_export.prune(file, {"head": "rank:7"}).tagged
     weight = model.head.weight.detach().numpy().astype(np.float64)
     left, singular, right = np.linalg.svd(weight.T, full_matrices=False)
@@ -109,7 +107,7 @@ def test_the_factors_are_those_of_numpy_bit_for_bit(model: Any, file: Path, tmp_
 
 
 @BOTH
-def test_tags_parameters_and_numbers(model: Any, file: Path, tmp_path: Path) -> None:
+def test_tags_parameters_and_numbers(model, file, tmp_path):
     before = htp_export.load(file)
     result = htp_export.prune(file, {"twice": "rank:4", "head": "rank:3"})
     after = result.tagged
@@ -141,7 +139,7 @@ def test_tags_parameters_and_numbers(model: Any, file: Path, tmp_path: Path) -> 
             )
 
 
-def test_what_cannot_have_a_rank_is_said(model: Any, file: Path, tmp_path: Path) -> None:
+def test_what_cannot_have_a_rank_is_said(model, file, tmp_path):
     with pytest.raises(InputError, match=r"rule 'conv': .* keeps its rank: Conv does not multiply with a matrix"):
         htp_export.prune(file, {"conv": "rank:2"})
     with pytest.raises(InputError, match=r"rule 'table': .* Gather does not multiply with a matrix"):
@@ -154,7 +152,7 @@ def test_what_cannot_have_a_rank_is_said(model: Any, file: Path, tmp_path: Path)
     assert any("3 weights stay as they are" in note for note in result.notes)
 
 
-def test_a_tied_table_keeps_its_rank(tmp_path: Path) -> None:
+def test_a_tied_table_keeps_its_rank(tmp_path):
     torch.manual_seed(0)
     file = exported_to(tmp_path / "tied.onnx", spread(tied(19, 16)).eval(), words(), "dynamo")
     with pytest.raises(InputError, match="keeps its rank"):
@@ -162,7 +160,7 @@ def test_a_tied_table_keeps_its_rank(tmp_path: Path) -> None:
     assert list(htp_export.prune(file, {".": "rank:2"}).ranks.values()) == [2]
 
 
-def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path: Path) -> None:
+def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path):
     torch.manual_seed(0)
     net = composed(lambda self, x: self.fc(x) + self.fc.weight, fc=nn.Linear(20, 20))
     file = exported_to(tmp_path / "net.onnx", spread(net).eval(), {"x": torch.randn(20, 20)}, "dynamo")
@@ -170,7 +168,7 @@ def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path: Path) -> None:
         htp_export.prune(file, {"fc": "rank:2"})
 
 
-def test_pruned_channels_and_a_rank_in_one_plan(model: Any, file: Path, tmp_path: Path) -> None:
+def test_pruned_channels_and_a_rank_in_one_plan(model, file, tmp_path):
     result = htp_export.prune(file, {"conv": "channels:0.5", "head": "rank:2"})
     assert result.tagged.parameters["head"].shapes == {"weight_a": (2, 12), "weight_b": (30, 2), "bias": (30,)}
     assert outputs(result.tagged, tmp_path).shape == (2, 30)
@@ -178,12 +176,9 @@ def test_pruned_channels_and_a_rank_in_one_plan(model: Any, file: Path, tmp_path
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
-    ("operator", "flags"),
-    [("MatMul", (0, 0)), ("Gemm", (0, 0)), ("Gemm", (1, 0)), ("Gemm", (0, 1)), ("Gemm", (1, 1))],
+    ("operator", "flags"), [("MatMul", (0, 0)), ("Gemm", (0, 0)), ("Gemm", (1, 0)), ("Gemm", (0, 1)), ("Gemm", (1, 1))]
 )
-def test_products_from_both_sides_and_transposed_ones(
-    operator: str, place: int, flags: tuple[int, int], tmp_path: Path
-) -> None:
+def test_products_from_both_sides_and_transposed_ones(operator, place, flags, tmp_path):
     generator = np.random.default_rng(0)
     weight = generator.standard_normal((14, 2)) @ generator.standard_normal((2, 18))  # of rank 2
     weight = np.ascontiguousarray(weight.T if flags[place] else weight).astype(np.float32)
@@ -211,7 +206,7 @@ def test_products_from_both_sides_and_transposed_ones(
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_rank_twice_has_names_of_its_own(file: Path, tmp_path: Path) -> None:
+def test_a_rank_twice_has_names_of_its_own(file, tmp_path):
     once = htp_export.prune(file, {"head": "rank:9"}).tagged
     twice = htp_export.prune(once, {"head": "rank:3"}).tagged
     names = [node.name for node in twice.nodes]
@@ -220,12 +215,12 @@ def test_a_rank_twice_has_names_of_its_own(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["rank:0", "rank:0%", "rank:150%", "rank:", "rank:x", "rank:0.5", "rank:-3"])
-def test_values_that_are_no_rank(value: str) -> None:
+def test_values_that_are_no_rank(value):
     with pytest.raises(InputError, match="write the rank"):
         sparsity_of(value)
 
 
-def test_the_command(file: Path, tmp_path: Path, capsys: Any) -> None:
+def test_the_command(file, tmp_path, capsys):
     assert main(["prune", str(file), "--rule", "head=rank:25%", "-o", str(tmp_path / "low.onnx"), "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)["ranks"].values()) == [6]
     assert (

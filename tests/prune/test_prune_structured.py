@@ -1,7 +1,5 @@
 """Channels, heads and blocks that prune cuts out: the model is what PyTorch computes when it is built smaller."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch.nn.utils import prune as torch_prune
 
 import htp_export
 from htp_export.errors import InputError
-from tests.exporting import BOTH
+from tests.exporting import BOTH, open_sizes
 from tests.extract.test_cutting import exported_to, run_file
 from tests.nets import composed, spread, x
 from tests.prune.test_prune import words
@@ -76,7 +74,7 @@ def convolutions() -> Any:
 
 
 @BOTH
-def test_channels_are_cut_through_the_graph(exporter: str, tmp_path: Path) -> None:
+def test_channels_are_cut_through_the_graph(exporter, tmp_path):
     torch.manual_seed(0)
     model, kwargs = spread(convolutions()).eval(), {"x": x(2, 3, 4, 4)}
     file = export(model, kwargs, exporter, tmp_path)
@@ -151,12 +149,6 @@ def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return export(spread(stacked(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
 
 
-def open_dimensions(exporter: str) -> dict[str, Any]:
-    if exporter == "dynamo":
-        return {"dynamic_shapes": {"words": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}}
-    return {"input_names": ["words"], "dynamic_axes": {"words": {0: "batch", 1: "length"}}}
-
-
 def without_heads(attention: Any, groups: list[int]) -> None:
     """Cut heads out of an attention module, by groups of those that share keys."""
     times, size = attention.heads // attention.groups, attention.size
@@ -171,10 +163,11 @@ def without_heads(attention: Any, groups: list[int]) -> None:
 @TORCHSCRIPT
 @pytest.mark.parametrize("groups", [pytest.param(4, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("is_open", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path) -> None:
+def test_heads_are_cut(is_open, groups, exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(2, 4, groups)).eval()
-    file = export(model, words(), exporter, tmp_path, **(open_dimensions(exporter) if is_open else {}))
+    sizes = open_sizes(exporter, words={0: "batch", 1: "length"}) if is_open else {}
+    file = export(model, words(), exporter, tmp_path, **sizes)
     result = htp_export.prune(file, {"layers.0.attention": "heads:0.5"}, tmp_path / "cut.onnx")
     attention = model.layers[0].attention
     means = [
@@ -192,10 +185,10 @@ def test_heads_are_cut(is_open: bool, groups: int, exporter: str, tmp_path: Path
 
 
 @DYNAMO
-def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_path: Path) -> None:
+def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(1)).eval()
-    file = export(model, words(), exporter, tmp_path, **open_dimensions(exporter))
+    file = export(model, words(), exporter, tmp_path, **open_sizes(exporter, words={0: "batch", 1: "length"}))
     plan = {"layers.*.up": "channels:0.25", "embed": "channels:0.5"}
     htp_export.prune(file, plan, tmp_path / "cut.onnx")
     stream = smallest(model.embed.weight.T, 0.5)
@@ -217,7 +210,7 @@ def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter: str, tmp_p
 
 
 @TORCHSCRIPT
-def test_residual_blocks_are_removed(exporter: str, tmp_path: Path) -> None:
+def test_residual_blocks_are_removed(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(4)).eval()
     file = export(model, words(), exporter, tmp_path)
@@ -242,7 +235,7 @@ def test_residual_blocks_are_removed(exporter: str, tmp_path: Path) -> None:
     assert untagged(onnx.load(tmp_path / "cut.onnx")) == []
 
 
-def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path: Path) -> None:
+def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path):
     torch.manual_seed(0)
     model, kwargs = spread(nn.Sequential(block(), block())).eval(), {"input": x(2, 4, 12)}
     file = export(model, kwargs, "dynamo", tmp_path)
@@ -253,7 +246,7 @@ def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path: Path) ->
     assert names[0] == names[1]
 
 
-def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(tmp_path: Path) -> None:
+def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(3)).eval()
     with torch.no_grad():
@@ -274,7 +267,7 @@ def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(t
 
 
 @pytest.mark.parametrize(("scope", "left"), [("local", ["1 of 16", "1 of 16"]), ("global", ["2 of 32"])])
-def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], two_layers: Path) -> None:
+def test_a_share_that_cannot_be_reached_is_said(scope, left, two_layers):
     result = htp_export.prune(two_layers, {"layers.*.up": "channels:1.0"}, scope=scope)
     said = [f"channels:1 leaves {count} channels, as one of each has to stay" for count in left]
     assert list(result.short.values()) == said
@@ -298,13 +291,13 @@ def test_a_share_that_cannot_be_reached_is_said(scope: Any, left: list[str], two
         ({"layers.0.up": "channels:2"}, "a share is from 0 to 1"),
     ],
 )
-def test_what_cannot_be_cut_is_said(plan: dict[str, Any], message: str, two_layers: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_said(plan, message, two_layers, tmp_path):
     with pytest.raises(InputError, match=message):
         htp_export.prune(two_layers, plan, tmp_path / "cut.onnx")
     assert not list(tmp_path.iterdir())
 
 
-def test_the_node_that_stops_a_cut_is_named(tmp_path: Path) -> None:
+def test_the_node_that_stops_a_cut_is_named(tmp_path):
     parts = {"up": nn.Linear(4, 6), "down": nn.Linear(6, 2)}
     net = composed(lambda self, x: self.down(self.up(x).cumsum(1)), **parts)
     file = export(spread(net).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
@@ -332,7 +325,7 @@ def transformer_layer() -> tuple[nn.Module, dict[str, Any], str, str, int]:
 
 @DYNAMO
 @pytest.mark.parametrize("make", [pytest.param(gpt2, marks=pytest.mark.slow), transformer_layer])
-def test_heads_of_merged_projections_are_cut(make: Any, exporter: str, tmp_path: Path) -> None:
+def test_heads_of_merged_projections_are_cut(make, exporter, tmp_path):
     torch.manual_seed(0)
     model, kwargs, attention, output, axis = make()
     model = spread(model).eval()
@@ -353,7 +346,7 @@ def test_heads_of_merged_projections_are_cut(make: Any, exporter: str, tmp_path:
 
 
 @BOTH
-def test_the_shape_of_a_square_matrix_is_cut_at_its_axis(exporter: str, tmp_path: Path) -> None:
+def test_the_shape_of_a_square_matrix_is_cut_at_its_axis(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))).eval()
     file = export(model, {"input": x(2, 5, 6)}, exporter, tmp_path)  # three dimensions: matrices are transposed

@@ -1,7 +1,5 @@
 """Quantized checkpoints become packed weights without quantizing again."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -121,7 +119,7 @@ def product_of_unit(file: Path, module: str) -> Any:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_file_has_the_numbers_of_the_checkpoint(case: str, files: dict[str, Path], tmp_path: Path):
+def test_the_file_has_the_numbers_of_the_checkpoint(case, files, tmp_path):
     source, net = checkpoint(tmp_path / "source", case)
     result = htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
     numbers = numbers_of(tmp_path / "made.onnx") if "nf4" not in case else dict.fromkeys(("first", "second"))
@@ -145,9 +143,7 @@ def awq_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_operators_of_onnx_alone_and_modules_of_a_plan(
-    exporter: str, files: dict[str, Path], awq_source: Path, tmp_path: Path
-):
+def test_operators_of_onnx_alone_and_modules_of_a_plan(exporter, files, awq_source, tmp_path):
     _, net = checkpoint(tmp_path / "again", "awq")
     plan = {"first": {"precision": "checkpoint", "format": "qdq"}, "second": "fp32"}
     result = htp_export.quantize(files[exporter], plan, tmp_path / "made.onnx", weights=awq_source)
@@ -158,12 +154,12 @@ def test_operators_of_onnx_alone_and_modules_of_a_plan(
     assert htp_export.verify(net, tmp_path / "made.onnx", (X,)).ok
 
 
-def test_the_bytes_are_predicted(files: dict[str, Path], awq_source: Path):
+def test_the_bytes_are_predicted(files, awq_source):
     made = htp_export.quantize(files["dynamo"], weights=awq_source)
     assert_predicted(made, files["dynamo"], "checkpoint", weights=awq_source)
 
 
-def test_recipes_and_places_are_those_of_the_parameters(files: dict[str, Path], awq_source: Path):
+def test_recipes_and_places_are_those_of_the_parameters(files, awq_source):
     made = htp_export.quantize(files["dynamo"], weights=awq_source).tagged
     recipes = {
         name: value.const_value.metadata_props.get("htp.recipe")
@@ -186,9 +182,7 @@ def test_recipes_and_places_are_those_of_the_parameters(files: dict[str, Path], 
         ("awq", {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)}, "module 'first': 'qzeros' has shape [3, 8]"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
-    case: str, changes: Any, problem: str, files: dict[str, Path], tmp_path: Path
-):
+def test_a_checkpoint_that_does_not_fit_is_refused_and_named(case, changes, problem, files, tmp_path):
     source, _ = checkpoint(tmp_path / "source", case, **changes)
     with pytest.raises(htp_export.errors.HtpExportError) as refused:
         htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
@@ -196,7 +190,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files: dict[str, Path], tmp_path: Path):
+def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files, tmp_path):
     from safetensors.torch import load_file, save_file
 
     source, _ = checkpoint(tmp_path / "source", "gptq")
@@ -210,7 +204,7 @@ def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files: dict[str, Path], tmp_path: Path):
+def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files, tmp_path):
     source, _ = checkpoint(tmp_path / "source", "bitsandbytes nf4")
     plan = {".": {"precision": "checkpoint", "format": "qdq"}}
     with pytest.raises(htp_export.errors.InputError, match=r"'first.weight' of .* has a table of numbers"):
@@ -240,7 +234,7 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
 
 
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
-def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method: str, tmp_path: Path, capsys: Any):
+def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method, tmp_path, capsys):
     folder, model = packed_decoder(tmp_path / "packed", method)
     file = tmp_path / "int4.onnx"
     assert main(["export", str(folder), "--task", "text-generation", "-o", str(file), "--verify", "--json"]) == 0
@@ -255,7 +249,7 @@ def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method: st
 
 
 @pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied: bool, tmp_path: Path, capsys: Any):
+def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied, tmp_path, capsys):
     from transformers import LlamaForCausalLM
 
     source, file = written_gguf(tmp_path / "model.gguf", tied=tied), tmp_path / "made.onnx"

@@ -1,7 +1,5 @@
 """Weights of convolutions and tables in 8 bits, and of LSTMs with ranges at run time."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -40,7 +38,7 @@ def exported(model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynam
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path: Path, symmetric: bool) -> None:
+def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path, symmetric):
     ids = np.arange(14, dtype=np.int64).reshape(2, 7)
     file, made = exported(convolutions(), ids, tmp_path / "net.onnx"), tmp_path / "made.onnx"
     plan = {"**,!second": {"precision": "int8-weights", "symmetric": symmetric}}
@@ -58,14 +56,14 @@ def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path: Path, symmetri
     assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
 
 
-def test_a_table_that_is_tied_to_a_product_stays_for_it(tmp_path: Path, net: Path) -> None:
+def test_a_table_that_is_tied_to_a_product_stays_for_it(tmp_path, net):
     result = htp_export.quantize(net, {"table": "int8-weights"})
     before = htp_export.load(net)["table"]
     assert [node.op_type for node in result.tagged["table"].nodes] == ["GatherBlockQuantized"]
     assert result.modules["table"].bytes_after < 0.35 * sum(p.nbytes for p in [before.nodes[0].inputs[0].const_value])
 
 
-def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None:
+def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path):
     x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
     for kind, left in ((nn.LSTM, 0), (nn.GRU, 2)):  # ONNX Runtime has no such GRU
         rnn = kind(16, 24, 2, batch_first=True, bidirectional=True)
@@ -82,7 +80,7 @@ def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path: Path) -> None
         assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
-def test_files_that_do_not_say_the_shapes_of_tensors_are_quantized(tmp_path: Path) -> None:
+def test_files_that_do_not_say_the_shapes_of_tensors_are_quantized(tmp_path):
     net = composed(lambda self, x: self.fc(self.conv(x)), conv=nn.Conv1d(4, 4, 3, padding=1), fc=nn.Linear(8, 3))
     x = np.ones((2, 4, 8), np.float32)
     proto = onnx.load(exported(net, x, tmp_path / "net.onnx"))
@@ -94,7 +92,7 @@ def test_files_that_do_not_say_the_shapes_of_tensors_are_quantized(tmp_path: Pat
     assert np.allclose(found, expected, atol=0.1)
 
 
-def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path: Path) -> None:
+def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path):
     net = composed(lambda self, x: self.lstm(self.lstm(x)[0] + x)[0], lstm=nn.LSTM(16, 16))
     x = np.random.default_rng(0).standard_normal((1, 5, 16)).astype(np.float32)
     file, made = exported(net, x, tmp_path / "twice.onnx", dynamo=False), tmp_path / "made.onnx"
@@ -106,7 +104,7 @@ def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16)])
-def test_several_matrices_at_once_are_multiplied_in_integers(shape: tuple[int, ...], tmp_path: Path) -> None:
+def test_several_matrices_at_once_are_multiplied_in_integers(shape, tmp_path):
     experts = nn.ParameterList([torch.randn(3, 16, 8)])
     net = composed(lambda self, x: self.head(torch.tanh(x @ self.experts[0])), experts=experts, head=nn.Linear(8, 4))
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
@@ -142,7 +140,7 @@ print(json.dumps([peak.own - before, result.modules[""].bytes_before, result.mod
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere")
 @pytest.mark.parametrize("precision", ["int4", pytest.param("int8-dynamic", marks=pytest.mark.slow)])
-def test_quantizing_weights_holds_a_few_of_them_and_not_the_model(tmp_path: Path, precision: str) -> None:
+def test_quantizing_weights_holds_a_few_of_them_and_not_the_model(tmp_path, precision):
     command = [sys.executable, "-c", _QUANTIZE, str(tmp_path), precision]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
     peak, before, after = json.loads(done.stdout.splitlines()[-1])

@@ -1,7 +1,5 @@
 """export_plan: files as other tools read them, held against how the tools match names, and against those installed."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -118,9 +116,7 @@ def bits_of(model: onnx.ModelProto, attribute: str = "bits") -> dict[str, int]:
 
 class TestOnnxRuntime:
     @BOTH
-    def test_static_quantization_takes_exactly_the_planned_products(
-        self, files: dict[str, Path], exporter: str, tmp_path: Path
-    ) -> None:
+    def test_static_quantization_takes_exactly_the_planned_products(self, files, exporter, tmp_path):
         plan = htp_export.export_plan(files[exporter], {"layers.1": "int8", "head": "int8"}, to="ort")
         made = applied(plan.content["steps"], files[exporter], tmp_path)
         weighted = [node for node in made.graph.node if node.op_type in ("MatMul", "Gemm")]
@@ -132,9 +128,7 @@ class TestOnnxRuntime:
         assert len(quantized) == 2
 
     @BOTH
-    def test_blocks_of_weights_are_those_of_the_planned_products(
-        self, files: dict[str, Path], exporter: str, tmp_path: Path
-    ) -> None:
+    def test_blocks_of_weights_are_those_of_the_planned_products(self, files, exporter, tmp_path):
         rules = {"layers.1": "int4", "layers.11": {"precision": "int8-weights", "block_size": 16}}
         plan = htp_export.export_plan(files[exporter], rules, to="ort")
         made = applied(plan.content["steps"], files[exporter], tmp_path)
@@ -143,7 +137,7 @@ class TestOnnxRuntime:
         assert bits.keys() <= owned(files[exporter], "layers.1") | owned(files[exporter], "layers.11")
 
     @BOTH
-    def test_dynamic_and_half_precision(self, files: dict[str, Path], exporter: str, tmp_path: Path) -> None:
+    def test_dynamic_and_half_precision(self, files, exporter, tmp_path):
         plan = htp_export.export_plan(files[exporter], {"layers.1": "int8-dynamic", "layers.2": "fp16"}, to="ort")
         assert [step["function"].rpartition(".")[2] for step in plan.content["steps"]] == [
             "convert_float_to_float16",
@@ -154,7 +148,7 @@ class TestOnnxRuntime:
         halves = [each for each in made.graph.initializer if each.data_type == onnx.TensorProto.FLOAT16]
         assert [list(each.dims) for each in halves] == [[32, 32]]
 
-    def test_what_has_no_blocks_is_said(self, tmp_path: Path) -> None:
+    def test_what_has_no_blocks_is_said(self, tmp_path):
         model = spread(nn.Sequential(nn.Conv1d(4, 4, 3))).eval()
         file = exported_to(tmp_path / "conv.onnx", model, {"input": torch.randn(2, 4, 8)}, "dynamo")
         notes = htp_export.export_plan(file, {".": "int4"}, to="ort").notes
@@ -163,7 +157,7 @@ class TestOnnxRuntime:
 
 class TestNncf:
     @BOTH
-    def test_all_other_nodes_are_ignored(self, files: dict[str, Path], exporter: str) -> None:
+    def test_all_other_nodes_are_ignored(self, files, exporter):
         content = htp_export.export_plan(files[exporter], {"layers.1": "int8"}, to="nncf").content
         ignored = set(content["quantize"]["ignored_scope"]["names"])
         constants = {
@@ -172,14 +166,14 @@ class TestNncf:
         assert ignored == all_names(files[exporter]) - owned(files[exporter], "layers.1") - constants
         assert content["quantize"]["preset"] == "mixed"
 
-    def test_each_precision_of_weights_is_a_run_of_its_own(self, files: dict[str, Path]) -> None:
+    def test_each_precision_of_weights_is_a_run_of_its_own(self, files):
         rules = {"layers.1": "int4", "layers.2": {"precision": "int8-weights", "symmetric": True}}
         runs = htp_export.export_plan(files["dynamo"], rules, to="nncf").content["compress_weights"]
         assert [(run["mode"], run.get("group_size")) for run in runs] == [("int8_sym", None), ("int4_asym", 32)]
         assert owned(files["dynamo"], "layers.2") <= set(runs[1]["ignored_scope"]["names"])
 
     @BOTH
-    def test_nncf_quantizes_exactly_the_planned_products(self, files: dict[str, Path], exporter: str) -> None:
+    def test_nncf_quantizes_exactly_the_planned_products(self, files, exporter):
         nncf = pytest.importorskip("nncf")
         content = htp_export.export_plan(files[exporter], {"layers.1": "int8", "head": "int8"}, to="nncf").content
         scope = nncf.IgnoredScope(**content["quantize"]["ignored_scope"])
@@ -191,7 +185,7 @@ class TestNncf:
         assert read == products & (owned(files[exporter], "layers.1") | owned(files[exporter], "head"))
 
     @BOTH
-    def test_nncf_compresses_exactly_the_planned_weights(self, files: dict[str, Path], exporter: str) -> None:
+    def test_nncf_compresses_exactly_the_planned_weights(self, files, exporter):
         nncf = pytest.importorskip("nncf")
         rules = {"layers.1": "int4", "layers.2": "int8-weights"}
         made = onnx.load(files[exporter])
@@ -208,7 +202,7 @@ class TestNncf:
 
 class TestModelOpt:
     @BOTH
-    def test_patterns_match_exactly_the_planned_nodes(self, files: dict[str, Path], exporter: str) -> None:
+    def test_patterns_match_exactly_the_planned_nodes(self, files, exporter):
         content = htp_export.export_plan(files[exporter], {"layers.1": "int8"}, to="modelopt").content
         names = all_names(files[exporter])
 
@@ -219,7 +213,7 @@ class TestModelOpt:
         assert matched("nodes_to_exclude") == names - owned(files[exporter], "layers.1")
         assert (content["quantize_mode"], content["high_precision_dtype"]) == ("int8", "fp32")
 
-    def test_modelopt_reads_them(self, files: dict[str, Path], tmp_path: Path) -> None:
+    def test_modelopt_reads_them(self, files, tmp_path):
         quantization = pytest.importorskip("modelopt.onnx.quantization")
         content = htp_export.export_plan(files["dynamo"], {"layers.1": "int8"}, to="modelopt").content
         target, data = tmp_path / "quantized.onnx", {"x": example().numpy()}
@@ -231,7 +225,7 @@ class TestModelOpt:
         products = {node.name for node in made.graph.node if node.op_type in ("MatMul", "Gemm")}
         assert read & products == products & owned(files["dynamo"], "layers.1") != set()
 
-    def test_weights_of_eight_bits_are_named_among_those_of_four(self, files: dict[str, Path]) -> None:
+    def test_weights_of_eight_bits_are_named_among_those_of_four(self, files):
         rules = {"layers.*": "int4", "layers.11": "int8-weights", "head": "fp16"}
         content = htp_export.export_plan(files["dynamo"], rules, to="modelopt").content
         weights = [
@@ -266,7 +260,7 @@ class TestGenAI:
         "lm_head": {"precision": "int8-weights", "block_size": 32, "symmetric": True},
     }
 
-    def test_nodes_have_the_names_of_the_builder(self, decoder_file: Path) -> None:
+    def test_nodes_have_the_names_of_the_builder(self, decoder_file):
         plan = htp_export.export_plan(decoder_file, self.RULES, to="genai")
         weights = plan.content["quant_config"]["weights"]
         assert (weights["type"], weights["block_size"], weights["symmetric"]) == ("int4", 32, True)
@@ -276,12 +270,12 @@ class TestGenAI:
             {"match": {"name": "/lm_head/MatMul"}, "type": "int8"},
         ]
 
-    def test_modules_that_the_builder_does_not_know_are_refused(self, files: dict[str, Path]) -> None:
+    def test_modules_that_the_builder_does_not_know_are_refused(self, files):
         with pytest.raises(InputError, match=r"the builder of genai names no node by module 'layers\.0'"):
             htp_export.export_plan(files["dynamo"], {"head": "int4"}, to="genai")
 
     @pytest.mark.slow
-    def test_the_builder_gives_each_module_the_planned_bits(self, tmp_path: Path) -> None:
+    def test_the_builder_gives_each_module_the_planned_bits(self, tmp_path):
         pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
         pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
         from htp_export.huggingface import example_calls
@@ -303,7 +297,7 @@ class TestGenAI:
 
 
 class TestOlive:
-    def test_each_precision_is_a_pass_with_the_names_of_its_nodes(self, decoder_file: Path) -> None:
+    def test_each_precision_is_a_pass_with_the_names_of_its_nodes(self, decoder_file):
         rules = {"model.layers.0": "fp16", "model.layers.1.mlp": "int8-dynamic", "lm_head": "int4"}
         passes = htp_export.export_plan(decoder_file, rules, to="olive").content["passes"]
         half, dynamic, blocks = passes.values()
@@ -312,7 +306,7 @@ class TestOlive:
         assert (blocks["bits"], set(blocks["nodes_to_include"])) == (4, owned(decoder_file, "lm_head"))
 
     @pytest.mark.slow
-    def test_olive_gives_each_node_the_planned_bits(self, decoder_file: Path, tmp_path: Path) -> None:
+    def test_olive_gives_each_node_the_planned_bits(self, decoder_file, tmp_path):
         program = shutil.which(os.environ.get("HTP_OLIVE", "olive"))
         if program is None:
             pytest.skip("HTP_OLIVE names no program olive, and none is installed (pip install olive-ai)")
@@ -351,7 +345,7 @@ BLOCKS_OF_64 = {"precision": "int4", "block_size": 64}
         ("olive", {"lm_head": "int4:algorithm=hqq"}, "with algorithm hqq; it takes default, rtn"),
     ],
 )
-def test_what_a_tool_cannot_do_is_refused(decoder_file: Path, to: str, rules: dict[str, Any], problem: str) -> None:
+def test_what_a_tool_cannot_do_is_refused(decoder_file, to, rules, problem):
     with pytest.raises(InputError, match=problem):
         htp_export.export_plan(decoder_file, rules, to=to)
 
@@ -371,9 +365,7 @@ FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("to", targets())
 @pytest.mark.parametrize(("method", "fields"), FIELDS, ids=str)
-def test_no_tool_gets_a_plan_without_a_field_that_it_cannot_express(
-    decoder_file: Path, to: str, method: str, fields: dict[str, Any]
-) -> None:
+def test_no_tool_gets_a_plan_without_a_field_that_it_cannot_express(decoder_file, to, method, fields):
     """A field changes what is written, or the rule is refused by its selector."""
     given = {"precision": PLAIN[method], **fields}
     written: Any = None
@@ -389,7 +381,7 @@ def test_no_tool_gets_a_plan_without_a_field_that_it_cannot_express(
     assert (written == plain) == same
 
 
-def test_nodes_without_names_are_refused() -> None:
+def test_nodes_without_names_are_refused():
     x = ir.val("x", ir.DataType.FLOAT, [2])
     relu = ir.node("Relu", [x], name="", metadata_props={"htp.module": "act"})
     model = ir.Model(ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20}), ir_version=10)
@@ -399,9 +391,7 @@ def test_nodes_without_names_are_refused() -> None:
 
 class TestFiles:
     @pytest.mark.parametrize("to", ["ort", "nncf", "modelopt"])
-    def test_the_command_writes_what_the_function_returns(
-        self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], to: str
-    ) -> None:
+    def test_the_command_writes_what_the_function_returns(self, files, tmp_path, capsys, to):
         out = tmp_path / "plan.txt"
         command = ["quantize", str(files["dynamo"]), "--rule", "layers.*=int8", "--plan-for", to, "-o", str(out)]
         assert main([*command, "--json"]) == 0
@@ -412,9 +402,7 @@ class TestFiles:
         assert set(printed) == {"schema_version", *result.to_dict()}
         assert sorted(targets()) == ["genai", "modelopt", "nncf", "olive", "ort"]
 
-    def test_rules_of_a_file_come_before_those_that_are_typed(
-        self, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_rules_of_a_file_come_before_those_that_are_typed(self, files, tmp_path, capsys):
         (tmp_path / "plan.yaml").write_text("'layers.*': int8\nhead: int4\n")
         command = ["quantize", str(files["dynamo"]), str(tmp_path / "plan.yaml"), "--rule", "head=fp32"]
         assert main([*command, "--plan-for", "ort", "-o", str(tmp_path / "plan.json")]) == 0

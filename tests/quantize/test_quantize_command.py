@@ -1,7 +1,5 @@
 """``htp-export quantize``: plans from files and rules, data, what is written and printed, and what is refused."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -34,7 +32,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     return dict(json.loads(capsys.readouterr().out))
 
 
-def test_a_plan_file_then_rules_in_order(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_file_then_rules_in_order(net, folder, capsys):
     words = ["quantize", str(net), "plan.yaml", "--rule", "head=fp16", "--rule", "first=int8-weights", "-o", "q.onnx"]
     assert main([*words, "--json"]) == 0
     result = said(capsys)
@@ -46,9 +44,7 @@ def test_a_plan_file_then_rules_in_order(net: Path, folder: Path, capsys: pytest
     assert result["modules"][""]["bytes_after"] == htp_export.cost(tagged).modules[""].weight_bytes
 
 
-def test_a_dry_run_draws_the_plan_and_writes_nothing(
-    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_draws_the_plan_and_writes_nothing(net, folder, capsys):
     before = sorted(folder.iterdir())
     assert main(["quantize", str(net), "plan.yaml", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -60,7 +56,7 @@ def test_a_dry_run_draws_the_plan_and_writes_nothing(
     assert sorted(folder.iterdir()) == before
 
 
-def test_the_same_bytes_are_predicted_and_written(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_bytes_are_predicted_and_written(net, folder, capsys):
     words = ["quantize", str(net), "plan.yaml", "--csv"]
     assert main([*words, "--dry-run"]) == 0
     predicted = capsys.readouterr().out
@@ -70,7 +66,7 @@ def test_the_same_bytes_are_predicted_and_written(net: Path, folder: Path, capsy
     assert [row["precision"] for row in rows if row["module"] == "first"] == ["int8"]
 
 
-def test_files_of_data_are_runs(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_data_are_runs(net, folder, capsys):
     np.savez(folder / "few.npz", ids=IDS % 3)
 
     def first_scale(*words: str) -> float:
@@ -87,7 +83,7 @@ def test_files_of_data_are_runs(net: Path, folder: Path, capsys: pytest.CaptureF
     assert first_scale("--data", "runs_of_data:make") == first_scale("--data", "ids.npz")
 
 
-def test_random_inputs_are_warned_of(net: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_inputs_are_warned_of(net, folder, capsys):
     assert main(["quantize", str(net), "int8", "-o", "q.onnx"]) == 0
     ended = capsys.readouterr()
     assert ended.err.count("accuracy of this model means nothing") == 1
@@ -95,9 +91,7 @@ def test_random_inputs_are_warned_of(net: Path, folder: Path, capsys: pytest.Cap
     assert "next: htp-export compare" in ended.out
 
 
-def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(
-    net: Path, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(net, folder, capsys):
     (folder / "blocks.yaml").write_text("precision: int4\nblock_size: 16\n")
     assert main(["quantize", str(net), "blocks.yaml", "--rule", "first=fp32", "--dry-run", "--json"]) == 0
     typed = said(capsys)["modules"]
@@ -127,7 +121,7 @@ def runs_of(count: int) -> list[Mapping[str, Any]]:
     return [{"x": X * k} for k in range(1, count + 1)]
 
 
-def test_the_worst_module_is_that_of_compare_over_the_runs_of_the_data(unlike: Path) -> None:
+def test_the_worst_module_is_that_of_compare_over_the_runs_of_the_data(unlike):
     result = htp_export.quantize(unlike, {".": "int4"}, data=iter(runs_of(3)), check=True)
     check = result.check
     assert check is not None
@@ -147,20 +141,20 @@ def test_the_worst_module_is_that_of_compare_over_the_runs_of_the_data(unlike: P
 
 
 @pytest.mark.parametrize(("given", "compared"), [(runs_of(9), 4), (None, 4), (runs_of(1)[0], 1)])
-def test_at_most_four_runs_are_compared_also_of_random_inputs(unlike: Path, given: Any, compared: int) -> None:
+def test_at_most_four_runs_are_compared_also_of_random_inputs(unlike, given, compared):
     check = htp_export.quantize(unlike, {"fine": "int8"}, data=given, check=True).check
     assert check is not None
     assert check.compared == compared
 
 
-def test_precisions_that_change_types_are_checked(unlike: Path) -> None:
+def test_precisions_that_change_types_are_checked(unlike):
     assert htp_export.quantize(unlike, "fp16", data=runs_of(1), check=True).check is not None
     same = htp_export.quantize(unlike, {"fine": "fp32"}, data=runs_of(1), check=True).check
     assert same is not None
     assert same.max_abs == 0
 
 
-def test_without_it_nothing_is_said_and_a_dry_run_cannot_have_it(unlike: Path) -> None:
+def test_without_it_nothing_is_said_and_a_dry_run_cannot_have_it(unlike):
     result = htp_export.quantize(unlike, {".": "int4"})
     assert result.check is None
     assert "check" not in result.to_dict()
@@ -168,7 +162,7 @@ def test_without_it_nothing_is_said_and_a_dry_run_cannot_have_it(unlike: Path) -
         htp_export.quantize(unlike, {".": "int4"}, dry_run=True, check=True)
 
 
-def test_the_command_shows_it(unlike: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_it(unlike, tmp_path, capsys):
     words = ["quantize", str(unlike), "--rule", "**=int4", "-o", str(tmp_path / "int4.onnx"), "--check"]
     assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())

@@ -1,7 +1,5 @@
 """quantize on architectures and nets with traps: what a plan leaves stays, bytes are as predicted, results are near."""
 
-from __future__ import annotations
-
 import itertools
 import platform
 from collections import Counter
@@ -24,7 +22,7 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import assigned
 from htp_export.runtime.inputs import Inputs
 from tests.decoders import DECODERS
-from tests.exporting import of_type
+from tests.exporting import of_type, open_sizes
 from tests.nets import EXPORTERS, composed, spread
 from tests.quantized import IDS, Net, assert_others_are_the_same, assert_tagged, node_bytes, outputs
 
@@ -119,12 +117,10 @@ def exported_to(folder: Path, name: str, exporter: str) -> tuple[Path, Feed]:
         return file, decoder_to(file)
     model, inputs = built(name, exporter)
     options: dict[str, Any] = {"dynamo": exporter == "dynamo", "kwargs": inputs, "verbose": False}
-    if exporter == "torchscript":
+    if "ids" in inputs:
+        options |= open_sizes(exporter, ids={0: "batch", 1: "length"})
+    elif exporter == "torchscript":
         options["input_names"] = list(inputs)
-    if "ids" in inputs and exporter == "dynamo":
-        options["dynamic_shapes"] = {"ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
-    elif "ids" in inputs:
-        options["dynamic_axes"] = {"ids": {0: "batch", 1: "length"}}
     htp_export.export(spread(model.eval()), (), file, **options)
     known = {value.name for value in htp_export.load(file).model.graph.inputs}
     return file, {key: value.numpy() for key, value in inputs.items() if key in known}
@@ -203,16 +199,14 @@ def deviations(
 
 
 @pytest.mark.parametrize("plan", [{"first": "fp16"}, {".": "int4", "second": "fp32"}, {"first": "int8-dynamic"}])
-def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan: dict[str, str], shared_linear: Path) -> None:
+def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan, shared_linear):
     """``first.linear`` is called in ``second``, too: the file has both of its forms, and ``first`` has both."""
     assert not list(deviations(shared_linear, plan, {"ids": IDS}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(
-    exported: tuple[str, Path, Feed], precision: str
-) -> None:
+def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(exported, precision):
     name, file, feed = exported
     parts = PARTS.get(name, ())
     most = MOST.get(precision) if parts else None
@@ -236,7 +230,7 @@ def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(
         for case in itertools.product(MODELS, EXPORTERS)
     ],
 )
-def test_mixed_precision_by_layer(name: str, exporter: str, tmp_path: Path) -> None:
+def test_mixed_precision_by_layer(name, exporter, tmp_path):
     [file, feed], part, target = exported_to(tmp_path, name, exporter), MODELS[name][1], tmp_path / "mixed.onnx"
     result = htp_export.quantize(file, {".": "fp16", part: "int8-dynamic"}, target, data=feed)
     assert not result.tagged.untagged
@@ -250,7 +244,7 @@ def test_mixed_precision_by_layer(name: str, exporter: str, tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere, int8 is fused, too")
-def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net: Path, tmp_path: Path) -> None:
+def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net, tmp_path):
     """It leaves many operators with int8 activations between DequantizeLinear and QuantizeLinear."""
     optimised, left = tmp_path / "optimised.onnx", {}
     for precision in ("int8", "u8s8"):

@@ -1,7 +1,5 @@
 """The precision ``auto``: chosen by what a model multiplies with, and by the processor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -49,9 +47,7 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
         ("convolutions", "x86 without VNNI", "u8s8"),
     ],
 )
-def test_auto_is_chosen_by_work_and_processor_and_says_why(
-    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, net: str, machine: str, precision: str
-) -> None:
+def test_auto_is_chosen_by_work_and_processor_and_says_why(files, monkeypatch, net, machine, precision):
     on(monkeypatch, machine)
     planned = htp_export.quantize(files[net], dry_run=True)
     assert set(planned.operators) == {precision}
@@ -62,7 +58,7 @@ def test_auto_is_chosen_by_work_and_processor_and_says_why(
     assert planned.modules[""].bytes_after == same.modules[""].bytes_after or net == "products"
 
 
-def test_weights_have_7_bits_where_products_saturate(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_have_7_bits_where_products_saturate(files, monkeypatch):
     on(monkeypatch, "x86 without VNNI")
     found = htp_export.quantize(files["products"]).model.graph.initializers
     levels = [value.const_value.numpy() for name, value in found.items() if name.endswith("_quantized")]
@@ -70,7 +66,7 @@ def test_weights_have_7_bits_where_products_saturate(files: dict[str, Path], mon
     assert all(np.abs(array).max() <= 64 for array in levels)
 
 
-def test_convolutions_among_products_stay(files: dict[str, Path]) -> None:
+def test_convolutions_among_products_stay(files):
     result = htp_export.quantize(files["products"])
     assert {path: result.modules[path].precision for path in "023"} == {
         "0": "fp32", "2": "int8-dynamic", "3": "int8-dynamic"
@@ -81,7 +77,7 @@ def test_convolutions_among_products_stay(files: dict[str, Path]) -> None:
     assert (by_rule.modules["0"].precision, by_rule.modules["2"].precision) == ("u8s8", "int8-dynamic")
 
 
-def test_sensitivity_and_search_take_it_by_default(files: dict[str, Path], tmp_path: Path) -> None:
+def test_sensitivity_and_search_take_it_by_default(files, tmp_path):
     found = htp_export.sensitivity(files["products"], data=IMAGE, select=["2", "3"], all_but=False)
     assert {row.precision for row in found.ranking} == {"int8-dynamic"}
     assert any(note.startswith("auto is int8-dynamic") for note in found.notes)
@@ -90,14 +86,12 @@ def test_sensitivity_and_search_take_it_by_default(files: dict[str, Path], tmp_p
     assert searched.modules == {"2": ("int8-dynamic", "fp32"), "3": ("int8-dynamic", "fp32")}
 
 
-def test_the_command_takes_it_without_a_plan(
-    files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_takes_it_without_a_plan(files, tmp_path, capsys):
     assert main(["quantize", str(files["products"]), "-o", str(tmp_path / "made.onnx")]) == 0
     assert "auto is int8-dynamic" in " ".join(capsys.readouterr().out.split())
 
 
-def test_where_nothing_can_be_faster_auto_is_refused(files: dict[str, Path]) -> None:
+def test_where_nothing_can_be_faster_auto_is_refused(files):
     with pytest.raises(htp_export.InputError, match=r"'1': auto: nothing here multiplies with stored weights"):
         htp_export.quantize(files["convolutions"], {"1": "auto"})
     with pytest.raises(htp_export.InputError, match="precision 'auto' has no fields, and 'block_size' is given"):

@@ -1,7 +1,5 @@
 """Files for engines that take types from the graph: standard operators alone, and as few Casts as there can be."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.weights.rebuilding import rebuilt
+from tests.exporting import open_sizes
 from tests.nets import EXPORTERS, Apply, composed, spread
 from tests.quantized import (
     IDS,
@@ -60,9 +59,7 @@ class TestBlocks:
             slow({"precision": "int4", "algorithm": "k-quant"}, "UINT4"),
         ],
     )
-    def test_standard_operators_compute_what_those_of_onnx_runtime_do(
-        self, net: Path, fields: dict[str, Any], kind: str, tmp_path: Path
-    ) -> None:
+    def test_standard_operators_compute_what_those_of_onnx_runtime_do(self, net, fields, kind, tmp_path):
         own, standard = tmp_path / "own.onnx", tmp_path / "standard.onnx"
         htp_export.quantize(net, {"class:Linear": {**fields, "accuracy_level": 0}}, own)
         plan = {"class:Linear": {**fields, "format": "qdq"}}
@@ -81,7 +78,7 @@ class TestBlocks:
         assert np.abs(fused - expected).max() < 0.03 * np.abs(expected).max()
 
     @pytest.mark.parametrize("activation", ["float32", "float16"])
-    def test_they_are_made_anew_of_other_parameters(self, net: Path, activation: str) -> None:
+    def test_they_are_made_anew_of_other_parameters(self, net, activation):
         torch.manual_seed(0)
         state = spread(Net().eval()).state_dict()
         plan = {"class:Linear": {"precision": "int4", "format": "qdq", "activation": activation}}
@@ -92,19 +89,19 @@ class TestBlocks:
         for value in [value for values in read for value in values]:
             assert np.array_equal(made.tensors[value].numpy(), value.const_value.numpy()), value.name
 
-    def test_a_weight_that_two_products_share_is_dequantized_once(self, tmp_path: Path) -> None:
+    def test_a_weight_that_two_products_share_is_dequantized_once(self, tmp_path):
         net = composed(lambda self, x: self.table(torch.tanh(self.table(x))), table=nn.Linear(32, 32, bias=False))
         file = written(net, (torch.randn(2, 32),), tmp_path / "twice.onnx", "dynamo", ["x"])
         result = htp_export.quantize(file, {".": {"precision": "int4", "format": "qdq"}})
         assert [node.op_type for node in result.model.graph] == ["DequantizeLinear", "MatMul", "Tanh", "MatMul"]
 
-    def test_a_rule_of_a_plan_file_says_so(self, net: Path, tmp_path: Path) -> None:
+    def test_a_rule_of_a_plan_file_says_so(self, net, tmp_path):
         plan, made = tmp_path / "plan.yaml", tmp_path / "made.onnx"
         plan.write_text("second: {precision: int4, format: qdq, activation: float16}\n")
         assert main(["quantize", str(net), str(plan), "-o", str(made)]) == 0
         assert "DequantizeLinear" in {node.op_type for node in checked(made).graph.node}
 
-    def test_an_opset_that_cannot_be_raised_is_refused(self, net: Path, tmp_path: Path) -> None:
+    def test_an_opset_that_cannot_be_raised_is_refused(self, net, tmp_path):
         plan = {".": {"precision": "int4", "format": "qdq"}}
         model = htp_export.load(net).model
         model.graph.opset_imports[""] = 17
@@ -123,7 +120,7 @@ def product_of_convolved(self: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 class TestFloat8:
-    def test_onnx_runtime_and_the_reference_agree(self, tmp_path: Path) -> None:
+    def test_onnx_runtime_and_the_reference_agree(self, tmp_path):
         torch.manual_seed(0)
         x = torch.randn(2, 3, 6, 6)
         source, made = tmp_path / "conv.onnx", tmp_path / "made.onnx"
@@ -140,7 +137,7 @@ class TestFloat8:
         assert_tagged(source, made, ".")
         assert_predicted(result, source, {".": "fp8"})
 
-    def test_a_weight_that_is_read_along_both_axes_has_scales_and_names_for_each(self, tmp_path: Path) -> None:
+    def test_a_weight_that_is_read_along_both_axes_has_scales_and_names_for_each(self, tmp_path):
         text = "g (float[2,4] x) => (float[2,4] z) { y = MatMul(x, w) t = Relu(y) z = Gemm<transB=1>(t, w) }"
         source, made = tmp_path / "both.onnx", tmp_path / "made.onnx"
         ir.save(from_text(text, 20, {"y": "first", "t": "", "z": "second"}, w=weight(4, 4)), source)
@@ -154,7 +151,7 @@ class TestFloat8:
         [expected] = outputs(source, {"x": x})
         assert np.abs(reference - expected).max() < 0.1 * np.abs(expected).max()
 
-    def test_the_largest_value_of_a_range_is_the_largest_of_the_type(self, net: Path) -> None:
+    def test_the_largest_value_of_a_range_is_the_largest_of_the_type(self, net):
         graph = htp_export.quantize(net, {"head": "fp8"}, data=FEED).model.graph
         [first, weight] = [node for node in graph if node.op_type == "DequantizeLinear"]
         mean = next(node.inputs[0] for node in graph if node.op_type == "QuantizeLinear")
@@ -169,7 +166,7 @@ class TestFloat8:
 
 
 class TestCasts:
-    def test_those_of_several_calls_are_those_of_one(self, net: Path, tmp_path: Path) -> None:
+    def test_those_of_several_calls_are_those_of_one(self, net, tmp_path):
         one = htp_export.quantize(net, {"first,act,norm": "fp16"}).model
         assert casts(one) == [("embedding", "FLOAT16"), ("layer_norm_float16", "FLOAT")]
         for order in (("first", "act,norm"), ("act,norm", "first")):
@@ -180,11 +177,11 @@ class TestCasts:
             assert [node.outputs[0].name for node in two.model.graph] == [node.outputs[0].name for node in one.graph]
             assert not two.tagged.untagged
 
-    def test_a_border_between_types_of_16_bits_has_one(self, net: Path) -> None:
+    def test_a_border_between_types_of_16_bits_has_one(self, net):
         model = htp_export.quantize(net, {"first": "fp16", "act,norm": "bf16"}).model
         assert casts(model) == [("embedding", "FLOAT16"), ("linear", "BFLOAT16"), ("layer_norm_bfloat16", "FLOAT")]
 
-    def test_inputs_and_outputs_have_the_type_if_that_is_asked(self, tmp_path: Path, net: Path) -> None:
+    def test_inputs_and_outputs_have_the_type_if_that_is_asked(self, tmp_path, net):
         x = torch.randn(2, 8)
         file = written(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (x,), tmp_path / "two.onnx", "dynamo", ["x"])
         whole = htp_export.quantize(file, {".": {"precision": "fp16", "narrow_io": True}}, tmp_path / "made.onnx")
@@ -195,7 +192,7 @@ class TestCasts:
         last = htp_export.quantize(file, {"1": {"precision": "fp16", "narrow_io": True}}).model
         assert [last.graph.inputs[0].dtype.name, last.graph.outputs[0].dtype.name] == ["FLOAT", "FLOAT16"]
 
-    def test_weights_in_blocks_among_activations_of_16_bits_need_none(self, net: Path, tmp_path: Path) -> None:
+    def test_weights_in_blocks_among_activations_of_16_bits_need_none(self, net, tmp_path):
         plan = {".": {"precision": "int4", "format": "qdq", "activation": "float16", "narrow_io": True}}
         result = htp_export.quantize(net, plan, tmp_path / "made.onnx")
         checked(tmp_path / "made.onnx")
@@ -236,7 +233,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("per_channel", [True, False])
-def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, attention: Path, tmp_path: Path) -> None:
+def test_caches_of_keys_and_values_are_stored_as_integers(per_channel, attention, tmp_path):
     source, made, empty = attention, tmp_path / "made.onnx", torch.zeros(1, 2, 0, 16)
     x = np.random.default_rng(0).standard_normal((1, 9, 32)).astype(np.float32)
     start = {"x": x, "key": empty.numpy(), "value": empty.numpy()}
@@ -258,7 +255,7 @@ def test_caches_of_keys_and_values_are_stored_as_integers(per_channel: bool, att
 
 
 @pytest.mark.slow
-def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path: Path) -> None:
+def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path):
     from tests.decoders import DECODERS, prompt
     from tests.export.test_genai import generated_by_genai
 
@@ -291,9 +288,7 @@ BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
         *(slow("int8-dynamic", "int8"), slow("int8-dynamic", "fp16"), slow("int4", "fp16"), slow("fp16", "int8")),
     ],
 )
-def test_a_second_call_quantizes_what_the_first_one_left(
-    first: str, second: str, exporter: str, tmp_path: Path
-) -> None:
+def test_a_second_call_quantizes_what_the_first_one_left(first, second, exporter, tmp_path):
     torch.manual_seed(0)
     net = written(Net(), (torch.from_numpy(IDS),), tmp_path / "net.onnx", exporter, ["ids"])
     kwargs: dict[str, Any] = {"data": {"ids": IDS}}
@@ -314,17 +309,13 @@ def sized(self: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @BOTH
 @pytest.mark.parametrize("chosen", ["body", "after", "head"])
-def test_sizes_are_read_of_the_tensor_that_was_there(chosen: str, exporter: str, tmp_path: Path) -> None:
+def test_sizes_are_read_of_the_tensor_that_was_there(chosen, exporter, tmp_path):
     torch.manual_seed(0)
-    options: dict[str, Any] = (
-        {"dynamic_shapes": {"ids": dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)}}
-        if exporter == "dynamo"
-        else {"input_names": ["ids"], "dynamic_axes": {"ids": {0: "batch", 1: "length"}}}
-    )
+    sizes = open_sizes(exporter, ids={0: "batch", 1: "length"})
     after = Apply(lambda x: torch.relu(x.reshape(x.shape[0] * x.shape[1], 8)))
     layers = {"body": nn.Linear(8, 8), "after": after, "head": nn.Linear(8, 4)}
     net, model = tmp_path / "net.onnx", spread(composed(sized, table=nn.Embedding(50, 8), **layers).eval())
-    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **options)
+    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **sizes)
     assert any(node.op_type == "Shape" for node in onnx.load(net).graph.node)
     htp_export.quantize(net, {chosen: "fp16"}, tmp_path / "half.onnx")
     assert_others_are_the_same(net, tmp_path / "half.onnx", chosen)

@@ -1,11 +1,8 @@
 """`rename`: names of nodes and tensors that are made of tags and of the graph alone, and carry the module tree."""
 
-from __future__ import annotations
-
 import io
 import json
 import random
-from pathlib import Path
 from typing import Any
 
 import onnx
@@ -22,9 +19,9 @@ from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tensor_names import path_prefix, rename
 from htp_export.shapes.operator_kinds import subgraphs
 from tests import nets
-from tests.exporting import BOTH, SharedFiles, quick
+from tests.exporting import BOTH, quick
 from tests.functions.test_functions import arrays, equal, run
-from tests.nets import spread
+from tests.nets import Holding, spread
 
 QUICK = ("called_twice", "names_that_end_alike", "uneven_calls")
 NAMES = [
@@ -121,9 +118,7 @@ def check_names(file: Any) -> ir.Model:
 
 @BOTH
 @pytest.mark.parametrize("name", quick(NAMES, *QUICK))
-def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
-    name: str, exporter: str, shared_files: SharedFiles
-) -> None:
+def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(name, exporter, shared_files):
     if exporter in nets.NETS[name].skip:
         pytest.skip("torch cannot export it so")
     file = shared_files.read(name, exporter)
@@ -136,11 +131,7 @@ def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
 # --- on the way of the export ---
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.ReLU()
-
+class Block(Holding, fc=nn.Linear(4, 4), act=nn.ReLU()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.act(self.fc(x))
 
@@ -155,7 +146,7 @@ BLOCKS = ["/0/fc/Gemm", "/0/act/Relu", "/0/Add", "/1/fc/Gemm", "/1/act/Relu", "/
 
 
 @BOTH
-def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
+def test_an_export_names_what_it_writes(exporter, tmp_path):
     model, kwargs = nets.NETS["names_that_end_alike"].build()  # TorchScript shortens their paths
     files = [tmp_path / "torch.onnx", tmp_path / "named.onnx"]
     for file, options in zip(files, ({}, {"names": "path"}), strict=True):
@@ -170,7 +161,7 @@ def test_an_export_names_what_it_writes(exporter: str, tmp_path: Path) -> None:
     not hasattr(torch._dynamo.config, "canonicalize_output_graph_node_order"),
     reason="torch knows one way to name FX nodes",
 )
-def test_names_stay_when_torch_calls_its_fx_nodes_otherwise() -> None:
+def test_names_stay_when_torch_calls_its_fx_nodes_otherwise():
     model, kwargs = nets.NETS["siblings"].build()
     outputs = {"output_names": ["first", "second"], "kwargs": kwargs, "verbose": False}
     models = []
@@ -182,21 +173,21 @@ def test_names_stay_when_torch_calls_its_fx_nodes_otherwise() -> None:
     assert wiring(named) == wiring(named_now)
 
 
-def test_an_exported_program_is_named_and_runs_and_saves() -> None:
+def test_an_exported_program_is_named_and_runs_and_saves():
     program = htp_export.export(net(), (X,), names="path", verbose=False)
     assert program is not None
     assert node_names(program.model) == BLOCKS
     assert torch.equal(program(X)[0], htp_export.export(net(), (X,), verbose=False)(X)[0])  # type: ignore[misc]
 
 
-def test_a_stream_gets_the_named_model() -> None:
+def test_a_stream_gets_the_named_model():
     stream = io.BytesIO()
     htp_export.export(net(), (X,), stream, names="path", dynamo=False, verbose=False)
     assert [node.name for node in onnx.load_model_from_string(stream.getvalue()).graph.node] == BLOCKS
 
 
 @BOTH
-def test_functions_are_made_of_the_named_graph(exporter: str, tmp_path: Path) -> None:
+def test_functions_are_made_of_the_named_graph(exporter, tmp_path):
     file = tmp_path / "nested.onnx"
     options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
     htp_export.export(net(), (X,), file, names="path", export_modules_as_functions={Block}, **options)
@@ -204,7 +195,7 @@ def test_functions_are_made_of_the_named_graph(exporter: str, tmp_path: Path) ->
     assert node_names(htp_export.inline(file).model) == BLOCKS
 
 
-def test_names_survive_the_end_of_tagging() -> None:
+def test_names_survive_the_end_of_tagging():
     with htp_export.tagging():
         program = htp_export.export(net(), (X,), names="path", verbose=False)
         assert program is not None
@@ -214,13 +205,13 @@ def test_names_survive_the_end_of_tagging() -> None:
 
 
 @BOTH
-def test_a_model_without_nodes_is_exported_and_named(exporter: str, tmp_path: Path) -> None:
+def test_a_model_without_nodes_is_exported_and_named(exporter, tmp_path):
     file, dynamo = tmp_path / "x.onnx", exporter == "dynamo"
     htp_export.export(nn.Identity().eval(), (X,), file, names="path", dynamo=dynamo, verbose=False)
     assert node_names(htp_export.rename(file).model) in ([], ["/Identity"])
 
 
-def test_an_unknown_style_is_refused_before_anything_runs(tmp_path: Path) -> None:
+def test_an_unknown_style_is_refused_before_anything_runs(tmp_path):
     class Never(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             raise AssertionError("it ran")
@@ -231,7 +222,7 @@ def test_an_unknown_style_is_refused_before_anything_runs(tmp_path: Path) -> Non
         htp_export.rename(tmp_path / "missing.onnx", style="paths")
 
 
-def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     htp_export.export(net(), (X,), "torch.onnx", verbose=False, external_data=False)
     assert main(["rename", "torch.onnx", "-o", "named.onnx"]) == 0
@@ -248,7 +239,7 @@ def test_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
     assert node_names(htp_export.load("torch.onnx").model) == BLOCKS
 
 
-def test_the_command_export_names_too(tmp_path: Path) -> None:
+def test_the_command_export_names_too(tmp_path):
     file = str(tmp_path / "net.onnx")
     entry = ["export", "--entry", "examples.net:make", "-o", file, "--quiet"]
     assert main([*entry, "--names", "path"]) == 0

@@ -1,7 +1,5 @@
 """`rename` on small models made by hand, each with one trap, and on what other operations of this package write."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.errors import UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
@@ -59,17 +56,17 @@ def first_name(path: str, op: str = "Relu") -> str:
         ("a.", "/a//Relu"),
     ],
 )
-def test_odd_module_paths_have_names_that_tools_can_write(path: str, name: str) -> None:
+def test_odd_module_paths_have_names_that_tools_can_write(path, name):
     assert first_name(path) == name
     assert htp_export.rename(htp_export.rename(one(path)).model).nodes == {}
 
 
-def test_different_paths_have_different_prefixes() -> None:
+def test_different_paths_have_different_prefixes():
     paths = ["a.b", "a/b", "a%2Fb", "a.@1", "@1", "%401", "a,b", "a%2Cb", "a b", "a%20b", "a.b.", "#2", "", "a"]
     assert len({path_prefix(path, {"", "a", "a.b"}) for path in paths}) == len(paths)
 
 
-def test_a_module_that_looks_like_a_call_number_is_not_taken_for_one() -> None:
+def test_a_module_that_looks_like_a_call_number_is_not_taken_for_one():
     x = value("x")
     nodes = [tagged_node("Neg", [x], "m", "a", 1), tagged_node("Neg", [x], "m.@1", "b")]
     nodes.append(tagged_node("Add", [node.outputs[0] for node in nodes], "", "sum"))
@@ -77,7 +74,7 @@ def test_a_module_that_looks_like_a_call_number_is_not_taken_for_one() -> None:
     assert node_names(htp_export.rename(model([x], nodes, [], infos)).model) == ["/m/@1/Neg", "/m/%401/Neg", "/Add"]
 
 
-def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice() -> None:
+def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice():
     x = value("x")
     nodes = [tagged_node(op, [x], "m", str(place)) for place, op in enumerate(["Neg", "Neg_1", "Neg", "Neg"])]
     nodes.append(tagged_node("Sum", [node.outputs[0] for node in nodes], "", "sum"))
@@ -89,14 +86,14 @@ def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice() -> None
 # --- calls and shared work ---
 
 
-def test_nodes_of_one_of_several_calls_have_its_number() -> None:
+def test_nodes_of_one_of_several_calls_have_its_number():
     assert node_names(htp_export.rename(called_twice()).model) == [
         "/block/fc/@0/Neg", "/block/fc/@1/Neg", "/block/odd/@0/Neg", "/block/@0/Neg", "/block/fc/@2/Neg",
         "/block/fc/@3/Neg", "/block/odd/@1/Neg", "/block/odd/@2/Neg", "/block/@1/Neg",
     ]  # fmt: skip
 
 
-def test_a_node_of_several_modules_is_named_after_the_module_above_them() -> None:
+def test_a_node_of_several_modules_is_named_after_the_module_above_them():
     named = htp_export.rename(encoder()).model
     assert node_names(named) == [
         "/layer/Neg", "/layer.0/fc/Transpose", "/layer.0/fc/MatMul", "/layer.0/Add", "/layer.1/fc/MatMul",
@@ -106,7 +103,7 @@ def test_a_node_of_several_modules_is_named_after_the_module_above_them() -> Non
     assert outputs(named)[0] == ["/layer/Neg_output_0"]
 
 
-def test_a_node_without_owner_is_named_as_one_of_the_root() -> None:
+def test_a_node_without_owner_is_named_as_one_of_the_root():
     source = encoder()
     source.graph[2].metadata_props.clear()
     assert node_names(htp_export.rename(source).model)[2] == "/MatMul"
@@ -115,7 +112,7 @@ def test_a_node_without_owner_is_named_as_one_of_the_root() -> None:
 # --- tensors ---
 
 
-def test_inputs_and_outputs_keep_names_that_others_would_have_and_outputs_left_out_stay_so() -> None:
+def test_inputs_and_outputs_keep_names_that_others_would_have_and_outputs_left_out_stay_so():
     x = value("/m/Neg_output_0")
     two = ir.node("Dropout", [x], num_outputs=2, metadata_props={"htp.module": "m", "htp.reason": "scope"})
     two.outputs[0].name, two.outputs[1].name = "kept", ""
@@ -139,7 +136,7 @@ def constants(*names: str) -> ir.Model:
     return source
 
 
-def test_weights_and_what_tools_make_of_them_keep_their_names_and_others_are_named_after_their_reader() -> None:
+def test_weights_and_what_tools_make_of_them_keep_their_names_and_others_are_named_after_their_reader():
     source = constants("m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "val_3", "m.7", "unread")
     assert list(htp_export.rename(source).model.graph.initializers) == [
         "m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "/m/Add_5_input_1", "/m/Add_6_input_1",
@@ -154,7 +151,7 @@ def numbers(source: ir.Model) -> dict[str, list[Any]]:
     return {name: each.const_value.numpy().tolist() for name, each in initializers if each.const_value is not None}
 
 
-def test_initializers_may_take_each_others_names() -> None:
+def test_initializers_may_take_each_others_names():
     source = constants("/m/Add_1_input_1", "/m/Add_input_1", "scale", "0")
     before = numbers(source)
     after = numbers(htp_export.rename(source).model)
@@ -163,7 +160,7 @@ def test_initializers_may_take_each_others_names() -> None:
     assert list(numbers(source)) == list(before)
 
 
-def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_are_gone() -> None:
+def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_are_gone():
     source = encoder()
     signatures = {"layer.0": [[{"x": "x", "mask": "mask", "gone": "/layer/Neg_output_0"}, ["layer0", None]]]}
     source.metadata_props["htp.signatures"] = json.dumps(signatures)
@@ -183,14 +180,14 @@ def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_ar
 # --- subgraphs and functions ---
 
 
-def test_branches_and_what_they_read_are_named_in_the_order_of_their_attributes() -> None:
+def test_branches_and_what_they_read_are_named_in_the_order_of_their_attributes():
     named = htp_export.rename(branching()).model
     assert node_names(named) == ["/Neg", "/gate/If", "/gate/yes/Add", "/gate/Abs", "/Relu"]
     check_names(branching())
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order: tuple[int, int]) -> None:
+def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order):
     source = branching()
     minus, gate, _ = source.graph
     more = tagged_node("Neg", [minus.inputs[0]], "", "more")
@@ -205,7 +202,7 @@ def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order: tupl
     assert {old: named.nodes[old] for old in numbers} == {old: ["/Neg", "/Neg_1"][k] for old, k in numbers.items()}
 
 
-def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it() -> None:
+def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it():
     loop = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 20]> net (int64 n, bool go, float[2] x) => (float[2] y) {
             h = Neg(x)
@@ -225,7 +222,7 @@ def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it() -> None:
     assert equal(run(loop, feeds), run(named, feeds))
 
 
-def test_a_function_keeps_its_inputs_and_outputs_and_has_names_of_its_own() -> None:
+def test_a_function_keeps_its_inputs_and_outputs_and_has_names_of_its_own():
     named = htp_export.rename(with_function()).model
     function = named.functions["pkg", "Block", ""]
     assert [each.name for each in (*function.inputs, *function.outputs)] == ["a", "formal", "r"]
@@ -244,10 +241,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-X = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
-
-
-def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_names(file: Path) -> None:
+def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_names(file):
     nested = htp_export.functions(file, "class:Block")
     named = htp_export.rename(nested)
     assert list(named.model.functions) == list(nested.model.functions) == [("htp", "Block", "")]
@@ -263,49 +257,21 @@ def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_na
 # --- files ---
 
 
-def test_weights_stay_in_the_data_file_that_is_shared(file: Path, tmp_path: Path) -> None:
-    source = htp_export.load(file)
-    source.save(tmp_path / "net.onnx", "net.data")
-    data = (tmp_path / "net.data").stat()
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "shared.onnx", share_weights=True)
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "own.onnx")
-    htp_export.rename(tmp_path / "net.onnx", tmp_path / "net.onnx")
-    names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["net.data", "net.onnx", "own.onnx", "own.onnx.data", "shared.onnx"]
-    assert (tmp_path / "net.data").stat().st_mtime_ns == data.st_mtime_ns
-    results = [onnx.load(str(tmp_path / name)) for name in ("net.onnx", "shared.onnx", "own.onnx")]
-    assert all(equal(run(each, [X]), run(onnx.load(str(file)), [X])) for each in results)
-    for name in ("net.onnx", "shared.onnx", "own.onnx"):
-        assert node_names(htp_export.load(tmp_path / name).model)[0] == "/0/fc/Gemm"
-
-
-def test_weights_are_not_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_not_read(file, monkeypatch):
     for read in ("tobytes", "numpy"):
         monkeypatch.setattr(ir.ExternalTensor, read, lambda tensor: pytest.fail(f"{tensor.name} was read"))
     assert len(htp_export.rename(file).nodes) == 10
 
 
-def test_a_model_in_memory_is_not_changed(file: Path) -> None:
-    tagged = htp_export.load(file)
-    before = wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)
-    htp_export.rename(tagged)
-    assert (wiring(tagged.model), dict(tagged.model.metadata_props), list(tagged.model.graph.initializers)) == before
-
-
-def test_a_map_describes_the_named_model(file: Path) -> None:
+def test_a_map_describes_the_named_model(file):
     named = htp_export.rename(htp_export.embed_map(file)).model
     assert htp_export.carry(stripped(named)).recovered == {"tensor": 10}
-
-
-def test_a_model_without_tags_is_refused(file: Path) -> None:
-    with pytest.raises(UntaggedModelError, match=r"lost their module tags; .*carry"):
-        htp_export.rename(stripped(htp_export.load(file).model))
 
 
 # --- after other operations, and before them ---
 
 
-def test_carry_works_between_a_model_and_its_named_copy_and_after_a_tool(file: Path, tmp_path: Path) -> None:
+def test_carry_works_between_a_model_and_its_named_copy_and_after_a_tool(file, tmp_path):
     def owners(source: Any) -> list[tuple[str, ...]]:
         tagged = htp_export.load(source)
         return [tagged.owners_of(node) for node in tagged.nodes]

@@ -36,14 +36,7 @@ def bare(file) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        ["tree"],
-        ["cost"],
-        ["profile", "--runs", "2"],
-        ["forensics"],
-        ["fingerprint"],
-        ["optimize", "-o", "out.onnx"],
-    ],
+    [["tree"], ["cost"], ["profile", "--runs", "2"], ["forensics"], ["fingerprint"], ["optimize", "-o", "out.onnx"]],
     ids=" ".join,
 )
 def test_the_line_stands_under_the_table_and_the_facts_in_json(command, file, tmp_path, monkeypatch, capsys):

@@ -1,7 +1,5 @@
 """Models on which ONNX Runtime itself crashes: the package does not, and says what helps."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess
@@ -69,7 +67,7 @@ LOAD = """
 @pytest.mark.parametrize(
     ("exporter", "dynamic"), quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True))
 )
-def test_a_float16_model_loads_as_its_notes_say(exporter: str, dynamic: bool, tmp_path: Path) -> None:
+def test_a_float16_model_loads_as_its_notes_say(exporter, dynamic, tmp_path):
     words, noted = [], []
     file = exported(tmp_path / "net.onnx", exporter, dynamic=dynamic)
     for number, plan in enumerate(PLANS):
@@ -92,7 +90,7 @@ def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized
 
 
-def test_sessions_of_the_package_survive(at_risk: Path, tmp_path: Path) -> None:
+def test_sessions_of_the_package_survive(at_risk, tmp_path):
     assert can_crash(ir.load(at_risk))
     code = """
         import sys
@@ -114,7 +112,7 @@ def test_sessions_of_the_package_survive(at_risk: Path, tmp_path: Path) -> None:
     assert finishes(code, *files).split() == ["GeluFusionL2", "True"]
 
 
-def test_the_program_for_ray_survives(at_risk: Path, tmp_path: Path) -> None:
+def test_the_program_for_ray_survives(at_risk, tmp_path):
     found = htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "stages", serve="ray")
     assert [dict(stage.session_config) for stage in found.stages] == [{}, {DISABLED: AT_FAULT}, {}]
     assert [stage.session_config for stage in htp_export.load_partition(tmp_path / "stages").stages] == [
@@ -131,7 +129,7 @@ def test_the_program_for_ray_survives(at_risk: Path, tmp_path: Path) -> None:
     assert finishes(code, tmp_path / "stages").split() == ["0", "1", "2"]
 
 
-def test_triton_and_genai_are_told_about_stages_at_risk(at_risk: Path, tmp_path: Path) -> None:
+def test_triton_and_genai_are_told_about_stages_at_risk(at_risk, tmp_path):
     htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "triton", serve="triton")
     configs = [
         (tmp_path / "triton" / "triton" / f"Encoder_stage{number}" / "config.pbtxt").read_text() for number in range(3)
@@ -157,7 +155,7 @@ def test_triton_and_genai_are_told_about_stages_at_risk(at_risk: Path, tmp_path:
         (None, True, None, False),
     ],
 )
-def test_what_makes_a_crash_possible(axes: list[int] | None, narrow: bool, cast: int | None, expected: bool) -> None:
+def test_what_makes_a_crash_possible(axes, narrow, cast, expected):
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT16 if narrow else ir.DataType.FLOAT))
     nodes = [ir.node("Transpose", [x], {} if axes is None else {"perm": axes})]
     if cast is not None:

@@ -1,7 +1,5 @@
 """Data: every form in which a user gives the inputs of runs, what is refused, and that no file runs code."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ def read(data: Any, **options: Any) -> list[float]:
     return found
 
 
-def test_runs_come_in_every_form(code: str) -> None:
+def test_runs_come_in_every_form(code):
     assert read(run(5)) == [5]
     assert read([run(5), run(6)]) == read(iter([run(5), run(6)])) == [5, 6]
     assert read("runs/1.npz") == read(Path("runs/1.npz")) == [1]
@@ -72,7 +70,7 @@ def test_runs_come_in_every_form(code: str) -> None:
     assert len(read(None)) == 4
 
 
-def test_runs_are_read_when_it_is_their_turn() -> None:
+def test_runs_are_read_when_it_is_their_turn():
     taken: list[int] = []
 
     def runs() -> Iterator[dict[str, Any]]:
@@ -85,7 +83,7 @@ def test_runs_are_read_when_it_is_their_turn() -> None:
     assert taken == [0]
 
 
-def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them() -> None:
+def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them():
     def sizes(**options: Any) -> set[int]:
         return {len(arrays["x"]) for arrays in Samples.of(None, MODEL, **options)}
 
@@ -117,13 +115,13 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them() -
     ],
     ids=str,
 )
-def test_what_is_no_data_is_refused(data: Any, error: type[InputError], problem: str, code: str) -> None:
+def test_what_is_no_data_is_refused(data, error, problem, code):
     given = data.replace("{code}", code) if isinstance(data, str) else data
     with pytest.raises(error, match=problem.replace("{code}", code)):
         read(given)
 
 
-def test_a_folder_without_arrays_and_pickles_are_refused() -> None:
+def test_a_folder_without_arrays_and_pickles_are_refused():
     Path("empty").mkdir()
     np.savez("pickled.npz", x=np.array([{}, None], dtype=object))
     for name, problem in {"empty": "is a folder without .npz files", "pickled.npz": "is no .npz file of plain"}.items():
@@ -134,7 +132,7 @@ def test_a_folder_without_arrays_and_pickles_are_refused() -> None:
     check_runs(["runs", "runs/1.npz", "nowhere:make"])  # a factory is not called
 
 
-def test_one_run_is_taken_and_several_are_refused(code: str) -> None:
+def test_one_run_is_taken_and_several_are_refused(code):
     assert Samples.of([run(3)], MODEL).only("profile").arrays["x"][0, 0] == 3
     assert single_run("runs/2.npz", "cost")["x"][0, 0] == 2
     assert single_run(None, "cost") is None
@@ -144,7 +142,7 @@ def test_one_run_is_taken_and_several_are_refused(code: str) -> None:
 
 
 @pytest.mark.parametrize("use", ["profile", "compare", "cost", "place", "placement", "carry"])
-def test_functions_of_one_run_refuse_several(use: str) -> None:
+def test_functions_of_one_run_refuse_several(use):
     files = {"compare": 2, "carry": 2}.get(use, 1)
     data = [{"x": np.ones((2, 4), np.float32)}] * 2
     options = {"plan": {".": "cpu"}} if use == "place" else {}
@@ -152,6 +150,6 @@ def test_functions_of_one_run_refuse_several(use: str) -> None:
         getattr(htp_export, use)(*[encoder()] * files, data=data, **options)
 
 
-def test_a_text_names_a_factory_only_if_it_is_no_file() -> None:
+def test_a_text_names_a_factory_only_if_it_is_no_file():
     Path("a:b").touch()
     assert [names_factory(each) for each in ("m:f", "a:b", "runs", "C:x.npz", "/m:f", 3)] == [True, *[False] * 5]

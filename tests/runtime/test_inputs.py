@@ -1,9 +1,6 @@
 """Inputs of a model: open sizes are bound once, contradictions and what stays open are said, random arrays fit."""
 
-from __future__ import annotations
-
 import tracemalloc
-from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +16,7 @@ def inputs(**shapes: list[int | str | None] | None) -> Inputs:
     return Inputs.of(ir.Model(ir.Graph(values, [], nodes=[]), ir_version=10))
 
 
-def test_a_size_of_one_name_is_the_same_wherever_it_stands() -> None:
+def test_a_size_of_one_name_is_the_same_wherever_it_stands():
     bound = inputs(x=["batch", 4], mask=["batch", "length"]).bind(shapes={"x": (3, 4)}, dims={"length": 7})
     assert bound.sizes == {"batch": 3, "length": 7}
     assert bound.shapes == {"x": (3, 4), "mask": (3, 7)}
@@ -27,7 +24,7 @@ def test_a_size_of_one_name_is_the_same_wherever_it_stands() -> None:
     bound.check()
 
 
-def test_what_stays_open_is_named() -> None:
+def test_what_stays_open_is_named():
     bound = inputs(x=["batch", None], y=None, z=["batch", 2]).bind()
     assert bound.shapes == {"x": (None, None), "y": None, "z": (None, 2)}
     assert bound.open == ("batch", "x: 1", "y: all")
@@ -39,7 +36,7 @@ def test_what_stays_open_is_named() -> None:
     assert raised.value.names == ("bach",)
 
 
-def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask() -> None:
+def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask():
     bound = inputs(x=["batch", 4], y=["batch"]).bind(shapes={"x": (2, 5), "y": (3,)})
     assert bound.conflicts == (
         "input 'x' is [2, 5], but a size of it is 4",
@@ -49,7 +46,7 @@ def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask() -> None:
         bound.check()
 
 
-def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes() -> None:
+def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes():
     wanted, array = inputs(x=["batch", 4]), np.ones((2, 4), np.float32)
     said = r"input 'x' is \[2, 4\], but dims has batch = 3"
     with pytest.raises(InputError, match=said):
@@ -59,7 +56,7 @@ def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes() ->
     assert wanted.feed({"x": array}, {"batch": 2}).arrays["x"] is array
 
 
-def test_a_size_that_the_file_computes_of_others_follows_them() -> None:
+def test_a_size_that_the_file_computes_of_others_follows_them():
     wanted = inputs(mask=["batch", "past + length"], ids=["batch", "length"], keys=["batch", "past"], x=["batch-size"])
     given = wanted.bind(dims={"length": 4, "past": 3})
     assert (given.shapes["mask"], given.open) == ((None, 7), ("batch", "batch-size"))
@@ -76,26 +73,26 @@ def test_a_size_that_the_file_computes_of_others_follows_them() -> None:
 
 
 @pytest.mark.parametrize("size", [-1, True, 2.0, "2"])
-def test_a_size_is_a_whole_number(size: object) -> None:
+def test_a_size_is_a_whole_number(size):
     with pytest.raises(InputError, match="whole number"):
         inputs(x=["batch"]).bind(dims={"batch": size})  # type: ignore[dict-item]
     with pytest.raises(InputError, match="list of whole numbers"):
         inputs(x=["batch"]).bind(shapes={"x": [size]})  # type: ignore[list-item]
 
 
-def test_open_sizes_of_random_inputs_differ_by_name() -> None:
+def test_open_sizes_of_random_inputs_differ_by_name():
     feed = inputs(x=["batch", "length"], y=["length", "batch"]).random(open_sizes=(2, 8))
     assert {name: array.shape for name, array in feed.arrays.items()} == {"x": (2, 8), "y": (8, 2)}
     assert feed.notes == ("size 'batch' is 2", "size 'length' is 8")
 
 
-def test_booleans_are_true_as_often_as_asked_for() -> None:
+def test_booleans_are_true_as_often_as_asked_for():
     given = Inputs.of(ir.Model(ir.Graph([ir.val("m", ir.DataType.BOOL, [999])], [], nodes=[]), ir_version=10))
     assert given.random().arrays["m"].all()
     assert 400 < np.count_nonzero(given.random(true=0.5).arrays["m"]) < 600
 
 
-def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path: Path) -> None:
+def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path):
     size = 4_000_000
     np.savez_compressed(tmp_path / "x.npz", x=np.zeros(size, np.float32), y=np.ones((2, 4), np.float32))
     assert (tmp_path / "x.npz").stat().st_size < 100_000
@@ -114,7 +111,7 @@ def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path: 
     np.testing.assert_array_equal(inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size))
 
 
-def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path: Path) -> None:
+def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.arange(1000))
     content = bytearray((tmp_path / "x.npz").read_bytes())
     content[500] ^= 255
@@ -123,7 +120,7 @@ def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path:
         NpzArrays(tmp_path / "x.npz")["x"]
 
 
-def test_random_integers_are_within_the_tables_in_which_they_are_looked_up() -> None:
+def test_random_integers_are_within_the_tables_in_which_they_are_looked_up():
     ids, table = ir.val("ids", ir.DataType.INT64, [8]), ir.val("table", ir.DataType.FLOAT, [1, 4])
     row = ir.node("Gather", [table, ids])
     given = Inputs.of(ir.Model(ir.Graph([ids, table], row.outputs, nodes=[row]), ir_version=10))

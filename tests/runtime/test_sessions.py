@@ -1,10 +1,7 @@
 """ONNX Runtime sessions: options of users are put back, providers are checked, and errors name node and module."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -40,7 +37,7 @@ def runnable(text: str, **owners: str) -> RunnableModel:
         ("g (float[n, m] x) => (y) <int64[1] s = {3}> { y = Gather(x, s) }", "run"),
     ],
 )
-def test_an_error_says_what_failed_and_names_the_node_and_its_module(text: str, action: str) -> None:
+def test_an_error_says_what_failed_and_names_the_node_and_its_module(text, action):
     with pytest.raises(
         OnnxRuntimeError, match=f"^the model: ONNX Runtime cannot {action} it in module 'block.0': "
     ) as e:
@@ -48,21 +45,21 @@ def test_an_error_says_what_failed_and_names_the_node_and_its_module(text: str, 
     assert (e.value.action, e.value.node, e.value.modules) == (action, "make_y", ("block.0",))
 
 
-def test_an_error_about_no_node_names_none() -> None:
+def test_an_error_about_no_node_names_none():
     session = Session(runnable("g (float[2] x) => (y) { y = Relu(x) }", y="act"))
     with pytest.raises(OnnxRuntimeError) as error:
         session.run({"z": np.ones(2, np.float32)})
     assert (error.value.node, error.value.modules) == ("", ())
 
 
-def test_a_provider_that_is_not_there_is_refused() -> None:
+def test_a_provider_that_is_not_there_is_refused():
     settings = SessionSettings([("NoExecutionProvider", {})])
     with pytest.raises(InputError, match=r"no NoExecutionProvider, only .*CPUExecutionProvider"):
         Session(runnable("g (float[2] x) => (y) { y = Relu(x) }"), settings)
 
 
 @pytest.mark.parametrize("op", ["Relu", "Relux"])
-def test_options_of_the_user_are_as_they_were_also_after_an_error(op: str) -> None:
+def test_options_of_the_user_are_as_they_were_also_after_an_error(op):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 3
     options.add_session_config_entry("session.disable_prepacking", "0")
@@ -76,12 +73,12 @@ def test_options_of_the_user_are_as_they_were_also_after_an_error(op: str) -> No
     assert options.get_session_config_entry("session.intra_op.allow_spinning") == "1"  # its default
 
 
-def test_a_session_without_options_of_a_user_is_quiet(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_session_without_options_of_a_user_is_quiet(capfd):
     Session(runnable("g (float[2] x) => (y) { y = Relu(x) }"), changes=as_written())
     assert capfd.readouterr() == ("", "")  # ONNX Runtime warns of an entry that is set again
 
 
-def test_sequences_and_narrow_floats_are_given() -> None:
+def test_sequences_and_narrow_floats_are_given():
     text = "g (float[2, 2] x) => (seq(float[1, 2]) parts, bfloat16[2, 2] y) "
     text += "{ parts = SplitToSequence(x) y = Cast<to = 16>(x) }"
     session = Session(runnable(text))
@@ -100,7 +97,7 @@ def net() -> tuple[torch.nn.Module, tuple[torch.Tensor], Any]:
 
 
 @pytest.mark.parametrize("isolated", [False, True])
-def test_verify_and_compare_run_with_the_options_of_the_user(net: Any, isolated: bool) -> None:
+def test_verify_and_compare_run_with_the_options_of_the_user(net, isolated):
     model, args, program = net
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
@@ -113,9 +110,7 @@ def test_verify_and_compare_run_with_the_options_of_the_user(net: Any, isolated:
     assert options.graph_optimization_level == onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
 
 
-def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(
-    net: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_written_for_a_user_of_options_are_gone_with_the_runner(net, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("htp_export.runtime.sessions.LARGE_BYTES", 100)
     model, args, program = net

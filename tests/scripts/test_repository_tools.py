@@ -1,27 +1,18 @@
-"""The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, the plot of latencies."""
-
-from __future__ import annotations
+"""The scripts in tools/: the matrix of environments, the run on a GPU, the site of the docs, latencies in pairs."""
 
 import contextlib
 import io
-import math
 import re
 import sys
-import types
-import xml.etree.ElementTree as ET
-from collections.abc import Sequence
-from pathlib import Path
 
 import onnxruntime
 import pytest
 
 from htp_export.command.commands import command_groups, command_names
 from htp_export.command.main import main
-from tools import docs_site, gpu, matrix
-from tools.compare_tools import plot, shown_latency
+from tools import gpu, matrix
 from tools.docs_site import commands_page
 from tools.latency import paired
-from tools.scatter import correlation
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_a" name="test_one" /><testcase classname="tests.test_a" name="test_two" />
@@ -32,31 +23,14 @@ REPORT = """<testsuites><testsuite>
 </testsuite></testsuites>"""
 
 
-def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use() -> None:
+def test_lower_bounds_are_those_of_the_package_and_of_what_its_tests_use():
     pins = dict(pin.split("==") for pin in matrix.lower_bounds())
     assert pins["torch"] == "2.10"
     assert {"onnx", "onnx_ir", "onnxscript", "onnxruntime", "transformers", "pytest"} <= set(pins)
     assert "numpy" not in pins  # it has no bound
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (["--torch", "2.10", "2.13.0"], {"torch-2.10": ["torch==2.10.*"], "torch-2.13.0": ["torch==2.13.0"]}),
-        ([], {f"torch-{version}": [f"torch=={version}.*"] for version in ("2.10", "2.13", "2.15")}),
-    ],
-)
-def test_a_version_of_two_parts_means_its_newest_release(line: list[str], expected: object) -> None:
-    assert matrix.wanted(matrix.parsed(line)) == expected
-
-
-def test_what_follows_two_dashes_goes_to_pytest() -> None:
-    options = matrix.parsed(["--lowest", "--", "-m", "torch", "tests/exporter/test_drop_in.py"])
-    assert options.pytest == ["-m", "torch", "tests/exporter/test_drop_in.py"]
-    assert list(matrix.wanted(options)) == ["lowest"]
-
-
-def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatch):
     from torch._dynamo import config
 
     given = []
@@ -67,7 +41,7 @@ def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatc
     assert given == [(["-m", "torch", "-n", "0"], True)]
 
 
-def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) -> None:
+def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path):
     (tmp_path / "report.xml").write_text(REPORT)
     outcome = matrix.Outcome("torch-9")
     matrix.read_report(tmp_path / "report.xml", outcome)
@@ -77,7 +51,7 @@ def test_a_report_is_counted_and_an_expected_failure_is_no_skip(tmp_path: Path) 
     assert not outcome.good
 
 
-def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed() -> None:
+def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_installed():
     outcome = matrix.Outcome("torch-9")
     assert not outcome.good
     outcome.counts["passed"] = 1
@@ -89,7 +63,7 @@ def test_an_environment_is_good_only_where_tests_ran_and_every_extra_can_be_inst
     assert lines[0].count("|") == lines[2].count("|")
 
 
-# --- ``tools/gpu.py`` with the CPU in place of a GPU: steps run and write Markdown; w ---
+# --- tools/gpu.py with the CPU in place of a GPU: steps run and write Markdown ---
 
 
 SMALL = ["--layers", "1", "--width", "64", "--length", "8", "--runs", "2"]
@@ -130,10 +104,10 @@ def test_a_step_that_fails_is_said_the_others_run_and_the_status_is_1(capsys, mo
     assert "allocated for the outputs of kernels" in output.out
 
 
-# --- The page of commands and the gallery, which the site of the documentation has ---
+# --- the page of commands, which the site of the documentation has ---
 
 
-def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch):
     def helped(*words: str) -> str:
         with contextlib.redirect_stdout(io.StringIO()) as out:
             assert main([*words, "--help"]) == 0
@@ -148,75 +122,10 @@ def test_the_page_of_commands_has_the_help_of_each_below_its_heading(monkeypatch
         assert f"Usage: htp-export {name} " in page
 
 
-def test_the_gallery_is_made_by_the_commands_of_its_page_where_it_is_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    there: list[str] = []
-
-    def made(words: Sequence[str], folder: str) -> str:
-        name, *rest = words
-        assert name == "export" or rest[0] in there, "a page is made of a file that was exported before"
-        there.append(words[-1])
-        Path(folder, words[-1]).write_text(words[-1])
-        return ""
-
-    monkeypatch.setattr(docs_site, "run", made)
-    (tmp_path / "gallery").mkdir()
-    config = types.SimpleNamespace(site_dir=str(tmp_path), repo_url=None)
-    page = types.SimpleNamespace(file=types.SimpleNamespace(src_uri="gallery.md"))
-    text = docs_site.GALLERY.read_text(encoding="utf-8")
-    for asked, pages in (("no", []), ("yes", ["bert.html", "llama.html", "resnet.html", "whisper.html"])):
-        monkeypatch.setenv("HTP_GALLERY", asked)
-        docs_site.on_post_build(config=config)
-        assert sorted(path.name for path in (tmp_path / "gallery").iterdir()) == pages
-        shown = docs_site.on_page_markdown(text, page=page, config=config, files=None)
-        assert re.findall('<a href="(.*?)">', shown) == pages
+# --- pairs of latencies ---
 
 
-# --- The plot of nodes against latency: what tools/compare_tools.py draws and says ---
-
-
-SVG = "{http://www.w3.org/2000/svg}"
-
-
-def entry(nodes: int, off: float, on: float, around: float = 0.05) -> dict:
-    sides = {"off": off, "on": on}
-    spreads = {how: {"median": at, "spread": [at - around, at + around]} for how, at in sides.items()}
-    return {"nodes": nodes, **spreads}
-
-
-ROW = {
-    "model": "A & B", "exporter": "dynamo", "nodes": 100, "control": entry(100, 1.0, 1.0),
-    "quick": entry(50, 0.5, 1.02), "slow": entry(80, 1.4, 0.98), "broken": {"failed": "no such <operator>"},
-}  # fmt: skip
-
-
-def test_correlation_is_pearsons() -> None:
-    assert correlation([1, 2, 4], [3, 5, 9]) == pytest.approx(1)
-    assert correlation([1, 2, 3], [6, 4, 2]) == pytest.approx(-1)
-    assert correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert math.isnan(correlation([1, 1], [2, 3]))
-
-
-def test_only_what_lies_outside_the_controls_spread_is_called_a_difference() -> None:
-    lines = shown_latency(ROW, ["quick", "slow", "broken"]).splitlines()
-    assert lines[2].endswith("50 nodes, off 0.50 (0.45 to 0.55)  faster, on 1.02 (0.97 to 1.07)")
-    assert lines[3].endswith("80 nodes, off 1.40 (1.35 to 1.45)  slower, on 0.98 (0.93 to 1.03)")
-    assert lines[4].endswith("failed: no such <operator>")
-    assert "er" not in lines[1].replace("control", "")
-
-
-def test_the_plot_has_a_dot_for_each_file_that_ran_and_a_band_for_the_control() -> None:
-    drawn = ET.fromstring(plot([ROW, ROW], ["quick", "slow", "broken"], "small", 21))
-    titles = [title.text or "" for title in drawn.iter(f"{SVG}title")]
-    assert sum("latency" in title for title in titles) == 2 * 2 * 2
-    assert titles.count("the same file twice: 0.95 to 1.05") == 2
-    texts = [text.text for text in drawn.iter(f"{SVG}text")]
-    assert "r = 1.00 over 4 files" in texts
-    assert "r = -1.00 over 4 files" in texts
-
-
-def test_pairs_are_timed_in_turn_and_their_first_ones_left_out() -> None:
+def test_pairs_are_timed_in_turn_and_their_first_ones_left_out():
     ran: list[str] = []
 
     def timed(session: str) -> float:

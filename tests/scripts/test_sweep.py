@@ -1,7 +1,5 @@
 """tools/sweep.py: what it finds on two architectures, what a resumed run leaves, what limits do, and the page of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -13,7 +11,7 @@ from typing import Any
 import pytest
 
 from tools.shrinking import smaller
-from tools.sweep_table import missing, page
+from tools.sweep_table import page
 
 ROOT = Path(__file__).parents[2]
 TWO = ("torch/TransformerEncoder", "transformers/vit")
@@ -42,9 +40,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @forks
 @pytest.mark.slow
-def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_does_not_repeat_them(
-    results: Path, tmp_path: Path
-) -> None:
+def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_does_not_repeat_them(results, tmp_path):
     [first] = rows_of(results)
     assert TWO[1] in sweep(results, "--only", *TWO)
     assert rows_of(results)[0] == first
@@ -69,7 +65,7 @@ def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_d
 
 @forks
 @pytest.mark.slow
-def test_a_limit_ends_one_architecture_and_what_was_found_is_kept(tmp_path: Path) -> None:
+def test_a_limit_ends_one_architecture_and_what_was_found_is_kept(tmp_path):
     results = tmp_path / "sweep.jsonl"
     sweep(results, "--only", TWO[1], "--seconds", "2")
     [row] = rows_of(results)
@@ -93,7 +89,7 @@ def row(name: str, **exporters: Any) -> dict[str, Any]:
     return {"name": name, "class": "Net", "random": False, **exporters}
 
 
-def test_the_page_counts_what_is_exported_exact_and_tagged() -> None:
+def test_the_page_counts_what_is_exported_exact_and_tagged():
     refused = {"torch": {"error": "TypeError: no"}, "ours": {"error": "TypeError: no"}}
     wrong = one(agrees=False, exact=1)
     inexact = one(exact=6, faults=["gate: view leaves, and is no output of it"])
@@ -111,25 +107,6 @@ def test_the_page_counts_what_is_exported_exact_and_tagged() -> None:
     assert "and by us with none: none." in text
 
 
-def test_a_model_that_we_do_not_export_and_another_does_is_named() -> None:
-    ours_fails = {"torch": {"seconds": 1.0}, "ours": {"error": "CaptureError: lost"}}
-    by_tagging = {"ours": {}, "untagged": 0, "agrees": True, "others_agree": True, "exact": 1, "total": 1, "fused": 0}
-    lost = row("a/lost", dynamo=ours_fails)
-    assert missing(lost)
-    assert not missing(row("a/other", dynamo=ours_fails, transformers=by_tagging))
-    assert not missing(row("a/none", dynamo={"torch": {"error": "E"}, "ours": {"error": "E"}}))
-    assert "and by us with none: a/lost." in page([lost], listed=1)
-
-
-def test_what_could_not_be_built_or_was_stopped_has_its_reason() -> None:
-    stopped = {**row("b/slow", dynamo={"torch": {"seconds": 9.0}}), "ended": "stopped after 9 s (dynamo, ours)"}
-    text = page([{"name": "a/none", "error": "ImportError: no package"}, stopped], listed=2)
-    assert "| not built (1) |  |  | a/none |" in text
-    assert "1. `ImportError: no package`" in text
-    assert "| no (2), torch: yes |  | stopped (2) | b/slow |" in text
-    assert "2. `stopped after 9 s (dynamo, ours)`" in text
-
-
 # --- small configs ---------------------------------------------------
 
 
@@ -137,7 +114,7 @@ def config(**settings: Any) -> Any:
     return SimpleNamespace(to_dict=lambda: settings, sub_configs={}, **settings)
 
 
-def test_widths_become_one_number_and_layers_two() -> None:
+def test_widths_become_one_number_and_layers_two():
     settings = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
     assert smaller(config(**settings)) == {
         "hidden_size": 64,
@@ -147,32 +124,13 @@ def test_widths_become_one_number_and_layers_two() -> None:
     }
 
 
-def test_only_layers_and_tokens_become_fewer_in_a_shallow_config() -> None:
-    settings = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 30_000}
-    assert smaller(config(**settings), "shallow") == {"num_hidden_layers": 2, "vocab_size": 1000}
-
-
-def test_numbers_only_become_smaller_and_rates_kernels_and_counts_of_listed_parts_stay() -> None:
+def test_numbers_only_become_smaller_and_rates_kernels_and_counts_of_listed_parts_stay():
     assert smaller(config(hidden_size=32, dropout=0.1, conv_kernel=[10, 3], patch_size=16, use_cache=True)) == {}
     assert smaller(config(num_stages_layers=4, depths=[2, 2, 6, 2])) == {"depths": [1, 2, 2, 2]}
 
 
-def test_special_tokens_stay_apart_and_within_the_vocabulary() -> None:
+def test_special_tokens_stay_apart_and_within_the_vocabulary():
     found = smaller(config(vocab_size=50_000, bos_token_id=49_000, eos_token_id=49_001, image_token_id=48_000))
     assert found["vocab_size"] == 1000
     assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
     assert 900 <= found["image_token_id"] < 1000
-
-
-def test_configs_inside_a_config_are_walked() -> None:
-    inner = config(hidden_size=512)
-    outer = SimpleNamespace(to_dict=lambda: {"text_config": {}}, sub_configs={"text_config": object}, text_config=inner)
-    assert smaller(outer) == {"text_config.hidden_size": 64}
-
-
-def test_the_sections_of_a_rotary_embedding_share_half_of_a_head() -> None:
-    rope = {"rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    assert smaller(config(head_dim=128, rope_parameters=rope)) == {
-        "head_dim": 16,
-        "rope_parameters.mrope_section": [2, 3, 3],
-    }

@@ -4,8 +4,6 @@ Times beside those of the original, plans of the front measured again, and what 
 predicted to be better, and what a search does with them.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Mapping, Sequence
@@ -39,7 +37,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
-def test_a_machine_that_becomes_slower_does_not_change_times(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_becomes_slower_does_not_change_times(file, monkeypatch):
     """Each run takes one tick, and each tick is longer than the one before."""
     ticks = itertools.accumulate(1.01**number for number in itertools.count())
     monkeypatch.setattr(runner, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
@@ -58,7 +56,7 @@ def noisy(seed: int) -> Any:
     return metric
 
 
-def test_plans_of_the_front_have_medians_and_no_noise_makes_one_better(file: Path) -> None:
+def test_plans_of_the_front_have_medians_and_no_noise_makes_one_better(file):
     settings: dict[str, Any] = {"objectives": ["metric"], "trials": 4}
     once = htp_export.search(file, SPACE, metric=noisy(0), **settings)
     assert len(once.pareto) == 1
@@ -73,20 +71,20 @@ def test_plans_of_the_front_have_medians_and_no_noise_makes_one_better(file: Pat
     assert [trial.name for trial in again.pareto] == [trial.name for trial in found.pareto]
 
 
-def test_what_does_not_differ_is_said(file: Path) -> None:
+def test_what_does_not_differ_is_said(file):
     found = htp_export.search(file, SPACE, objectives=["error", "size"], trials=4, repeats=2)
     assert "plans were measured 2 more times: no value differed" in found.notes[-1]
     with pytest.raises(InputError, match="one measurement has no spread"):
         htp_export.search(file, SPACE, repeats=1)
 
 
-def test_sensitivity_has_the_spread_of_a_metric(file: Path) -> None:
+def test_sensitivity_has_the_spread_of_a_metric(file):
     found = htp_export.sensitivity(file, ["int8-dynamic"], metric=noisy(1), repeats=3, all_but=False)
     values = [row.alone for row in found.ranking]
     assert all(measured is not None and measured.spread["metric"] > 0 for measured in values)
 
 
-def test_the_command_shows_the_spread(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_shows_the_spread(file, capsys):
     words = "--choices int8-dynamic,fp32 --objectives latency,size --trials 4 --runs 3 --repeats 3"
     assert main(["search", str(file), *words.split()]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -109,26 +107,26 @@ def plan(names: str, error: float) -> MeasuredPlan:
 MEASURED = [plan("int4 int4 int4", 11.0), plan("fp32 fp32 fp32", 0.0), plan("int8 int8 int8", 1.1)]
 
 
-def test_the_plan_that_is_predicted_to_be_the_most_below_the_front_comes_first() -> None:
+def test_the_plan_that_is_predicted_to_be_the_most_below_the_front_comes_first():
     first, *others = refined_plans(MEASURED, MODULES, 10)
     assert first == {"a": "int4", "b": "int8", "c": "int8"}  # 2 instead of 11 at 4 bytes
     assert {"a": "int4", "b": "int4", "c": "int8"} in others
     assert all(each not in [dict(known.choices) for known in MEASURED] for each in (first, *others))
 
 
-def test_what_does_not_add_up_in_a_plan_does_not_in_its_neighbour() -> None:
+def test_what_does_not_add_up_in_a_plan_does_not_in_its_neighbour():
     smallest, neighbour = plan("int4 int4 int4", 11.0), {"a": "int4", "b": "int4", "c": "int8"}
     assert neighbour in refined_plans([smallest, plan("int4 int4 fp32", 3.0)], MODULES, 20)  # as the sum says
     assert neighbour not in refined_plans([smallest, plan("int4 int4 fp32", 10.0)], MODULES, 20)
 
 
-def test_there_are_no_more_than_asked_for_and_none_if_nothing_is_better() -> None:
+def test_there_are_no_more_than_asked_for_and_none_if_nothing_is_better():
     assert len(refined_plans(MEASURED, MODULES, 2)) == 2
     assert refined_plans([plan("fp32 fp32 fp32", 0.0)], MODULES, 5) == []
     assert refined_plans([], MODULES, 5) == []
 
 
-def test_a_search_measures_them_before_optuna_chooses(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_measures_them_before_optuna_chooses(file, monkeypatch):
     asked: list[dict[str, str]] = []
 
     def noted(*given: Any) -> list[dict[str, str]]:
@@ -145,9 +143,7 @@ def test_a_search_measures_them_before_optuna_chooses(file: Path, monkeypatch: p
     assert all(each in measured for each in asked)
 
 
-def test_plans_that_fail_are_noted_and_do_not_keep_a_search_from_ending(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_plans_that_fail_are_noted_and_do_not_keep_a_search_from_ending(file, monkeypatch):
     measure = Measurer.measure
 
     def failing(self: Any, plan: Any, *given: Any, **named: Any) -> Any:

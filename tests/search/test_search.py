@@ -1,7 +1,5 @@
 """sensitivity and search: errors, exact fronts, shared studies, and plans that are better than one precision."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -74,7 +72,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 class TestErrors:
-    def test_numbers_of_outputs(self) -> None:
+    def test_numbers_of_outputs(self):
         errors = OutputErrors()
         errors.add({"y": np.float32([[1, 2], [3, 4]])}, {"y": np.float32([[1, 2], [3, 5]])})
         found = errors.result()
@@ -85,12 +83,12 @@ class TestErrors:
         second = np.exp([0, 2]) / np.exp([0, 2]).sum()
         assert found.kl == pytest.approx((first * np.log(first / second)).sum() / 2)
 
-    def test_probabilities_are_taken_as_they_are(self) -> None:
+    def test_probabilities_are_taken_as_they_are(self):
         errors = OutputErrors()
         errors.add({"p": np.float32([[0.25, 0.75]])}, {"p": np.float32([[0.5, 0.5]])})
         assert errors.result().kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), rel=1e-5)
 
-    def test_sums_go_over_samples_and_the_mean_over_outputs(self) -> None:
+    def test_sums_go_over_samples_and_the_mean_over_outputs(self):
         errors = OutputErrors()
         for _ in range(2):
             errors.add(
@@ -110,7 +108,7 @@ class TestErrors:
         ],
         ids=["NaN", "infinity", "infinity in both", "integers alone"],
     )
-    def test_outputs_that_are_no_numbers_or_no_floats(self, expected, found, error, cosine) -> None:
+    def test_outputs_that_are_no_numbers_or_no_floats(self, expected, found, error, cosine):
         errors = OutputErrors()
         errors.add({"y": expected}, {"y": found})
         assert (errors.result().error, errors.result().cosine) == (error, cosine)
@@ -118,7 +116,7 @@ class TestErrors:
 
 
 class TestFronts:
-    def test_the_additive_front_is_that_of_all_combinations(self) -> None:
+    def test_the_additive_front_is_that_of_all_combinations(self):
         generator = np.random.default_rng(0)
         for _ in range(20):
             modules = {
@@ -141,7 +139,7 @@ class TestFronts:
                 ]
                 assert (size, error) == (sum(c.size for c in chosen), sum(c.error for c in chosen))
 
-    def test_a_hundred_modules_are_bounded_and_say_so(self) -> None:
+    def test_a_hundred_modules_are_bounded_and_say_so(self):
         generator = np.random.default_rng(1)
         modules = {
             f"m{k}": [Choice(str(c), float(generator.random()), float(generator.random())) for c in range(4)]
@@ -159,7 +157,7 @@ def found(file: Path, data: list[dict[str, Array]]) -> Any:
 
 
 class TestSensitivity:
-    def test_errors_are_those_of_the_quantized_models(self, file: Path, data: list[dict[str, Array]], found) -> None:
+    def test_errors_are_those_of_the_quantized_models(self, file, data, found):
         assert list(found.modules) == ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]
         measurer = measurer_of(file, data)
         made = htp_export.quantize(file, {"blocks.1.0": "int4"}).tagged
@@ -169,14 +167,12 @@ class TestSensitivity:
         assert row.saved_bytes == found.original.bytes - row.alone.bytes
         assert row.saved_bytes == pytest.approx(32 * 64 * (4 - 0.5 - 5 / 32), rel=0.03)  # a scale and a zero point
 
-    def test_the_ranking_begins_with_the_module_that_few_bits_represent_badly(self, found) -> None:
+    def test_the_ranking_begins_with_the_module_that_few_bits_represent_badly(self, found):
         assert found.ranking[0].path == "blocks.1.0"
         errors = [row.alone.error for row in found.ranking]
         assert errors == sorted(errors, reverse=True)
 
-    def test_estimates_rank_alike_and_run_nothing_quantized(
-        self, file: Path, data: list[dict[str, Array]], found
-    ) -> None:
+    def test_estimates_rank_alike_and_run_nothing_quantized(self, file, data, found):
         estimated = htp_export.sensitivity(file, ["int4", "fp16"], data=data, estimate=True)
         assert not estimated.measured
         assert estimated.original is None
@@ -187,12 +183,12 @@ class TestSensitivity:
         alone = estimated.modules["head"]["int4"].estimate
         assert found.modules["head"]["int4"].alone.error == pytest.approx(alone, rel=0.5)
 
-    def test_all_but_one_module(self, found) -> None:
+    def test_all_but_one_module(self, found):
         others = {path: rows["int4"].all_but.error for path, rows in found.modules.items()}
         assert min(others, key=others.__getitem__) == "blocks.1.0"
         assert found.modules["blocks.1.0"]["int4"].all_but.bytes > found.modules["head"]["int4"].all_but.bytes
 
-    def test_blocks_have_mean_and_worst(self, found) -> None:
+    def test_blocks_have_mean_and_worst(self, found):
         first, second = (block for block in found.blocks if block.precision == "int4")
         assert (first.part, second.part) == ("0", "2")
         assert first.modules == ("blocks.0.0", "blocks.1.0")
@@ -200,7 +196,7 @@ class TestSensitivity:
         assert (first.mean, first.worst) == (pytest.approx(sum(errors) / 2), max(errors))
         assert first.worst_module == "blocks.1.0"
 
-    def test_depth_selectors_and_metric(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_depth_selectors_and_metric(self, file, data):
         seen: list[int] = []
 
         def metric(outputs: Sequence[Mapping[str, Array]]) -> float:
@@ -213,9 +209,7 @@ class TestSensitivity:
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
         assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
 
-    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(
-        self, file: Path, data: list[dict[str, Array]], made: list[Any]
-    ) -> None:
+    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(self, file, data, made):
         given: dict[str, Any] = {"data": data, "select": "blocks.1.0", "by_module": True, "all_but": False}
         found = htp_export.sensitivity(file, ["int4", "fp16"], **given)
         assert len(made) == 2
@@ -223,15 +217,13 @@ class TestSensitivity:
         assert cosines["blocks.0"] == pytest.approx(1, abs=1e-9)
         assert cosines["blocks.1.0"] < 1 - 1e-4
 
-    def test_times_are_measured_if_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_times_are_measured_if_asked_for(self, file, data):
         found = htp_export.sensitivity(file, ["fp16"], data=data, select="head", runs=3, all_but=False)
         row = found.modules["head"]["fp16"]
         assert found.original.latency_ms > 0
         assert row.saved_ms == found.original.latency_ms - row.alone.latency_ms
 
-    def test_finished_runs_are_not_repeated(
-        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, made: list[Any]
-    ) -> None:
+    def test_finished_runs_are_not_repeated(self, file, data, tmp_path, made):
         results = tmp_path / "runs.jsonl"
         given: dict[str, Any] = {"data": data, "depth": 1, "results": results}
         first = htp_export.sensitivity(file, ["int4"], **given)
@@ -248,7 +240,7 @@ class TestSensitivity:
         htp_export.sensitivity(file, ["int4"], **{**given, "data": other}, all_but=False)
         assert len(made) == 3
 
-    def test_a_module_that_cannot_have_a_precision_is_said(self, tmp_path: Path) -> None:
+    def test_a_module_that_cannot_have_a_precision_is_said(self, tmp_path):
         model = spread(nn.Sequential(nn.Conv1d(32, 32, 3), nn.ReLU(), nn.Linear(14, 32))).eval()
         htp_export.export(model, (x(2, 32, 16, seed=1),), tmp_path / "c.onnx", verbose=False)
         found = htp_export.sensitivity(tmp_path / "c.onnx", ["int4"], seed=3)
@@ -257,7 +249,7 @@ class TestSensitivity:
         assert any(note.startswith("0 in int4: ") for note in found.notes)
         assert any("random" in note for note in found.notes)
 
-    def test_the_command(self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any) -> None:
+    def test_the_command(self, file, data, tmp_path, capsys):
         np.savez(tmp_path / "x.npz", **data[0])
         command = ["sensitivity", str(file), "--precision", "int4,fp16", "--data", str(tmp_path / "x.npz")]
         command += ["--depth", "1"]
@@ -286,7 +278,7 @@ class TestSearch:
     def _optuna(self) -> None:
         pytest.importorskip("optuna")
 
-    def test_trials_and_front(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_trials_and_front(self, file, data):
         found = brief(file, data)
         assert len({json.dumps(dict(trial.plan)) for trial in found.trials}) == len(found.trials)
         assert found.exact
@@ -301,12 +293,12 @@ class TestSearch:
         measurer = measurer_of(file, data)
         assert measurer._measured(made).error == pytest.approx(found.pareto[0].values["error"], rel=1e-6)
 
-    def test_all_combinations_end_the_search(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_all_combinations_end_the_search(self, file, data):
         found = htp_export.search(file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50)
         assert len([trial for trial in found.trials if trial.number is not None]) == 2
         assert [trial.values["size"] for trial in found.pareto] == [min(t.values["size"] for t in found.trials)]
 
-    def test_a_space_by_selector_and_fields_of_a_precision(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_a_space_by_selector_and_fields_of_a_precision(self, file, data):
         small = htp_export.Precision("small blocks", "weights", weight="int4", block_size=16)
         space = {"blocks.**": ["int4", "fp32"], "blocks.1.0": [small, "fp16"]}
         found = htp_export.search(file, space, objectives=["error", "size"], data=data, trials=30)
@@ -317,9 +309,7 @@ class TestSearch:
         assert htp_export.quantize(file, plan).modules["blocks.1.0"].bytes_after < 32 * 64
 
     @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
-    def test_a_stored_study_goes_on_and_is_not_measured_again(
-        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, kind: str, made: list[Any]
-    ) -> None:
+    def test_a_stored_study_goes_on_and_is_not_measured_again(self, file, data, tmp_path, kind, made):
         storage = tmp_path / "study.log" if kind == "journal" else f"sqlite:///{tmp_path}/study.db"
         first = brief(file, data, storage=storage, trials=5)
         made.clear()
@@ -334,7 +324,7 @@ class TestSearch:
             htp_export.search(file, ["int4"], objectives=["error", "size"], data=data, storage=storage)
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
-    def test_the_page_runs_as_it_stands(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def test_the_page_runs_as_it_stands(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         page, names = ROOT / "docs" / "search.md", dict[str, Any]()
         for block in documents.blocks(page):
@@ -350,9 +340,7 @@ class TestSearch:
         named = [text.split()[1] for text in texts if not text.startswith("echo ")]
         assert named == ["sensitivity", "search", "search", "pipeline"]
 
-    def test_the_command_writes_plans_that_quantize_reads(
-        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
-    ) -> None:
+    def test_the_command_writes_plans_that_quantize_reads(self, file, data, tmp_path, capsys):
         np.savez(tmp_path / "x.npz", **data[0])
         out = tmp_path / "found"
         command = ["search", str(file), "--choices", "int4,fp32", "--data", str(tmp_path / "x.npz"), "--trials", "6"]
@@ -370,7 +358,7 @@ class TestSearch:
         assert main(["search", str(file), str(tmp_path / "space.yaml"), "--trials", "2", "-o", str(out)]) == 0
         assert "random" in capsys.readouterr().out
 
-    def test_errors_in_python(self, file: Path, tmp_path: Path) -> None:
+    def test_errors_in_python(self, file, tmp_path):
         with pytest.raises(SelectorError):
             htp_export.search(file, {"nothing": ["int4"]})
         with pytest.raises(InputError, match="the space is empty"):
@@ -382,7 +370,7 @@ class TestSearch:
             htp_export.search(file, ["int4"], storage=tmp_path / "broken.log")
 
 
-def test_without_optuna_the_error_says_what_to_install(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_the_error_says_what_to_install(file, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
     with pytest.raises(InputError, match="pip install"):
         htp_export.search(file, ["int4"])

@@ -1,7 +1,5 @@
 """search on trained nets: against NNCF and mixed precision of onnxsim, and on the shapes of BERT-base and ResNet-50."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -134,7 +132,7 @@ def tensor_bytes(model: onnx.ModelProto) -> int:
 
 
 @pytest.mark.parametrize("name", list(NETS))
-def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(name: str, tmp_path: Path) -> None:
+def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_not(name, tmp_path):
     net = Net(name, tmp_path, 20)
     original, made = onnx.load(net.file), tmp_path / "made.onnx"
     whole = net.accuracy([net.expected])
@@ -150,9 +148,7 @@ def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_no
 
 @pytest.mark.parametrize("name", list(NETS))
 @pytest.mark.parametrize("max_drop", [0.0, 0.01])
-def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
-    name: str, max_drop: float, tmp_path: Path
-) -> None:
+def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(name, max_drop, tmp_path):
     nncf = pytest.importorskip("nncf")
     net = Net(name, tmp_path, 20)  # ONNX Runtime cannot load what NNCF makes of the texts in opset 21
     made = nncf.quantize_with_accuracy_control(
@@ -169,7 +165,7 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
 
 
 @pytest.mark.parametrize("name", list(NETS))
-def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(name: str, tmp_path: Path) -> None:
+def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(name, tmp_path):
     onnxsim = pytest.importorskip("onnxsim")
     if not hasattr(onnxsim, "apply_mixed_precision_quantization"):
         pytest.skip("this onnxsim has no mixed precision")
@@ -202,7 +198,7 @@ def resnet() -> tuple[nn.Module, Feed]:
 
 
 @pytest.mark.parametrize(("build", "depth"), [(bert, 3), (resnet, 3)])
-def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build: Any, depth: int, tmp_path: Path) -> None:
+def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build, depth, tmp_path):
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     model, feed = build()

@@ -1,7 +1,5 @@
 """search over sparsity, ranks, dropped blocks and precisions together: spaces, plans, fronts, samplers."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import xml.etree.ElementTree as ET
@@ -97,7 +95,7 @@ class TestChoices:
             (PRECISIONS["fp16"], "fp16", "fp16"),
         ],
     )
-    def test_forms(self, value: Any, name: str, written: Any) -> None:
+    def test_forms(self, value, name, written):
         choice = choice_of(value)
         assert (choice.name, choice.written) == (name, written)
         assert choice_of(choice.written) == choice
@@ -114,15 +112,13 @@ class TestChoices:
             (None, "sparsity None"),
         ],
     )
-    def test_what_is_no_choice(self, value: Any, problem: str) -> None:
+    def test_what_is_no_choice(self, value, problem):
         with pytest.raises(InputError, match=problem):
             choice_of(value)
 
 
 class TestPlans:
-    def test_values_are_those_of_prune_and_then_quantize(
-        self, file: Path, data: list[dict[str, Array]], found: Any
-    ) -> None:
+    def test_values_are_those_of_prune_and_then_quantize(self, file, data, found):
         measurer = Measurer(htp_export.load(file), Samples.of(data, htp_export.load(file).model))
         studied = [trial for trial in found.trials if trial.number is not None and trial.prune]
         assert len(studied) > 10
@@ -135,7 +131,7 @@ class TestPlans:
             assert trial.values["size"] == sum(slot.tensor.nbytes for slot in slots(after.model))
             assert trial.values["error"] == pytest.approx(measurer._measured(after).error, rel=1e-5)
 
-    def test_nothing_is_said_of_modules_inside_a_dropped_one(self, found: Any) -> None:
+    def test_nothing_is_said_of_modules_inside_a_dropped_one(self, found):
         dropped = [trial for trial in found.trials if "drop" in trial.prune.values()]
         assert dropped
         for trial in dropped:
@@ -144,13 +140,13 @@ class TestPlans:
             assert not [path for path in named for block in gone if path.startswith(f"{block}.")]
             assert trial.choices[gone[0]] == "drop"
 
-    def test_the_block_that_adds_little_is_dropped_first(self, found: Any) -> None:
+    def test_the_block_that_adds_little_is_dropped_first(self, found):
         one = [t for t in found.trials if list(t.prune.items()).count(("blocks.1", "drop"))]
         alone = min(one, key=lambda trial: trial.values["error"])
         assert alone.values["error"] < 0.02
         assert not [t for t in found.pareto if t.prune.get("blocks.0") == "drop" and t.values["error"] < 0.02]
 
-    def test_results_are_read_back_and_drawn(self, found: Any) -> None:
+    def test_results_are_read_back_and_drawn(self, found):
         again = search_from(json.loads(json.dumps(found.to_dict())))
         assert [(t.plan, t.prune, t.values) for t in again.trials] == [
             (t.plan, t.prune, t.values) for t in found.trials
@@ -162,9 +158,7 @@ class TestPlans:
         assert {"drop", "2:4+int8-dynamic", "int4"} <= plans
         assert "rank:25%+int4" in plans
 
-    def test_steps_make_the_model_again_and_say_how(
-        self, file: Path, data: list[dict[str, Array]], found: Any, tmp_path: Path
-    ) -> None:
+    def test_steps_make_the_model_again_and_say_how(self, file, data, found, tmp_path):
         trial = next(t for t in found.pareto if t.prune and any(v not in ("fp32", "int8") for v in t.plan.values()))
         made = htp_export.pipeline(trial.steps, file, tmp_path / "smaller.onnx")
         tagged = htp_export.load(made.output)
@@ -173,9 +167,7 @@ class TestPlans:
         assert [note.step for note in notes] == ["prune", "quantize"]
         assert notes[0].options["plan"] == trial.prune
 
-    def test_the_command_writes_steps_that_pipeline_reads(
-        self, file: Path, data: list[dict[str, Array]], tmp_path: Path, capsys: Any
-    ) -> None:
+    def test_the_command_writes_steps_that_pipeline_reads(self, file, data, tmp_path, capsys):
         pytest.importorskip("optuna")
         for number, feed in enumerate(data):
             np.savez(tmp_path / f"{number}.npz", **feed)
@@ -209,8 +201,8 @@ class TestPlans:
 
 class TestFront:
     def test_the_computed_front_is_that_of_all_combinations_with_what_is_inside_dropped_blocks_left_out(
-        self, file: Path, data: list[dict[str, Array]]
-    ) -> None:
+        self, file, data
+    ):
         space = {"blocks.*": ["drop", "fp32"], "blocks.*.*": ["int4", "fp16"], "head": ["int4", "fp32"]}
         result = searched(file, data, ("error", "size"), space, trials=1)
         tagged = htp_export.load(file)
@@ -239,7 +231,7 @@ class TestFront:
         assert [(size, pytest.approx(error)) for size, error in sorted(set(best))] == list(result.predicted)
         assert result.predicted[0][0] > 0
 
-    def test_the_front_is_over_the_cost_that_is_asked_for(self, file: Path, data: list[dict[str, Array]]) -> None:
+    def test_the_front_is_over_the_cost_that_is_asked_for(self, file, data):
         space = {"blocks.*.up": ["0.25", "0.75", "fp32"]}
         result = searched(file, data, ("nonzeros", "error"), space, trials=20, first=9)
         sums = {8448 - first - second for first in (0, 512, 1536) for second in (0, 512, 1536)}
@@ -271,12 +263,12 @@ class TestSaidBefore:
             (["drop+int8"], "nothing is left to quantize"),
         ],
     )
-    def test_what_cannot_be(self, file: Path, data: list[dict[str, Array]], space: Any, problem: str) -> None:
+    def test_what_cannot_be(self, file, data, space, problem):
         with pytest.raises(InputError, match=problem):
             searched(file, data, space=space)
 
 
-def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
+def test_modules_with_the_same_channels_have_one_share(tmp_path):
     pytest.importorskip("optuna")
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), residual(), residual(), nn.Linear(32, 8)).eval()
@@ -290,7 +282,7 @@ def test_modules_with_the_same_channels_have_one_share(tmp_path: Path) -> None:
     assert {len(trial.prune) for trial in found.trials if trial.number is not None} == {2, 3, 4}
 
 
-def test_choices_that_some_modules_cannot_have_are_noted(file: Path, data: list[dict[str, Array]]) -> None:
+def test_choices_that_some_modules_cannot_have_are_noted(file, data):
     space = {"**": ["rank:7", "fp32"]}
     result = searched(file, data, ("error", "size"), space, trials=4)
     assert result.modules["head"] == ("fp32",)
@@ -301,9 +293,7 @@ def test_choices_that_some_modules_cannot_have_are_noted(file: Path, data: list[
 @pytest.mark.parametrize(
     "sampler", ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grid", "nsga2", "random"))]
 )
-def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
-    file: Path, data: list[dict[str, Array]], sampler: str
-) -> None:
+def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(file, data, sampler):
     space = {"blocks.1": SPACE["blocks.*"], "blocks.1.up": SPACE["blocks.*.up"], "head": ["int4", "fp32"]}
 
     def plans(seed: int) -> list[Any]:
@@ -318,7 +308,7 @@ def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(
     assert {"drop", "0.5", "2:4", "rank:25%", "channels:0.25"} <= kinds
 
 
-def test_the_line_in_the_picture_is_the_front_in_the_two_objectives_that_are_drawn() -> None:
+def test_the_line_in_the_picture_is_the_front_in_the_two_objectives_that_are_drawn():
     def trial(number: int, size: float, metric: float, nonzeros: float) -> Trial:
         values = {"metric": metric, "size": size, "nonzeros": nonzeros}
         return Trial(number, {"fc": "int8"}, values, "sampler", {})

@@ -3,8 +3,6 @@
 After Ctrl-C, the front so far is written, and the same command goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib.util
@@ -157,7 +155,7 @@ def start(word: str, file: Path, storage: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage: str, file: Path) -> None:
+def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage, file):
     with start("hangs", file, storage) as hanging:
         assert hanging.stdout is not None
         assert hanging.stdout.readline() == "hangs\n"
@@ -181,7 +179,7 @@ def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage: 
     assert [dead.number] in [again[0].user_attrs.get("taken up again"), again[0].system_attrs.get("retry_history")]
 
 
-def test_a_later_command_joins_the_study(storage: str, file: Path, capsys: Any) -> None:
+def test_a_later_command_joins_the_study(storage, file, capsys):
     command = ["search", str(file), "--choices", "int4,2:4+fp16", "--trials", "5", "--storage", storage, "--json"]
     assert main(command) == 0
     first = capsys.readouterr().out
@@ -200,7 +198,7 @@ def test_a_later_command_joins_the_study(storage: str, file: Path, capsys: Any) 
         ("sqlite:////no/such/folder/study.db", "cannot be opened"),
     ],
 )
-def test_a_storage_that_is_not_there_is_said(named: str, problem: str, file: Path) -> None:
+def test_a_storage_that_is_not_there_is_said(named, problem, file):
     if named.startswith("grpc") and importlib.util.find_spec("grpc") is None:
         pytest.skip("needs grpcio")
     storage = named.format(port=free_port())
@@ -210,9 +208,7 @@ def test_a_storage_that_is_not_there_is_said(named: str, problem: str, file: Pat
     assert "\n" not in str(raised.value)
 
 
-def test_the_front_so_far_is_written_and_the_same_command_goes_on(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_front_so_far_is_written_and_the_same_command_goes_on(file, tmp_path, monkeypatch, capsys):
     journal, folder = tmp_path / "study.journal", tmp_path / "found"
     measure = Measurer.measure
 
@@ -240,9 +236,7 @@ def test_the_front_so_far_is_written_and_the_same_command_goes_on(
     assert {json.dumps({**trial, "origin": trial["origin"]}, sort_keys=True) for trial in front["trials"]} <= kept
 
 
-def test_before_a_plan_is_measured_nothing_is_written(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_before_a_plan_is_measured_nothing_is_written(file, tmp_path, monkeypatch, capsys):
     from htp_export.capabilities.search.search_work import SearchWork
 
     monkeypatch.setattr(SearchWork, "measure_alone", lambda self: signal.raise_signal(signal.SIGINT))

@@ -1,7 +1,5 @@
 """search for decoders: greedy tokens that agree, and the time of the loop, with arithmetic chosen by module."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path
@@ -46,7 +44,7 @@ def tokens_of(file: Path, ids: np.ndarray[Any, Any]) -> list[list[int]]:
     return loop.generate(session, ids, 64).tokens.tolist()
 
 
-def test_the_loop_generates_what_pytorch_does(mistral: tuple[Any, Path]) -> None:
+def test_the_loop_generates_what_pytorch_does(mistral):
     model, file = mistral
     loop, session = session_of(file)
     ids = prompt()
@@ -62,7 +60,7 @@ def test_the_loop_generates_what_pytorch_does(mistral: tuple[Any, Path]) -> None
     assert not np.array_equal(other.logits[:, 1], made.logits[:, 1])
 
 
-def test_tokens_and_time_are_objectives(mistral: tuple[Any, Path], tmp_path: Path) -> None:
+def test_tokens_and_time_are_objectives(mistral, tmp_path):
     np.savez(tmp_path / "prompts.npz", input_ids=prompt())
     found = htp_export.search(
         mistral[1],
@@ -79,7 +77,7 @@ def test_tokens_and_time_are_objectives(mistral: tuple[Any, Path], tmp_path: Pat
     assert not any("random" in note for note in found.notes)
 
 
-def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral, tmp_path):
     """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
     (tmp_path / "space.yaml").write_text('"model.layers.0.mlp.down_proj": [0.5+int8, fp32]\n')
     out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
@@ -98,7 +96,7 @@ def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral: tuple[Any, 
     assert found.error == pytest.approx(best["measured"]["error"], rel=1e-4) != 0
 
 
-def test_random_prompts_are_said(mistral: tuple[Any, Path], capsys: pytest.CaptureFixture[str]) -> None:
+def test_random_prompts_are_said(mistral, capsys):
     words = ["--choices", "int4,fp32", "--select", "lm_head", "--new-tokens", "3", "--trials", "5"]
     assert main(["search", str(mistral[1]), "--objectives", "tokens,time", *words]) == 0
     said = " ".join(capsys.readouterr().out.split())
@@ -106,14 +104,14 @@ def test_random_prompts_are_said(mistral: tuple[Any, Path], capsys: pytest.Captu
     assert "2 plans are measured, and not 5: the space has no others" in said
 
 
-def test_a_file_without_a_cache_is_refused() -> None:
+def test_a_file_without_a_cache_is_refused():
     program = htp_export.export(nn.Linear(4, 4).eval(), (torch.randn(1, 4),), verbose=False)
     with pytest.raises(InputError, match="needs a key-value cache, which the model does not take; export it for the"):
         htp_export.search(program, ["int4"], objectives=["tokens"])
 
 
 @pytest.mark.slow  # an export of its own
-def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("prompts").mkdir()
     np.savez("prompts/0.npz", input_ids=prompt())
@@ -125,7 +123,7 @@ def test_the_commands_of_the_page_run(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow  # a search of 24 plans
-def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path: Path) -> None:
+def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path):
     """64 greedy tokens are those of fp32, with int8 arithmetic wherever it is safe.
 
     The public case is https://github.com/microsoft/onnxruntime/issues/29849.

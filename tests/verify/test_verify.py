@@ -1,7 +1,5 @@
 """Verify: a PyTorch model against its file, module by module."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format.tags import is_under
 from tests import faults
 from tests.exporting import exported, quick
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.nets import EXPORTERS, NETS, Apply, Holding, ready, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 MODES = pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
@@ -36,13 +34,8 @@ class Block(nn.Module):
         return self.norm(x + self.dropout(self.second(self.act(self.first(x)))))
 
 
-class Stack(nn.Module):
+class Stack(Holding, blocks=nn.ModuleList(Block() for _ in range(3)), unused=nn.Linear(2, 2)):
     """Three blocks, the second of which runs twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.unused = nn.Linear(2, 2)
 
     def forward(self, x: torch.Tensor) -> Any:
         first = self.blocks[0](x)
@@ -180,17 +173,8 @@ def test_alone_two_faults_are_both_found_innermost_first(stack_file):
     assert "also wrong: blocks.2.second" in alone.summary
 
 
-class Sum(nn.Module):
-    def forward(self, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        return y + z
-
-
-class MakesMask(nn.Module):
+class MakesMask(Holding, layer=Apply(lambda y, z: y + z)):
     """Gives a module a tensor that it computes itself and that no module gives back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = Sum()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layer(torch.tanh(x), x * 3).relu()
@@ -420,23 +404,15 @@ def test_weights_in_memory_are_shared_with_onnx_runtime(shared_files, monkeypatc
 # --- parameters and their readers -----------------------------------------------------------------------------
 
 
-class Borrowing(nn.Module):
+class Borrowing(Holding, fc=nn.Linear(4, 3)):
     """Reads the weight of a module that never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = nn.Linear(4, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return nn.functional.linear(x, self.fc.weight, self.fc.bias)
 
 
-class Positions(nn.Module):
+class Positions(Holding, table=nn.Embedding(4, 8)):
     """Reads its whole table: that folds into a constant; of two calls, into two that are equal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(4, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.table(torch.arange(x.shape[1]))
@@ -500,18 +476,14 @@ def test_readers_are_the_modules_that_hold_or_read_a_parameter():
 # --- precision and values ---------------------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(32) + 0.5)
-
+class Scaled(Holding, scale=nn.Parameter(torch.rand(32) + 0.5)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (x.float() * self.scale.float()).to(x.dtype)  # ONNX Runtime multiplies no bfloat16 on CPUs
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_types_are_compared_in_their_own_precision(tmp_path, dtype):
-    model, kwargs = nn.Sequential(Scaled(), Scaled()).to(dtype).eval(), {"input": x(2, 32).to(dtype)}
+    model, kwargs = ready(nn.Sequential(Scaled(), Scaled())).to(dtype), {"input": x(2, 32).to(dtype)}
     tagged = htp_export.load(file_of(model, kwargs, tmp_path))
     result = htp_export.verify(model, tagged, (), kwargs)
     assert result.ok, str(result)

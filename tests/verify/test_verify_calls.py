@@ -1,11 +1,8 @@
 """Verify: which calls and tensors are compared: beside sizes, in branches, and where tags contradict the graph."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +17,15 @@ from htp_export.capabilities.verify.locating import contradictions
 from htp_export.errors import InputError
 from tests import faults
 from tests.exporter.test_exactness import declare, retag
-from tests.exporting import SharedFiles, exported
-from tests.nets import EXPORTERS, NETS, spread, x
+from tests.exporting import SharedFiles, exported, open_sizes
+from tests.nets import EXPORTERS, NETS, Holding, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 MODES = pytest.mark.parametrize("isolated", [False, True], ids=["whole", "isolated"])
 
 
-class Sized(nn.Module):
+class Sized(Holding, proj=nn.Conv2d(3, 4, 2, 2)):
     """Returns a tensor, one that nothing reads, and sizes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, 4, 2, 2)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Size]:
         y = self.proj(x)
@@ -40,12 +33,8 @@ class Sized(nn.Module):
         return z.flatten(2).transpose(1, 2), y + 1, z.shape[2:]
 
 
-class ReturnsSizes(nn.Module):
+class ReturnsSizes(Holding, embed=Sized(), fc=nn.Linear(4, 5)):
     """A module whose sizes another one reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.fc = Sized(), nn.Linear(4, 5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens, _, (height, width) = self.embed(x)
@@ -61,13 +50,12 @@ def net() -> nn.Module:
 @pytest.fixture(scope="module")
 def files(net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[str, onnx.ModelProto]:
     """Of each exporter, a file whose heights and widths are open."""
-    open_sizes = torch.export.Dim.DYNAMIC
-    options: dict[str, dict[str, Any]] = {
-        "dynamo": {"dynamic_shapes": {"x": {2: open_sizes, 3: open_sizes}}},
-        "torchscript": {"input_names": ["x"], "dynamic_axes": {"x": {2: "height", 3: "width"}}},
-    }
-    folders = {exporter: tmp_path_factory.mktemp(exporter) for exporter in EXPORTERS}
-    return {each: exported(net, {"x": x(2, 3, 8, 6)}, each, folders[each], **options[each]) for each in EXPORTERS}
+
+    def export(exporter: str) -> onnx.ModelProto:
+        sizes = open_sizes(exporter, x={2: "height", 3: "width"})
+        return exported(net, {"x": x(2, 3, 8, 6)}, exporter, tmp_path_factory.mktemp(exporter), **sizes)
+
+    return {exporter: export(exporter) for exporter in EXPORTERS}
 
 
 def stripped(file: onnx.ModelProto) -> onnx.ModelProto:
@@ -111,11 +99,7 @@ class Twins(nn.Module):
         return x.exp(), x.shape[1], x.sigmoid()
 
 
-class UsesTwins(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.twins = Twins()
-
+class UsesTwins(Holding, twins=Twins()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, size, other = self.twins(x)
         return one.reshape(size, -1) @ other
@@ -135,12 +119,8 @@ def test_each_tensor_beside_a_size_is_compared_with_its_own(tmp_path, exporter):
 # --- ``verify`` and ``compare`` look into the branches that run ---
 
 
-class Branching(nn.Module):
+class Branching(Holding, a=nn.Linear(4, 4), b=nn.Sequential(nn.Linear(4, 4), nn.Tanh())):
     """Two choices, one after the other; a module runs in one branch of each, and twice in the second."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.cond(x.sum() > 0, lambda x: self.b(x), lambda x: self.a(x).sin(), (x,))
@@ -169,8 +149,8 @@ def of_sum(total: float) -> torch.Tensor:
     ids=["both", "second_alone", "first_alone"],
 )
 def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_file(
-    total: float, numbers: list[int], not_taken: set[str], isolated: bool, branching: tuple[nn.Module, Path]
-) -> None:
+    total, numbers, not_taken, isolated, branching
+):
     model, path = branching
     result = htp_export.verify(model, path, (of_sum(total),), isolated=isolated)
     assert (result.ok, result.misplaced) == (True, ())
@@ -181,9 +161,7 @@ def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_fil
 
 @MODES
 @pytest.mark.parametrize("fault", [faults.weight_changed, faults.matrix_transposed, faults.nan_planted])
-def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
-    fault: Callable[..., None], isolated: bool, branching: tuple[nn.Module, Path]
-) -> None:
+def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(fault, isolated, branching):
     model, path = branching
     tagged = htp_export.load(path)
     fault(tagged, "a")
@@ -192,9 +170,7 @@ def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(
     assert (result.ok, result.wrong[0]) == (False, "a")
 
 
-def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(
-    branching: tuple[nn.Module, Path],
-) -> None:
+def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(branching):
     model, path = branching
     tagged = htp_export.load(path)
     choice = next(node for node in tagged.nodes if node.op_type == "If")
@@ -211,7 +187,7 @@ def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(
 @pytest.mark.parametrize(
     "name", ["modules_in_branches", pytest.param("branches_inside_branches", marks=pytest.mark.slow)]
 )
-def test_two_files_are_compared_in_the_branches_that_run(name: str, shared_files: Any) -> None:
+def test_two_files_are_compared_in_the_branches_that_run(name, shared_files):
     model, kwargs = NETS[name].build()
     path = shared_files.net(name, "dynamo")
     verified = htp_export.verify(model, path, (), kwargs)
@@ -229,7 +205,7 @@ def test_two_files_are_compared_in_the_branches_that_run(name: str, shared_files
     assert path.read_bytes() == before
 
 
-# --- Tags that are wrong although every tensor of the file has the right values: veri ---
+# --- tags that are wrong although every tensor of the file has the right values ---
 
 
 NET = "view_after_a_change"  # a convolution, a change in place, a view, a linear layer
@@ -266,18 +242,13 @@ CASES = {
         ("Reshape", "", "", ""),
         {"2": "'view_1', which it gives back, is computed by the model itself"},
     ),
-    "computed by the module before": (
-        ("Relu", "0", "", ""),
-        {"1": "'relu', which it gives back, is computed by '0'"},
-    ),
+    "computed by the module before": (("Relu", "0", "", ""), {"1": "'relu', which it gives back, is computed by '0'"}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("isolated", [False, True])
-def test_verify_names_modules_whose_tags_contradict_the_graph(
-    case: str, isolated: bool, right: onnx.ModelProto
-) -> None:
+def test_verify_names_modules_whose_tags_contradict_the_graph(case, isolated, right):
     (op_type, owner, path, fate), expected = CASES[case]
     file = wrong(right, op_type, owner, path, fate)
     result = htp_export.verify(*model_and_file(file), isolated=isolated)
@@ -292,20 +263,20 @@ def model_and_file(file: onnx.ModelProto) -> tuple[object, onnx.ModelProto, tupl
     return model, file, tuple(kwargs.values())
 
 
-def test_right_tags_are_no_contradiction_and_selected_modules_alone_are_looked_at(right: onnx.ModelProto) -> None:
+def test_right_tags_are_no_contradiction_and_selected_modules_alone_are_looked_at(right):
     assert contradictions(htp_export.load(right)) == {}
     file = wrong(right, "Reshape", "3", "2", "constant")
     assert htp_export.verify(*model_and_file(file), select=["0", "1"]).ok
     assert htp_export.verify(*model_and_file(file), select="2").wrong == ("2",)
 
 
-def test_a_border_that_the_export_found_wrong_itself_is_excused(right: onnx.ModelProto) -> None:
+def test_a_border_that_the_export_found_wrong_itself_is_excused(right):
     file = wrong(right, "Relu", "0")
     file.metadata_props.add(key="htp.contamination", value=json.dumps([["1", "relu", True]]))
     assert contradictions(htp_export.load(file)) == {}
 
 
-def test_a_file_without_signatures_shows_nothing(right: onnx.ModelProto, tmp_path: Path) -> None:
+def test_a_file_without_signatures_shows_nothing(right, tmp_path):
     file = wrong(right, "Reshape", "3", "2", "constant")
     kept = [entry for entry in file.metadata_props if entry.key != "htp.signatures"]
     del file.metadata_props[:]
@@ -315,21 +286,15 @@ def test_a_file_without_signatures_shows_nothing(right: onnx.ModelProto, tmp_pat
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 @pytest.mark.parametrize("name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"])
-def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(
-    name: str, exporter: str, shared_files: SharedFiles
-) -> None:
+def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(name, exporter, shared_files):
     assert contradictions(htp_export.load(shared_files.read(name, exporter))) == {}
 
 
 # --- `verify` of what was just exported: its model and example inputs are known, and  ---
 
 
-class Scaled(nn.Module):
+class Scaled(Holding, fc=nn.Linear(4, 3), drop=nn.Dropout(0.5)):
     """Takes one argument by position and two by keyword, and computes otherwise in training."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor, pair: list[torch.Tensor], *, factor: float = 1.0) -> torch.Tensor:
         y: torch.Tensor = self.drop(self.fc(x)) * factor + pair[0] - pair[1]
@@ -341,7 +306,7 @@ def call() -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("names", [None, "path"])
-def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_training_mode_too(names: str | None) -> None:
+def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_training_mode_too(names):
     net, (args, kwargs) = Scaled().eval(), call()
     program = htp_export.export(net, args, kwargs=kwargs, names=names, verbose=False)
     result = htp_export.verify(program)
@@ -354,7 +319,7 @@ def test_a_program_is_verified_with_the_call_that_it_was_exported_with_in_traini
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_temporary_inputs_are_those_of_the_exported_program(tmp_path: Path) -> None:
+def test_temporary_inputs_are_those_of_the_exported_program(tmp_path):
     net, file = nn.Sequential(nn.Linear(4, 3)).eval(), tmp_path / "net.onnx"
     program = htp_export.export(net, (torch.randn(2, 4),), file, verbose=False)
     gc.collect()
@@ -368,9 +333,7 @@ def test_temporary_inputs_are_those_of_the_exported_program(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dynamo", [True, False])
-def test_a_file_is_verified_with_the_call_that_it_was_exported_with(
-    dynamo: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_verified_with_the_call_that_it_was_exported_with(dynamo, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     net, x = nn.Sequential(nn.Linear(4, 3), nn.ReLU()).eval(), torch.randn(2, 4)
     htp_export.export(net, (x,), "net.onnx", dynamo=dynamo, verbose=False)
@@ -381,7 +344,7 @@ def test_a_file_is_verified_with_the_call_that_it_was_exported_with(
 
 
 @pytest.mark.usefixtures("collecting_own")
-def test_neither_model_nor_inputs_are_kept_alive(tmp_path: Path) -> None:
+def test_neither_model_nor_inputs_are_kept_alive(tmp_path):
     net, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(2, 4)
     held = weakref.ref(net), weakref.ref(x)
     program = htp_export.export(net, (x,), tmp_path / "net.onnx", verbose=False)
@@ -397,7 +360,7 @@ def test_neither_model_nor_inputs_are_kept_alive(tmp_path: Path) -> None:
     assert [each() for each in (*held, file)] == [None] * 3
 
 
-def test_what_is_not_known_is_an_error_that_says_what_to_give() -> None:
+def test_what_is_not_known_is_an_error_that_says_what_to_give():
     net, x = nn.Sequential(nn.Linear(4, 3)).eval(), torch.randn(2, 4)
     with htp_export.tagging():
         theirs = torch.onnx.export(net, (x,), dynamo=True, verbose=False)

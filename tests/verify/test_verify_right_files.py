@@ -1,7 +1,5 @@
 """verify raises no alarm on right files: what PyTorch or torch.onnx.export leaves open, or has in another form."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.verify.pytorch_run import stable_sorting
 from tests import faults
-from tests.nets import EXPORTERS, composed, spread, x
+from tests.nets import EXPORTERS, Holding, composed, spread, x
 
 BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
 Tensor = torch.Tensor
@@ -46,17 +44,13 @@ class Rotary(nn.Module):
         return torch.view_as_real(pairs * frequencies).flatten(-2)
 
 
-class Rotated(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.frequencies, self.rotary, self.fc = Frequencies(), Rotary(), nn.Linear(8, 8)
-
+class Rotated(Holding, frequencies=Frequencies(), rotary=Rotary(), fc=nn.Linear(8, 8)):
     def forward(self, y: Tensor) -> Tensor:
         result: Tensor = self.fc(self.rotary(y, self.frequencies(y)))
         return result
 
 
-def test_modules_that_take_and_return_complex_tensors(tmp_path: Path) -> None:
+def test_modules_that_take_and_return_complex_tensors(tmp_path):
     model, args = spread(Rotated()).eval(), (x(3, 5, 8),)
     file = file_of(model, args, tmp_path)
     for isolated in (False, True):
@@ -68,7 +62,7 @@ def test_modules_that_take_and_return_complex_tensors(tmp_path: Path) -> None:
         assert htp_export.verify(model, file, args, isolated=isolated).wrong == ("frequencies",)
 
 
-def test_complex_inputs_are_fed_as_torch_exports_them(tmp_path: Path) -> None:
+def test_complex_inputs_are_fed_as_torch_exports_them(tmp_path):
     model, args = Rotary().eval(), (x(3, 5, 8), torch.polar(torch.ones(5, 4), x(5, 4)))
     assert htp_export.verify(model, file_of(model, args, tmp_path), args).ok
 
@@ -76,28 +70,20 @@ def test_complex_inputs_are_fed_as_torch_exports_them(tmp_path: Path) -> None:
 # --- an order that is open ---------------------------------------------------
 
 
-class Router(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate = nn.Linear(8, 16)
-
+class Router(Holding, gate=nn.Linear(8, 16)):
     def forward(self, y: Tensor) -> Any:
         weights, experts = torch.topk(self.gate(y).softmax(-1), 6, dim=-1, sorted=False)
         return weights / weights.sum(-1, keepdim=True), experts
 
 
-class Mixture(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = Router(), nn.Parameter(x(16, 8))
-
+class Mixture(Holding, router=Router(), experts=nn.Parameter(x(16, 8))):
     def forward(self, y: Tensor) -> Tensor:
         weights, experts = self.router(y)
         return (self.experts[experts] * weights[..., None]).sum(-2) + y
 
 
 @BOTH
-def test_the_best_of_a_router_in_any_order(tmp_path: Path, exporter: str) -> None:
+def test_the_best_of_a_router_in_any_order(tmp_path, exporter):
     model, args = spread(Mixture()).eval(), (x(4, 5, 8),)
     file = file_of(model, args, tmp_path, exporter)
     before = file.read_bytes()
@@ -120,25 +106,21 @@ class Best(nn.Module):
 
 
 @BOTH
-def test_the_best_of_equal_elements_are_those_that_come_first(tmp_path: Path, exporter: str) -> None:
+def test_the_best_of_equal_elements_are_those_that_come_first(tmp_path, exporter):
     model, args = Best().eval(), ((x(30, 40) > 0).float(),)
     result = htp_export.verify(model, file_of(model, args, tmp_path, exporter), args)
     assert result.ok, str(result)
 
 
-class Experts(nn.Module):
+class Experts(Holding, work=nn.Linear(3, 3)):
     """Rows sorted by a key that many have, worked on, and put back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.work = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor, expert: torch.Tensor) -> torch.Tensor:
         order = torch.sort(expert)[1]
         return self.work(x[order])[torch.sort(order)[1]]
 
 
-def test_modules_between_two_sorts_agree() -> None:
+def test_modules_between_two_sorts_agree():
     generator = torch.Generator().manual_seed(0)
     x, expert = torch.randn(200, 3, generator=generator), torch.randint(0, 4, (200,), generator=generator)
     net = Experts().eval()
@@ -148,7 +130,7 @@ def test_modules_between_two_sorts_agree() -> None:
     assert result.modules["work"].status == "agrees"
 
 
-def test_every_way_of_sorting_is_stable_inside_and_takes_its_arguments() -> None:
+def test_every_way_of_sorting_is_stable_inside_and_takes_its_arguments():
     equal, rising = torch.zeros(4, 500), list(range(500))
     with stable_sorting():
         for found in (
@@ -166,11 +148,7 @@ def test_every_way_of_sorting_is_stable_inside_and_takes_its_arguments() -> None
 # --- modules without calls, or without tensors, of their own ---------------------------------------------------
 
 
-class Mapped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.out = nn.Linear(8, 8), nn.Linear(8, 4)
-
+class Mapped(Holding, fc=nn.Linear(8, 8), out=nn.Linear(8, 4)):
     def forward(self, y: Tensor) -> Tensor:
         rows = torch.vmap(self.fc)(y) + torch.vmap(lambda row: row.tanh() * row.sum())(y)
         result: Tensor = self.out(rows)
@@ -178,7 +156,7 @@ class Mapped(nn.Module):
 
 
 @BOTH
-def test_modules_that_vmap_runs_are_not_compared_and_the_others_are(tmp_path: Path, exporter: str) -> None:
+def test_modules_that_vmap_runs_are_not_compared_and_the_others_are(tmp_path, exporter):
     model, args = spread(Mapped()).eval(), (x(3, 5, 8),)
     result = htp_export.verify(model, file_of(model, args, tmp_path, exporter), args)
     assert result.ok, str(result)
@@ -194,7 +172,7 @@ def stack() -> nn.Module:
     return spread(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))).eval()
 
 
-def test_the_module_of_an_exported_program(tmp_path: Path) -> None:
+def test_the_module_of_an_exported_program(tmp_path):
     model, args = spread(Mixture()).eval(), (x(4, 5, 8),)
     program = torch.export.export(model, args)
     file = file_of(program, args, tmp_path)
@@ -204,7 +182,7 @@ def test_the_module_of_an_exported_program(tmp_path: Path) -> None:
     assert htp_export.verify(model, file, args).ok
 
 
-def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path: Path) -> None:
+def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path):
     args = (x(3, 8),)
     model = stack()
     traced = torch.fx.symbolic_trace(model)
@@ -221,7 +199,7 @@ def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path: Path) -> None
 # --- half precision ---------------------------------------------------
 
 
-def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_once(tmp_path: Path) -> None:
+def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_once(tmp_path):
     model, args = stack(), (x(3, 8),)
     file = file_of(model, args, tmp_path)
     half = tmp_path / "half.onnx"
@@ -246,7 +224,7 @@ def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_o
         assert htp_export.verify(model, tagged, args).wrong == ("2",)
 
 
-def test_other_weights_are_refused_in_half_precision_too(tmp_path: Path) -> None:
+def test_other_weights_are_refused_in_half_precision_too(tmp_path):
     model, args = stack(), (x(3, 8),)
     htp_export.tools.float16(file_of(model, args, tmp_path), tmp_path / "half.onnx")
     with pytest.raises(htp_export.InputError, match="it has other weights"):
@@ -255,7 +233,7 @@ def test_other_weights_are_refused_in_half_precision_too(tmp_path: Path) -> None
 
 
 @BOTH
-def test_a_weight_of_a_layer_that_the_model_returns(tmp_path: Path, exporter: str) -> None:
+def test_a_weight_of_a_layer_that_the_model_returns(tmp_path, exporter):
     model = spread(composed(lambda self, y: (self.fc(y), self.fc.weight), fc=nn.Linear(4, 3)).eval())
     result = htp_export.verify(model, file_of(model, (x(2, 4),), tmp_path, exporter), (x(2, 4),))
     assert result.ok

@@ -1,7 +1,5 @@
 """What is drawn of a model, and the files that other viewers read."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re
@@ -32,6 +30,7 @@ from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.model.tagged import load
 from tests import handmade
 from tests.exporting import exported_net
+from tests.nets import Holding
 
 TIME = {
     "modules": {
@@ -275,24 +274,15 @@ def without_dynamo(monkeypatch):
     monkeypatch.setattr(inspecting, "_WAYS", ways)  # an item put back would stand behind the others
 
 
-class Half(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.good = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
-        self.bad = Bad()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bad(self.good(x))
-
-
-class Bad(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = torch.nn.Linear(4, 4)
-
+class Bad(Holding, inner=torch.nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.inner(x)
         return y if y.sum().item() > 0 else -y
+
+
+class Half(Holding, good=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()), bad=Bad()):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bad(self.good(x))
 
 
 def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_failed(without_dynamo, capsys):

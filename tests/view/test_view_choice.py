@@ -1,7 +1,5 @@
 """Several graphs in one page, of which one is shown; and screens of the page, compared with those in docs/images."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -116,7 +114,7 @@ def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, sev
     assert [operators(page)[0], page.run("htp.selected.path")] == ["Tanh", "a"]
 
 
-# --- Screens of the page, compared with those in docs/images, which `python -m tools. ---
+# --- screens of the page, compared with those in docs/images ---
 
 
 TOLERATED = 0.027  # of a screen; another font makes up to 0.025, a missing part at least 0.028
@@ -139,7 +137,7 @@ def test_the_page_looks_as_it_did(page, encoder_page, tmp_path, pane, width, the
     assert screens.unlike(taken, stored(page, pane, width, theme)) < TOLERATED
 
 
-def test_the_model_on_the_screens_is_valid() -> None:
+def test_the_model_on_the_screens_is_valid():
     onnx.checker.check_model(ir.to_proto(screens.encoder()), full_check=True)
 
 

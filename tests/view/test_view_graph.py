@@ -1,7 +1,5 @@
 """The graph of a page, by module: its table and overview, and trivial nodes that are merged."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import htp_export
 from htp_export.format import tags
 from htp_export.model.tagged import load
 from tests.chromium import Page, needs_chromium
+from tests.nets import Holding
 from tests.view.test_view_page import start
 
 pytestmark = needs_chromium
@@ -43,12 +42,7 @@ class Heads(torch.nn.Module):
         return self.out((scores @ v).transpose(1, 2).reshape(2, 6, 8))
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.ModuleList([Heads(), Heads()])
-        self.head = torch.nn.Linear(8, 3)
-
+class Net(Holding, layer=torch.nn.ModuleList([Heads(), Heads()]), head=torch.nn.Linear(8, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layer:
             x = x + layer(x)

@@ -1,7 +1,5 @@
 """The page, as a browser shows it."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -20,6 +18,7 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.results.columns import si
 from tests import handmade
 from tests.chromium import Page, needs_chromium
+from tests.nets import Holding
 
 pytestmark = needs_chromium
 
@@ -27,23 +26,12 @@ HOSTILE = "<img src=x onerror=\"document.title='ran'\">"
 CLOSING = "</script><script>document.title='ran'</script>"
 
 
-class Block(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc = torch.nn.Linear(8, 8)
-        self.act = torch.nn.ReLU()
-        self.drop = torch.nn.Dropout()
-
+class Block(Holding, fc=torch.nn.Linear(8, 8), act=torch.nn.ReLU(), drop=torch.nn.Dropout()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.act(self.fc(x)))
 
 
-class Net(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.ModuleList([Block(), Block()])
-        self.head = torch.nn.Linear(8, 3)
-
+class Net(Holding, layer=torch.nn.ModuleList([Block(), Block()]), head=torch.nn.Linear(8, 3)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layer:
             x = layer(x)
@@ -355,12 +343,8 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     assert page.asked == []
 
 
-class Stack(torch.nn.Module):
+class Stack(Holding, layer=torch.nn.ModuleList([*(Block() for _ in range(4)), torch.nn.Linear(8, 3)])):
     """Four equal blocks, and a last one that is larger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = torch.nn.ModuleList([*(Block() for _ in range(4)), torch.nn.Linear(8, 3)])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layer:

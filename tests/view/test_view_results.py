@@ -1,7 +1,5 @@
 """What the page shows of the results of quantize, prune, sensitivity and search."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

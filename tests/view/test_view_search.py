@@ -1,7 +1,5 @@
 """The search of the page, which is the selector language of the commands, and selectors and commands to copy."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``view --serve``: one page, to those who know its address, and to no site that the browser has open."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import os
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import onnx_ir as ir
 import pytest
@@ -55,7 +52,7 @@ def raw(server: PageServer, request: bytes) -> bytes:
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_the_page_is_served_at_its_address_alone(server: PageServer) -> None:
+def test_the_page_is_served_at_its_address_alone(server):
     assert server.url == f"http://127.0.0.1:{server.port}{server.path}"
     answer = ask(server)
     assert (answer.status, answer.body.decode()) == (200, PAGE)
@@ -65,7 +62,7 @@ def test_the_page_is_served_at_its_address_alone(server: PageServer) -> None:
     assert ask(server, method="HEAD").body == b""
 
 
-def test_addresses_are_not_to_be_guessed() -> None:
+def test_addresses_are_not_to_be_guessed():
     with PageServer() as one, PageServer() as other:
         assert len(one.path) >= 43  # 256 bits
         assert one.path != other.path
@@ -81,7 +78,7 @@ def test_addresses_are_not_to_be_guessed() -> None:
         "http://127.0.0.1/{token}/",
     ],
 )  # fmt: skip
-def test_other_paths_have_no_answer(server: PageServer, path: str) -> None:
+def test_other_paths_have_no_answer(server, path):
     token = server.path.strip("/")
     asked = path.format(token=token, shortened=token[:-1], swapped=token.swapcase())
     answer = raw(server, f"GET {asked} HTTP/1.1\r\nHost: 127.0.0.1:{server.port}\r\n\r\n".encode())
@@ -98,22 +95,22 @@ ORIGINS = ("http://evil.example", "null", "https://127.0.0.1:{port}", "http://12
     ("header", "value", "status"),
     [*(("Host", host, 421) for host in HOSTS), *(("Origin", origin, 403) for origin in ORIGINS)],
 )
-def test_other_hosts_and_origins_have_no_answer(server: PageServer, header: str, value: str, status: int) -> None:
+def test_other_hosts_and_origins_have_no_answer(server, header, value, status):
     answer = ask(server, **{header: value.format(port=server.port)})
     assert (answer.status, answer.body) == (status, b"")
 
 
-def test_a_request_names_one_host(server: PageServer) -> None:
+def test_a_request_names_one_host(server):
     hosts = f"Host: evil.example\r\nHost: 127.0.0.1:{server.port}\r\n".encode()
     assert raw(server, b"GET " + server.path.encode() + b" HTTP/1.1\r\n" + hosts + b"\r\n").startswith(b"HTTP/1.0 421")
     assert PAGE.encode() not in raw(server, b"GET " + server.path.encode() + b"\r\n\r\n")  # HTTP/0.9 has no host
 
 
-def test_localhost_is_this_host_too(server: PageServer) -> None:
+def test_localhost_is_this_host_too(server):
     assert ask(server, Host=f"localhost:{server.port}").status == 200
 
 
-def test_its_own_origin_has_an_answer_that_other_sites_may_not_read_or_frame(server: PageServer) -> None:
+def test_its_own_origin_has_an_answer_that_other_sites_may_not_read_or_frame(server):
     answer = ask(server, Origin=f"http://127.0.0.1:{server.port}")
     assert answer.status == 200
     assert "Access-Control-Allow-Origin" not in answer.headers
@@ -125,23 +122,23 @@ def test_its_own_origin_has_an_answer_that_other_sites_may_not_read_or_frame(ser
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
-def test_nothing_can_be_sent(server: PageServer, method: str) -> None:
+def test_nothing_can_be_sent(server, method):
     answer = ask(server, method=method)
     assert (answer.status, answer.body, answer.headers["Allow"]) == (405, b"", "GET, HEAD")
 
 
 @pytest.mark.parametrize("request_", [b"", b"\x00\xff\r\n\r\n", b"SPAM / HTTP/1.1\r\n\r\n", b"GET " + b"/" * 70000])
-def test_what_is_no_request_does_not_end_it(server: PageServer, request_: bytes) -> None:
+def test_what_is_no_request_does_not_end_it(server, request_):
     assert PAGE.encode() not in raw(server, request_)
     assert ask(server).status == 200
 
 
-def test_a_client_that_says_nothing_keeps_no_other_waiting(server: PageServer) -> None:
+def test_a_client_that_says_nothing_keeps_no_other_waiting(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert ask(server).status == 200
 
 
-def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_said_in_one_line(tmp_path, capsys):
     ir.save(handmade.encoder(), tmp_path / "net.onnx")
     with PageServer() as server:
         assert main(["view", str(tmp_path / "net.onnx"), "--serve", "--port", str(server.port)]) == 2
@@ -150,14 +147,14 @@ def test_a_port_that_is_taken_is_said_in_one_line(tmp_path: Path, capsys: pytest
     assert said.count("\n") == 1
 
 
-def test_serving_writes_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_serving_writes_no_file(tmp_path, capsys):
     ir.save(handmade.encoder(), tmp_path / "net.onnx")
     assert main(["view", str(tmp_path / "net.onnx"), "--serve", "-o", str(tmp_path / "net.html")]) == 2
     assert "--output has no effect" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(os.name != "posix", reason="Windows has no SIGINT for another process")
-def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path: Path) -> None:
+def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path):
     file = tmp_path / "net.onnx"
     ir.save(handmade.encoder(), file)
     command = [sys.executable, "-m", "htp_export", "view", str(file), "--serve", "--no-explorer", "--json"]

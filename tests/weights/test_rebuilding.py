@@ -1,7 +1,5 @@
 """Recipes of initializers: made of the parameters once more, each is what the file has, also of other parameters."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -153,20 +151,20 @@ def check(of: Exported, descendant: str) -> Rebuilt:
 
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("name", ["layers", "residual", "recurrent"])
-def test_the_weights_of_an_export_are_made_of_other_parameters(name: str, dynamo: bool, tmp_path: Path) -> None:
+def test_the_weights_of_an_export_are_made_of_other_parameters(name, dynamo, tmp_path):
     made = check(exported(name, tmp_path, dynamo=dynamo), "export")
     assert made.tensors
     assert not made.unknown
 
 
 @pytest.mark.parametrize("descendant", ["tolerant", "functions", "fp16", "int4", "prune", "onnxruntime basic"])
-def test_the_weights_of_descendants_are_made_of_other_parameters(descendant: str, tmp_path: Path) -> None:
+def test_the_weights_of_descendants_are_made_of_other_parameters(descendant, tmp_path):
     made = check(exported("layers", tmp_path, dynamo=True), descendant)
     assert made.tensors
     assert not made.unknown
 
 
-def test_convolutions_are_folded_and_carried_by_name_only_if_their_contents_are_the_same(tmp_path: Path) -> None:
+def test_convolutions_are_folded_and_carried_by_name_only_if_their_contents_are_the_same(tmp_path):
     of = exported("residual", tmp_path, dynamo=False)
     check(of, "tolerant")
     check(exported("residual", tmp_path, dynamo=True), "onnxruntime extended")
@@ -176,7 +174,7 @@ def test_convolutions_are_folded_and_carried_by_name_only_if_their_contents_are_
 @pytest.mark.parametrize("descendant", DESCENDANTS)
 @pytest.mark.parametrize("dynamo", [True, False])
 @pytest.mark.parametrize("name", NETS)
-def test_the_weights_of_all_descendants(name: str, dynamo: bool, descendant: str, tmp_path: Path) -> None:
+def test_the_weights_of_all_descendants(name, dynamo, descendant, tmp_path):
     made = check(exported(name, tmp_path, dynamo=dynamo), descendant)
     covered, missing = (_bytes_of(values) for values in (made.tensors, made.unknown))
     assert covered > missing
@@ -187,7 +185,7 @@ def _bytes_of(values: Iterable[ir.Value]) -> int:
     return sum(value.const_value.nbytes for value in values if value.const_value is not None)
 
 
-def test_renamed_weights_and_those_of_a_part_are_known_by_their_parameters(tmp_path: Path) -> None:
+def test_renamed_weights_and_those_of_a_part_are_known_by_their_parameters(tmp_path):
     of = exported("residual", tmp_path, dynamo=True)
     for make in (
         lambda out: htp_export.rename(of.file, output=out),
@@ -200,7 +198,7 @@ def test_renamed_weights_and_those_of_a_part_are_known_by_their_parameters(tmp_p
         assert not list(wrong(made))
 
 
-def test_weights_that_were_equal_are_refused_once_they_differ() -> None:
+def test_weights_that_were_equal_are_refused_once_they_differ():
     net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4)).eval()
     program = htp_export.export(net, (x(2, 4),), verbose=False)
     assert program is not None
@@ -210,7 +208,7 @@ def test_weights_that_were_equal_are_refused_once_they_differ() -> None:
         [tensor.numpy() for tensor in made.tensors.values()]
 
 
-def test_what_was_not_made_of_parameters_alone_is_said(tmp_path: Path) -> None:
+def test_what_was_not_made_of_parameters_alone_is_said(tmp_path):
     of = exported("layers", tmp_path, dynamo=True)
     model = ir.load(of.file)
     value = model.graph.initializers["2.weight"]
@@ -221,7 +219,7 @@ def test_what_was_not_made_of_parameters_alone_is_said(tmp_path: Path) -> None:
     assert not is_exact(recipe_of(next(iter(unknown))))
 
 
-def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path: Path) -> None:
+def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path):
     of = exported("layers", tmp_path, dynamo=True)
     load(of.file).save(again := tmp_path / "again.onnx")
     first, second, other = (load(file).model for file in (of.file, of.file, again))
@@ -232,7 +230,7 @@ def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path: Path) -> No
     assert {*unknown.values()} == {"another tool"}
 
 
-def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter(tmp_path: Path) -> None:
+def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter(tmp_path):
     net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8)).eval()
     nn.init.zeros_(net[3].bias)
     of = Exported(net, x(1, 3, 1, 1), tmp_path / "net.onnx")
@@ -260,9 +258,7 @@ BAD = {
 
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.parametrize("as_message", [False, True])
-def test_recipes_stay_and_are_written_once_however_often_a_file_is(
-    external: bool, as_message: bool, tmp_path: Path
-) -> None:
+def test_recipes_stay_and_are_written_once_however_often_a_file_is(external, as_message, tmp_path):
     """onnx_ir would write those of a tensor once more each time."""
     file = exported("layers", tmp_path, dynamo=False).file
     texts = _texts(file)
@@ -279,7 +275,7 @@ def _texts(file: Path) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize("text", BAD)
-def test_a_recipe_that_is_none_names_its_initializer(text: str, tmp_path: Path) -> None:
+def test_a_recipe_that_is_none_names_its_initializer(text, tmp_path):
     of = exported("layers", tmp_path, dynamo=True)
     tagged = load(of.file)
     value = tagged.model.graph.initializers["2.weight"]
