@@ -21,8 +21,9 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.files.filesystem import CHUNK_BYTES
 from htp_export.files.replacing import Move
-from htp_export.files.stored import CHUNK_BYTES, Slot
+from htp_export.files.stored import Slot
 from htp_export.format import tags
 
 _SMALL_BYTES = 256

@@ -21,6 +21,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+CHUNK_BYTES = 1 << 20  # of a file, read at a time: larger chunks are no faster
+
 _FOREIGN_LOCK_SECONDS = 24 * 3600
 """Where files cannot be locked, a lock file of this age was left by a process that was killed."""
 

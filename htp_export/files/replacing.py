@@ -272,7 +272,7 @@ def replace_file(target: Path) -> Iterator[Path]:
             new = folder / (target.name or "new")
             yield new
             with new.open("rb") as source, target.open("wb") as stream:
-                shutil.copyfileobj(source, stream, 1 << 20)
+                shutil.copyfileobj(source, stream, filesystem.CHUNK_BYTES)
         return
     with work_folder(target) as work:
         new = work.new / target.name

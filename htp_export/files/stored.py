@@ -21,6 +21,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import FileError
+from htp_export.files.filesystem import CHUNK_BYTES
 from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
 
 
@@ -72,7 +73,6 @@ def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol],
     return put
 
 
-CHUNK_BYTES = 1 << 20  # of a file, read at a time: larger chunks are no faster
 _MESSAGE_BYTES = (1 << 31) - 1
 """Protobuf reads no more."""
 

@@ -179,6 +179,7 @@ def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[
         return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))
 
 
+TIMED_RUNS = 20  # a median that single slow ones do not move
 _WARMUP = 2  # runs: the first allocates memory, the second fills caches
 
 

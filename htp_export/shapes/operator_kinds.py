@@ -79,9 +79,9 @@ def without_copies(value: ir.Value) -> ir.Value:
         >>> without_copies(copied.outputs[0]) is x is without_copies(x)
         True
     """
-    producer = value.producer()
-    source = producer.inputs[0] if producer is not None and is_standard(producer, "Identity") else None
-    return value if source is None else without_copies(source)
+    while is_standard(producer := value.producer(), "Identity") and producer.inputs[0] is not None:  # type: ignore[union-attr]
+        value = producer.inputs[0]  # type: ignore[union-attr]
+    return value
 
 
 def subgraphs(node: ir.Node) -> tuple[ir.Graph, ...]:

@@ -27,6 +27,7 @@ from htp_export.files.written_check import made_from
 from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import ModelSource, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
+from htp_export.runtime.inputs import default_shapes
 
 P = ParamSpec("P")
 
@@ -134,7 +135,7 @@ def _run(
                     write_model(result.model, output)
             except ResultError as error:
                 left = {value.name for value in result.model.graph.inputs}
-                frozen = next((value.name for value in before.graph.inputs if value.name not in left), None)
+                frozen = next((name for name in default_shapes(before.graph) if name not in left), None)
                 hint = f"; it took the default value of input {frozen!r} for a constant" if frozen else ""
                 raise ToolError(name, f"made a model of this one that is not valid: {error.problem}{hint}") from error
         _into_memory(result.model, Path(folder))

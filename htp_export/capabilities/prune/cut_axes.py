@@ -94,8 +94,10 @@ def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     for value, axes in by_value.items():
         _shorten(value, axes)
     remove_unused(tagged.model)  # what computed the indices of a Gather
-    _keep_sizes(tagged, kept, shapes)
-    _check(tagged, before, by_value)
+    after = Symbolic(graph, functions=tagged.model.functions)
+    if _keep_sizes(graph, kept, shapes, after):
+        after = Symbolic(graph, functions=tagged.model.functions)
+    _check(tagged, before, after, by_value)
 
 
 def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
@@ -161,13 +163,12 @@ def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
             _set_size(graph, node, place, axis - (rank - length), len(stays), int(stays.sum()), shapes)
 
 
-def _keep_sizes(tagged: TaggedModel, kept: Mapping[Axis, Array], before: Symbolic) -> None:
+def _keep_sizes(graph: ir.Graph, kept: Mapping[Axis, Array], before: Symbolic, after: Symbolic) -> bool:
     """Let sizes stay that are computed of an axis that was cut, for tensors that do not have its channels.
 
-    So ``nn.MultiheadAttention`` splits its projections by the width of what it reads.
+    So ``nn.MultiheadAttention`` splits its projections by the width of what it reads. Returns whether there are some.
     """
-    graph = tagged.model.graph
-    after = Symbolic(graph, functions=tagged.model.functions)
+    found = False
     for node in graph:
         place = _SIZES.get(node.op_type, len(node.inputs))
         if node.domain or place >= len(node.inputs):
@@ -180,6 +181,8 @@ def _keep_sizes(tagged: TaggedModel, kept: Mapping[Axis, Array], before: Symboli
             axis = index + rank - len(sizes)
             if isinstance(old, int) and old != new and (node.outputs[0], axis) not in kept:
                 _set_size(graph, node, place, index, old, old, before)
+                found = True
+    return found
 
 
 def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic) -> None:
@@ -292,10 +295,12 @@ def _refit_slice(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
 
 
 def _check(
-    tagged: TaggedModel, before: Mapping[ir.Value, Shape | None], cut: Mapping[ir.Value, Mapping[int, Array]]
+    tagged: TaggedModel,
+    before: Mapping[ir.Value, Shape | None],
+    after: Symbolic,
+    cut: Mapping[ir.Value, Mapping[int, Array]],
 ) -> None:
     """Refuse a graph in which a tensor has another shape than it should have."""
-    after = Symbolic(tagged.model.graph, functions=tagged.model.functions)
     for value, shape in before.items():
         if shape is None or value.graph is None:
             continue

@@ -21,11 +21,10 @@ from htp_export.results.tables import BYTES_COLUMNS, PRECISION, SPARSITY, Compre
 from htp_export.results.tag_facts import TagFacts
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
-from htp_export.runtime.runner import median_times
+from htp_export.runtime.runner import TIMED_RUNS, median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
 _MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
-_TIMED = 20  # runs: a median that single slow ones do not move
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,7 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, byte
         runnable = [RunnableModel.of(each.model, name, folder) for each in (original, changed)]
         sessions = [Session(each, SessionSettings()) for each in runnable]
         given = [feeds[0], dict(Inputs.of(changed.model).feed_again(feeds[0]).arrays)]
-        before, after = median_times(sessions, given, _TIMED)
+        before, after = median_times(sessions, given, TIMED_RUNS)
     return Check(
         worst=None if worst is None else worst.path,
         max_abs=None if worst is None else worst.max_abs,
@@ -104,7 +103,7 @@ def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, byte
         bytes_after=bytes_after,
         ms_before=before,
         ms_after=after,
-        runs=_TIMED,
+        runs=TIMED_RUNS,
     )
 
 

@@ -28,13 +28,12 @@ from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.process.progress import report_counts
 from htp_export.runtime.generating import Decoder
-from htp_export.runtime.runner import Metric
+from htp_export.runtime.runner import TIMED_RUNS, Metric
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
 if TYPE_CHECKING:
     from htp_export.runtime.data import Data, Samples
 
-_TIMED_RUNS = 20  # a median that single slow ones do not move
 _BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
 _RANDOM_PROMPTS = 2  # each is answered token by token, which takes seconds
 RANDOM_PROMPTS = "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
@@ -58,7 +57,7 @@ def search(
     storage: Any = None,
     study: str = "htp_export",
     metric: Metric | None = None,
-    runs: int = _TIMED_RUNS,
+    runs: int = TIMED_RUNS,
     repeats: int = 0,
     new_tokens: int = 64,
     first: int = 20,
