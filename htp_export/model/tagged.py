@@ -437,7 +437,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
         for owner in owners:
             number = int(call) if owner == owners[-1] and call.isdecimal() else 0
             calls[owner] = max(calls.get(owner, 1), number + 1)
-    if calls:
+    if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
         above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))

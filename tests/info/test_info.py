@@ -88,6 +88,21 @@ def test_tags_that_a_tool_dropped_are_brought_back(folder, tmp_path):
     assert found.file_bytes is None
 
 
+def test_a_file_without_nodes_lost_no_tags(tmp_path):
+    class GivesItsWeight(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return self.weight
+
+    file = tmp_path / "weight.onnx"
+    htp_export.export(GivesItsWeight().eval(), (torch.ones(2),), file, verbose=False)
+    found = htp_export.info(file)
+    assert found.tags.source == "htp" and not found.tags.lost and "carry" not in str(found)
+
+
 def test_weights_beside_the_file_are_not_read_and_may_be_missing(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "external.onnx", tmp_path / "external.onnx")
     whole, missing = htp_export.info(folder / "external.onnx"), htp_export.info(tmp_path / "external.onnx")

@@ -15,7 +15,7 @@ from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.results.columns import MODULE, Column
+from htp_export.results.columns import MODULE, Column, many
 from htp_export.results.result import PlainData, Result, Table
 from htp_export.results.tag_facts import TagFacts
 
@@ -185,7 +185,7 @@ class ModelDifference(Result):
     def summary(self) -> str:
         """How many modules differ, and how."""
         if self.same:
-            return f"no difference in {len(self.modules)} modules"
+            return f"no difference in {many(len(self.modules), 'module')}"
         return f"modules: {', '.join(f'{count} {status}' for status, count in self.counts.items())}"
 
     def table(self) -> Table | None:
