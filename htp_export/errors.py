@@ -237,14 +237,19 @@ class ResultError(HtpExportError):
         problem: What onnx says against the model, with the node.
         node: Name of the node at fault; empty if it is not known.
         modules: The modules that own the node.
+        before: Another fault, of the model that it was made of; empty if that was valid.
     """
 
-    def __init__(self, path: str | Path, problem: str, node: str = "", modules: Iterable[str] = ()) -> None:
-        super().__init__(
-            f"{path}: not written, because the model is not valid: {problem}. The model that it was made of did not "
-            "have this fault; it is one of the work that was done on it. If that was a function of htp_export, please "
-            "report it"
+    def __init__(
+        self, path: str | Path, problem: str, node: str = "", modules: Iterable[str] = (), before: str = ""
+    ) -> None:
+        cause = (
+            "The model that it was made of did not have this fault; it is one of the work that was done on it. If that "
+            "was a function of htp_export, please report it"
         )
+        if before:
+            cause = f"The model that it was made of is not valid either, and has to be mended first: {before}"
+        super().__init__(f"{path}: not written, because the model is not valid: {problem}. {cause}")
         self.path, self.problem, self.node, self.modules = Path(path), problem, node, tuple(modules)
 
 

@@ -78,11 +78,11 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
     found, empty = _examined(_without_weights(proto, marks))
     if not found and not empty:
         return
-    known, empty_before = set[Fault](), dict[tuple[int | str, ...], Fault]()
+    known, empty_before = dict[Fault, None](), dict[tuple[int | str, ...], Fault]()
     sources = _sources.get()
     for source in () if sources is None else sources():
         its_faults, its_empty = _examined(_without_weights(*hollow_proto(source.clone())[:2]))
-        known.update(its_faults)
+        known.update(dict.fromkeys(its_faults))
         empty_before.update(its_empty)
     new = [fault for fault in found if fault not in known]
     if sources is None:
@@ -91,7 +91,7 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
         return
     new += [fault for shape, fault in empty.items() if shape not in empty_before]
     if new:
-        raise ResultError(target, str(new[0]), new[0].node, new[0].modules)
+        raise ResultError(target, str(new[0]), new[0].node, new[0].modules, before="".join(map(str, [*known][:1])))
 
 
 def faults_of(model: ir.Model) -> list[Fault]:

@@ -166,6 +166,17 @@ def test_a_fault_that_a_model_had_before_is_no_reason_to_refuse_it(plant, given,
     assert len(list(tmp_path.glob("*.onnx"))) == 4
 
 
+def test_another_fault_than_a_model_had_is_said_with_the_one_that_it_had(given, tmp_path):
+    model = ir.from_proto(onnx.load(given["net"]))
+    a_wrong_shape(model.graph)
+    onnx.save(ir.to_proto(model), tmp_path / "faulty.onnx")
+    tagged = htp_export.load(tmp_path / "faulty.onnx")
+    tagged["act"].nodes[0].attributes.add(ir.AttrInt64("alpha", 1))
+    with pytest.raises(ResultError, match="alpha .*made of is not valid either, and .* rank") as raised:
+        tagged.save(tmp_path / "out.onnx")
+    assert "report" not in str(raised.value)
+
+
 def own(*nodes: ir.Node, opset: int = 20, **imports: int) -> ir.Model:
     graph = ir.Graph(
         [nodes[0].inputs[0]], nodes[-1].outputs, nodes=nodes, opset_imports={"": opset, **imports}, name="g"
