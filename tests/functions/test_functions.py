@@ -476,6 +476,19 @@ def test_module_whose_nodes_are_all_shared_is_flat(shared_files):
         htp_export.functions(flat, "first")
 
 
+def test_module_whose_calls_share_all_nodes_is_flat():
+    class Doubled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            return self.fc(x) + self.fc(x)
+
+    with pytest.raises(InputError, match="fc: its calls share all its nodes"):
+        htp_export.functions(htp_export.export(Doubled().eval(), (torch.ones(2, 3),), verbose=False), "fc")
+
+
 def test_module_that_lies_in_a_function_of_the_model_is_flat():
     with pytest.raises(InputError, match=r"block\.fc: it lies in functions that the model has already"):
         htp_export.functions(handmade.with_function(), "block.fc")

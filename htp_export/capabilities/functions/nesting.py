@@ -250,6 +250,8 @@ def _why_flat(module: ModuleInfo, index: GraphIndex, placement: Placement) -> st
         return "it has no nodes"
     if all(node not in placement.chains for node in nodes):
         return "it lies in functions that the model has already; inline them first"
+    if all(tags.is_under(owner, module.path) for node in nodes for owner in index.owners[node]):
+        return "its calls share all its nodes"
     return "all its nodes are shared with other modules"
 
 
