@@ -97,6 +97,19 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
     return next((k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None)
 
 
+@lru_cache(maxsize=4096)
+def default_attributes(op_type: str, version: int, domain: str) -> Mapping[str, ir.Attr]:
+    """The attributes that a node has if it does not say otherwise.
+
+    Examples:
+        >>> {name: attribute.value for name, attribute in default_attributes("Gather", 20, "").items()}
+        {'axis': 0}
+    """
+    schema = _schema(op_type, version, domain)
+    known = {} if schema is None else schema.attributes
+    return {name: ir.from_proto(each.default_value) for name, each in known.items() if each.default_value.name}
+
+
 def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProto:
     """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)

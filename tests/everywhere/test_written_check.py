@@ -172,7 +172,7 @@ def test_another_fault_than_a_model_had_is_said_with_the_one_that_it_had(given, 
     onnx.save(ir.to_proto(model), tmp_path / "faulty.onnx")
     tagged = htp_export.load(tmp_path / "faulty.onnx")
     tagged["act"].nodes[0].attributes.add(ir.AttrInt64("alpha", 1))
-    with pytest.raises(ResultError, match="alpha .*made of is not valid either, and .* rank") as raised:
+    with pytest.raises(ResultError, match=r"alpha .*made of is not valid either, and .* rank") as raised:
         tagged.save(tmp_path / "out.onnx")
     assert "report" not in str(raised.value)
 

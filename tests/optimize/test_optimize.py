@@ -170,6 +170,20 @@ def test_a_pass_of_ones_own_gets_its_tags_from_the_policy(passes):
     assert owners(result.model)["y"] == ("layer",)
 
 
+def test_a_default_that_is_written_out_is_no_change_of_a_node():
+    model = tagged(
+        """(float[2, 4] x) => (float[2, 4] y) {
+            [norm] h = BatchNormalization <training_mode = 0> (x, s, s, s, s)
+            [pad] p = Pad (h, none)
+            [act] y = Relu (p)
+        }""",
+        s=np.float32([1, 2, 3, 4]),
+        none=np.zeros(4, np.int64),
+    )
+    found = htp_export.optimize(model)  # onnx_ir takes `training_mode` away, where it looks for dead nodes
+    assert owners(found.model) == {"h": ("norm",), "y": ("act",)}
+
+
 def test_a_pass_that_breaks_its_level_is_undone_and_named(passes):
     passes("wrong", level="tolerant")(lambda: Changing("Neg", "Abs"))
     model = small_net()

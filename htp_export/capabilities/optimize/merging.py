@@ -25,6 +25,7 @@ from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
+from htp_export.shapes.schemas import default_attributes
 
 _Slots = Sequence[ir.Value | None]
 _Groups = list[list[Mapping[str, str]]]
@@ -54,8 +55,9 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
-        for graph in (model.graph, *(function.graph for function in model.functions.values())):
-            self._add(graph)
+        self._add(model.graph, model.opset_imports)
+        for function in model.functions.values():
+            self._add(function.graph, function.opset_imports)
         self._dependence = [*reads_and_results(self.nodes)], given_values(model)
 
     @cached_property
@@ -94,17 +96,20 @@ class Snapshot:
     def _is_available(self, value: ir.Value) -> bool:
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
-    def _add(self, graph: ir.Graph, holder: ir.Node | None = None) -> None:
+    def _add(self, graph: ir.Graph, versions: Mapping[str, int], holder: ir.Node | None = None) -> None:
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
-            operator = (node.domain, node.op_type, node.overload, *node.attributes.data.values())
+            # A default that is written out says nothing: onnx_ir takes `training_mode` away as it looks for dead nodes.
+            defaults = default_attributes(node.op_type, versions.get(node.domain, 0), node.domain)
+            own = (each for name, each in node.attributes.data.items() if each != defaults.get(name))
+            operator = (node.domain, node.op_type, node.overload, *own)
             self.nodes[node] = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
             if holder is not None:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
             for body in subgraphs(node):
-                self._add(body, node)
+                self._add(body, versions, node)
 
 
 @dataclass(frozen=True)
