@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.files.data_files import DataTensor
 from htp_export.model.graph_facts import GraphFacts
+from htp_export.shapes.schemas import settings
 
 _PORTION = 1 << 18
 """Elements that are compared at a time: comparing copies them."""
@@ -277,9 +278,9 @@ class Hasher:
     def _node(self, node: ir.Node) -> str:
         """The hash of what a node does to whatever it reads."""
         if node not in self._own:
-            written = sorted(item for item in node.attributes.items() if item[0] != "doc_string")
-            settings = (f"{name}={self._attribute(attribute)}" for name, attribute in written)
-            self._own[node] = _digest((node.domain, node.op_type, *settings))
+            written = settings(node, self._facts.tagged.model.opset_imports)
+            texts = (f"{each.name}={self._attribute(each)}" for each in written if each.name != "doc_string")
+            self._own[node] = _digest((node.domain, node.op_type, *texts))
         return self._own[node]
 
     def _entering(self, value: ir.Value | None, members: Container[ir.Node | None]) -> str:

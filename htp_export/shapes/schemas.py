@@ -97,17 +97,31 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
     return next((k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None)
 
 
-@lru_cache(maxsize=4096)
-def default_attributes(op_type: str, version: int, domain: str) -> Mapping[str, ir.Attr]:
-    """The attributes that a node has if it does not say otherwise.
+def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
+    """The attributes of a node, by name, without those that say what its operator does anyway.
+
+    Tools write such defaults out, and take them away: two nodes that differ in them alone are the same.
 
     Examples:
-        >>> {name: attribute.value for name, attribute in default_attributes("Gather", 20, "").items()}
-        {'axis': 0}
+        >>> node = ir.node("Gemm", [], attributes={"alpha": 1.0, "transB": 1})
+        >>> [attribute.name for attribute in settings(node, {"": 20})]
+        ['transB']
     """
+    written = node.attributes.data
+    if not written:
+        return []
+    defaults = _defaults(node.op_type, versions.get(node.domain, 0), node.domain)
+    return [
+        written[name] for name in sorted(written) if (written[name].type, written[name].value) != defaults.get(name)
+    ]
+
+
+@lru_cache(maxsize=4096)
+def _defaults(op_type: str, version: int, domain: str) -> Mapping[str, tuple[ir.AttributeType, Any]]:
     schema = _schema(op_type, version, domain)
     known = {} if schema is None else schema.attributes
-    return {name: ir.from_proto(each.default_value) for name, each in known.items() if each.default_value.name}
+    read = {name: ir.from_proto(each.default_value) for name, each in known.items() if each.default_value.name}
+    return {name: (attribute.type, attribute.value) for name, attribute in read.items()}
 
 
 def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProto:

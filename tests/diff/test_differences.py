@@ -166,6 +166,9 @@ def test_attributes_and_settings_count():
     text = "g (float[2,4] x) => (float[2,4] y) {{ y = {op} }}"
     soft = [written(text.format(op=f"Softmax<axis={axis}>(x)"), 17, {}) for axis in (0, 1)]
     assert not htp_export.diff(*soft).same
+    assert htp_export.diff(
+        written(text.format(op="Softmax(x)"), 17, {}), written(text.format(op="Softmax<axis=-1>(x)"), 17, {})
+    ).same
     power = [written(text.format(op="Pow(x, p)"), 17, {}, p=np.array(p, np.float32)) for p in (2, 3)]
     assert not htp_export.diff(*power).same
 

@@ -19,6 +19,7 @@ import onnx_ir as ir
 from htp_export.format import tags
 from htp_export.model.boundaries import dependence
 from htp_export.shapes.operator_kinds import SIZES_ONLY, operator_of, values_read
+from htp_export.shapes.schemas import settings
 from htp_export.shapes.symbolic import Symbolic
 
 Shape = tuple[tuple[int | str, ...] | None, int]
@@ -183,7 +184,7 @@ class GraphSummary:
 
 def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
     """Summarize a model and ``functions``, each a scope, without external data; and its nodes in the same order."""
-    summarizer = _Summarizer()
+    summarizer = _Summarizer(model.opset_imports)
     summary, values = summarizer.summary, summarizer.values
     summarizer.graph(model.graph, "", NOTHING)
     summary.infer = functools.partial(_infer_shapes, model)
@@ -208,7 +209,8 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
 
 
 class _Summarizer:
-    def __init__(self) -> None:
+    def __init__(self, versions: Mapping[str, int]) -> None:
+        self._versions = versions
         self.summary, self.nodes = GraphSummary(), list[ir.Node]()
         self.values: dict[ir.Value, int] = {}
 
@@ -235,7 +237,7 @@ class _Summarizer:
 
     def _node(self, node: ir.Node, scope: str, holder: int) -> None:
         metadata, index = node.metadata_props, len(self.nodes)
-        attributes, words, bodies = _attributes(node) if node.attributes else ("", (), [])
+        attributes, words, bodies = _attributes(node, self._versions)
         content = attributes if node.op_type == "Constant" else ""
         self.nodes.append(node)
         self.summary.nodes.append(
@@ -268,12 +270,11 @@ class _Summarizer:
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 
 
-def _attributes(node: ir.Node) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
+def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
     """The attributes of a node as text, those that are strings, and its subgraphs."""
     parts, words, bodies = [], [], []
-    for name in sorted(node.attributes):
-        attribute = node.attributes[name]
-        kind, value = attribute.type, attribute.value
+    for attribute in settings(node, versions):
+        name, kind, value = attribute.name, attribute.type, attribute.value
         if attribute.is_ref():
             parts.append(f"{name}@{attribute.ref_attr_name}")
         elif kind == ir.AttributeType.GRAPH:

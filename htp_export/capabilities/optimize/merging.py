@@ -25,7 +25,7 @@ from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
-from htp_export.shapes.schemas import default_attributes
+from htp_export.shapes.schemas import settings
 
 _Slots = Sequence[ir.Value | None]
 _Groups = list[list[Mapping[str, str]]]
@@ -99,10 +99,7 @@ class Snapshot:
     def _add(self, graph: ir.Graph, versions: Mapping[str, int], holder: ir.Node | None = None) -> None:
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
-            # A default that is written out says nothing: onnx_ir takes `training_mode` away as it looks for dead nodes.
-            defaults = default_attributes(node.op_type, versions.get(node.domain, 0), node.domain)
-            own = (each for name, each in node.attributes.data.items() if each != defaults.get(name))
-            operator = (node.domain, node.op_type, node.overload, *own)
+            operator = (node.domain, node.op_type, node.overload, *settings(node, versions))
             self.nodes[node] = _Seen(node.inputs, node.outputs, operator, node.metadata_props)
             if holder is not None:
                 self._holders[node] = holder
