@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SHAPE = (2, 4, 8, 8)
-OPEN = {0: "batch", 2: "height", 3: "width"}
-SIZES = {0: torch.export.Dim.AUTO, **{axis: 4 * torch.export.Dim(OPEN[axis]) for axis in (2, 3)}}
+OPEN = {name: {0: "batch", 2: "height", 3: "width"} for name in "xy"}
+DIMS = {"batch": torch.export.Dim.AUTO, **{name: 4 * torch.export.Dim(name) for name in ("height", "width")}}
 EPSILON = 0.1
 
 
@@ -22,8 +22,8 @@ class Added(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         made = x
-        for layer in self[:-1]:
-            made = layer(made)
+        for name, layer in self.named_children():
+            made = layer(made) if name != "shortcut" else made
         return functional.relu(made + self.shortcut(x)) - 0.1
 
 
@@ -154,9 +154,7 @@ class Pyramid(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made = [side(x) for side in self.sides]
         modes = ({"mode": "nearest"}, {"mode": "bilinear", "align_corners": False}, {"mode": "nearest"})
-        same = [
-            functional.interpolate(each, size=x.shape[2:], **mode) for each, mode in zip(made, modes, strict=True)
-        ]
+        same = [functional.interpolate(each, size=x.shape[2:], **mode) for each, mode in zip(made, modes, strict=True)]
         return torch.stack(same).sum(0)
 
 
@@ -252,9 +250,11 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.amax((2, 3), keepdim=True) * 0.5 + y,
     lambda x, y: functional.interpolate(functional.max_pool2d(x, 2), scale_factor=2) + y,
     lambda x, y: functional.avg_pool2d(functional.pad(x, (1, 1, 1, 1), mode="reflect"), 3, 1),
-    lambda x, y: (x.flatten(2).transpose(1, 2) @ (x.flatten(2) @ y.flatten(2).transpose(1, 2)).tanh())
-    .transpose(1, 2)
-    .reshape(x.shape),
+    lambda x, y: (
+        (x.flatten(2).transpose(1, 2) @ (x.flatten(2) @ y.flatten(2).transpose(1, 2)).tanh())
+        .transpose(1, 2)
+        .reshape(x.shape)
+    ),
     lambda x, y: x / (x.pow(2).sum(1, keepdim=True) + EPSILON).sqrt(),
     lambda x, y: torch.where(x.mean(1, keepdim=True) > y, x, y * 0.5),
     lambda x, y: functional.pixel_shuffle(functional.pixel_unshuffle(x, 2).flip(1), 2),
@@ -272,9 +272,16 @@ class Flat(nn.Module):
         return self.classes(self.dropout(torch.flatten(self.pool(x), 1)))
 
 
-HEADS: list[Callable[[], nn.Module]] = [
-    lambda: Flat(nn.AdaptiveAvgPool2d(1), 4),
-    lambda: Flat(nn.AdaptiveMaxPool2d(1), 4),
-    lambda: nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")),
-    lambda: nn.Sequential(nn.Conv2d(4, 3, 1), nn.Sigmoid()),
+EMBEDS = LAYERS
+
+HEADS: list[Callable[[nn.Module], nn.Module]] = [
+    lambda _: Flat(nn.AdaptiveAvgPool2d(1), 4),
+    lambda _: Flat(nn.AdaptiveMaxPool2d(1), 4),
+    lambda _: nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")),
+    lambda _: nn.Sequential(nn.Conv2d(4, 3, 1), nn.Sigmoid()),
 ]
+
+
+def inputs(seed: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """One or two tensors."""
+    return {name: torch.randn(sizes, generator=generator) for name in ("xy" if seed % 5 > 2 else "x")}

@@ -1,6 +1,6 @@
 """Random networks: what each module computes, calls and returns is drawn, and the same seed draws the same network.
 
-Each thousand of seeds is a family: 0 sequences, 1000 images. All values in a network have the shape of its family, so
+Each thousand of seeds is a family: sequences, images, tokens. All values in a network have the shape of its family, so
 that whatever is drawn fits together.
 
 Two things are left out, because no tags can tell them: functions that give back what they are given when they are
@@ -8,6 +8,7 @@ applied twice (``relu``), and tensors that are changed in place and read by a mo
 small, and norms have a large epsilon: errors of rounding stay small, too.
 """
 
+import itertools
 import random
 from collections.abc import Callable
 from types import ModuleType
@@ -16,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests import random_images, random_sequences
+from tests import random_images, random_sequences, random_tokens
 from tests.nets import spread
-from tests.truth import leaves
+from tests.truth import leaves, named_leaves
 
 EPSILON = random_sequences.EPSILON
-FAMILIES = (random_sequences, random_images)
+FAMILIES = (random_sequences, random_images, random_tokens)
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda last, other: last,
@@ -41,8 +42,17 @@ class Statement(NamedTuple):
     takes_two: bool  # whether a part is given both
 
 
+def told(made: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values in a result, and the other tensors in it: integers, keys and values, what was pooled."""
+    found = leaves(made)
+    fits = [each.ndim == x.ndim and each.dtype == x.dtype for each in found]
+    return [*itertools.compress(found, fits)], [each for each, fit in zip(found, fits, strict=True) if not fit]
+
+
 class Drawn(nn.Module):
     """A module whose parts, statements and results are drawn.
+
+    A part is given what is in its ``takes`` of the keywords that the module is given.
 
     Args:
         pick: What draws.
@@ -52,6 +62,7 @@ class Drawn(nn.Module):
     """
 
     takes_two = True
+    takes = ("mask", "past")
 
     def __init__(self, pick: random.Random, family: ModuleType, depth: int, others: list[nn.Module]) -> None:
         super().__init__()
@@ -72,17 +83,21 @@ class Drawn(nn.Module):
         ]
         self.kept, self.returns = pick.random(), pick.choice(RETURNS)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        values = [x] if y is None else [x, y]
+    def forward(self, x: Tensor, y: Tensor | None = None, **given: Any) -> Any:
+        values, others = [x] if y is None else [x, y], list[Tensor]()
         for work, *places, takes_two in self.statements:
             first, second = (values[min(int(place * len(values)), len(values) - 1)] for place in places)
             if callable(work):
                 values.append(work(first, second))
                 continue
             part = self.parts[work]
-            two = takes_two and getattr(part, "takes_two", False)
-            values += leaves(part(first, second) if two else part(first))
-        return self.returns(values[-1], values[int(self.kept * len(values))])
+            pair = (first, second) if takes_two and getattr(part, "takes_two", False) else (first,)
+            keywords = {name: given[name] for name in getattr(part, "takes", ()) if name in given}
+            made, more = told(part(*pair, **keywords), x)
+            values += made
+            others += more
+        result = self.returns(values[-1], values[int(self.kept * len(values))])
+        return (result, others) if others else result
 
 
 class RandomNet(nn.Module):
@@ -94,38 +109,55 @@ class RandomNet(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed, self.family = seed, FAMILIES[seed // 1000]
-        pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3)
+        pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3 and seed < 1000)
         torch.manual_seed(seed)
-        self.embed = pick.choice(self.family.LAYERS)()
+        self.embed = pick.choice(self.family.EMBEDS)()
         self.blocks = nn.ModuleList(Drawn(pick, self.family, depth, others) for _ in range(pick.randint(1, 2)))
-        self.head = pick.choice(self.family.HEADS)()
+        self.head = pick.choice(self.family.HEADS)(self.embed)
         spread(self, seed).eval()
         for module in self.modules():
             if hasattr(module, "eps"):
                 module.eps = EPSILON
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        x = torch.stack(leaves(self.embed(x))).sum(0) * 1.5
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, past: Any = None) -> Any:
+        keywords = {"y": None if y is None else y * 0.5, "mask": mask, "past": past}
+        given = {name: each for name, each in keywords.items() if each is not None}
+        x, others = torch.stack(leaves(self.embed(x))).sum(0) * 1.5, list[Tensor]()
         for block in self.blocks:
-            x = x + torch.stack(leaves(block(x) if y is None else block(x, y * 0.5))).sum(0).tanh()
-        return self.head(x) if y is None else {"head": self.head(x), "states": [x]}
+            made, more = told(block(x, **given), x)
+            x = x + torch.stack(made).sum(0).tanh()
+            others += more
+        if not given and not others:
+            return self.head(x)
+        return {"head": self.head(x), "states": [x], **({"others": others} if others else {})}
 
-    def inputs(self, sizes: tuple[int, ...] = ()) -> dict[str, Tensor]:
+    def inputs(self, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
         """Its inputs, by keyword, of the sizes of its family or of others."""
         generator = torch.Generator().manual_seed(self.seed)
-        names = "xy" if self.seed % 5 > 2 else "x"
-        return {name: torch.randn(sizes or self.family.SHAPE, generator=generator) for name in names}
+        inputs: dict[str, Any] = self.family.inputs(self.seed, sizes or self.family.SHAPE, generator)
+        return inputs
+
+    def is_for(self, exporter: str) -> bool:
+        """Whether the exporter can take it at all."""
+        return exporter == "dynamo" or not any(hasattr(each, "dynamo_only") for each in self.modules())
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """How it is exported: every other one with open sizes, which dynamo does not know of recurrent layers.
 
         Every third one is not optimised under dynamo.
         """
-        names, dynamo = [*self.inputs()], exporter == "dynamo"
+        inputs, dynamo = self.inputs(), exporter == "dynamo"
         options = {"optimize": False} if dynamo and self.seed % 3 == 2 else {}
         is_recurrent = any(isinstance(each, nn.RNNBase) for each in self.modules())
         if self.seed % 2 == 0 or (dynamo and is_recurrent):
             return options
-        if dynamo:
-            return {**options, "dynamic_shapes": dict.fromkeys(names, self.family.SIZES)}
-        return {"input_names": names, "dynamic_axes": dict.fromkeys(names, self.family.OPEN)}
+        axes = {name: self.family.OPEN[name] for name in inputs}
+        if not dynamo:
+            names = {leaf: axes[leaf.split(".")[0]] for leaf, _ in named_leaves(inputs)}
+            return {"input_names": [*names], "dynamic_axes": names}
+        sizes = {name: {axis: self.family.DIMS[size] for axis, size in axes[name].items()} for name in inputs}
+        shapes = {
+            name: (sizes[name],) * len(each) if isinstance(each, tuple) else sizes[name]
+            for name, each in inputs.items()
+        }
+        return {**options, "dynamic_shapes": shapes}

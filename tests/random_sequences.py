@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 SHAPE = (2, 4, 8)
-OPEN = {0: "batch"}
-SIZES = {0: torch.export.Dim.AUTO}
+OPEN = {name: {0: "batch"} for name in "xy"}
+DIMS = {"batch": torch.export.Dim.AUTO}
 EPSILON = 0.1
 
 
@@ -198,4 +198,11 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x + (y.abs() / 100 + 1).long() % 2,
 ]
 
-HEADS: list[Callable[[], nn.Module]] = [lambda: nn.Linear(8, 3)]
+EMBEDS = LAYERS
+
+HEADS: list[Callable[[nn.Module], nn.Module]] = [lambda _: nn.Linear(8, 3)]
+
+
+def inputs(seed: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
+    """One or two tensors."""
+    return {name: torch.randn(sizes, generator=generator) for name in ("xy" if seed % 5 > 2 else "x")}
