@@ -292,7 +292,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: torch.cat((x[:, 1:], y[:, :1]), 1),
     lambda x, y: torch.where((x > 0) & ~(y > 0.2), x, y),
     lambda x, y: x.repeat_interleave(2, -1).unflatten(-1, (2, 8)).mean(2),
-    lambda x, y: x.index_add(1, torch.tensor([2, 0]), y[:, :2] * 0.5),
+    lambda x, y: x.index_select(1, torch.tensor([2, 0])).sum(1, keepdim=True) + y,
     lambda x, y: x * (y.topk(2, -1).values.sum(-1, keepdim=True).tanh()),
     lambda x, y: functional.pad(x, (0, 0, 1, 0))[:, :-1],
     lambda x, y: torch.baddbmm(x, y, (y.transpose(1, 2) @ x).tanh(), beta=0.5),
