@@ -76,7 +76,7 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         return None if info.fate.does_work else Outcome(info.fate)
 
     def without_work(self, path: str) -> Fate | None:
-        """``identity`` for a module without nodes that lost no tensor and has outputs; else ``constant`` or ``dead``."""
+        """``identity`` for a module without nodes that lost no tensor and has outputs, ``constant`` or ``dead``."""
         if self.partners(path) is not None:
             return None
         if path in self._unread:
