@@ -1,7 +1,7 @@
 """Random networks: what each module computes, calls and returns is drawn, and the same seed draws the same network.
 
-Each thousand of seeds is a family: sequences, images, tokens. All values in a network have the shape of its family, so
-that whatever is drawn fits together.
+Each thousand of seeds is a family: sequences, images, tokens, ways to write. All values in a network have the shape of
+its family, so that whatever is drawn fits together.
 
 Two things are left out, because no tags can tell them: functions that give back what they are given when they are
 applied twice (``relu``), and tensors that are changed in place and read by a module outside afterwards. Values stay
@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tests import random_images, random_sequences, random_tokens
+from tests import random_images, random_sequences, random_tokens, random_ways
 from tests.nets import spread
 from tests.truth import leaves, named_leaves
 
 EPSILON = random_sequences.EPSILON
-FAMILIES = (random_sequences, random_images, random_tokens)
+FAMILIES = (random_sequences, random_images, random_tokens, random_ways)
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda last, other: last,

@@ -104,6 +104,15 @@ class Attends(nn.Module):
         return made if past is None else (made, (key, value))
 
 
+class Interleaves(Attends):
+    """Repeats heads as one operator."""
+
+    dynamo_only = True  # as of index_add, see `Sorted`
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, times: x.repeat_interleave(times, 1), fused=False)
+
+
 class Biased(nn.Module):
     """Attention with a bias for each distance, in buckets, as in T5."""
 
@@ -149,6 +158,8 @@ class Experts(nn.Module):
 
 class Sorted(nn.Module):
     """Sorts tokens by their expert, works on them in this order, and adds each to where it was."""
+
+    dynamo_only = True  # of index_add, TorchScript takes the sizes that are open for those of the trace
 
     def __init__(self) -> None:
         super().__init__()
@@ -243,7 +254,7 @@ LAYERS: list[Callable[[], nn.Module]] = [
     sequential,
     nn.Identity,
     nn.Softplus,
-    lambda: Attends(lambda x, times: x.repeat_interleave(times, 1), fused=False),
+    Interleaves,
     lambda: Attends(repeated, fused=True),
     lambda: Attends(repeated, fused=False),
     Biased,
@@ -291,7 +302,7 @@ FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
     lambda x, y: x.roll(1, 1) * 0.7,
     lambda x, y: torch.cat((x[:, 1:], y[:, :1]), 1),
     lambda x, y: torch.where((x > 0) & ~(y > 0.2), x, y),
-    lambda x, y: x.repeat_interleave(2, 2).unflatten(-1, (2, 8)).mean(2),
+    lambda x, y: torch.stack((x, y), -1).flatten(2).unflatten(-1, (2, 8)).mean(2),
     lambda x, y: x.index_select(1, torch.tensor([2, 0])).sum(1, keepdim=True) + y,
     lambda x, y: x * (y.topk(2, -1).values.sum(-1, keepdim=True).tanh()),
     lambda x, y: functional.pad(x, (0, 0, 1, 0)).narrow(1, 0, x.shape[1]),
