@@ -42,7 +42,7 @@ class Statement(NamedTuple):
     takes_two: bool  # whether a part is given both
 
 
-def told(made: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+def values_and_others(made: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
     """The values in a result, and the other tensors in it: integers, keys and values, what was pooled."""
     found = leaves(made)
     fits = [each.ndim == x.ndim and each.dtype == x.dtype for each in found]
@@ -93,7 +93,7 @@ class Drawn(nn.Module):
             part = self.parts[work]
             pair = (first, second) if takes_two and getattr(part, "takes_two", False) else (first,)
             keywords = {name: given[name] for name in getattr(part, "takes", ()) if name in given}
-            made, more = told(part(*pair, **keywords), x)
+            made, more = values_and_others(part(*pair, **keywords), x)
             values += made
             others += more
         result = self.returns(values[-1], values[int(self.kept * len(values))])
@@ -124,7 +124,7 @@ class RandomNet(nn.Module):
         given = {name: each for name, each in keywords.items() if each is not None}
         x, others = torch.stack(leaves(self.embed(x))).sum(0) * 1.5, list[Tensor]()
         for block in self.blocks:
-            made, more = told(block(x, **given), x)
+            made, more = values_and_others(block(x, **given), x)
             x = x + torch.stack(made).sum(0).tanh()
             others += more
         if not given and not others:

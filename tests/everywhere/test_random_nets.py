@@ -1,10 +1,12 @@
 """What holds of every network, whatever is done with its file, holds of random ones.
 
-``HTP_RANDOM_NETS=100:200 pytest -m slow tests/everywhere/test_random_nets.py`` tries other networks than those below.
+``HTP_RANDOM_NETS="100:200 1100:1120" pytest -m slow tests/everywhere/test_random_nets.py`` tries other networks than
+those below; each thousand is a family, see ``tests/random_nets.py``.
 """
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -33,8 +35,9 @@ from tests.handmade import stripped
 from tests.random_nets import RandomNet
 from tests.truth import Array, equal, inexact, input_names, inputs_of, named_wrongly, run_pytorch, untagged, values_of
 
-_FIRST, _END = map(int, os.environ.get("HTP_RANDOM_NETS", "2:40").split(":"))
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(_FIRST, _END))]
+_RANGES = os.environ.get("HTP_RANDOM_NETS", "2:40 1000:1006 2000:2006 3000:3006").split()
+_SWEPT = itertools.chain.from_iterable(range(*map(int, each.split(":"))) for each in _RANGES)
+SEEDS = [0, 1001, 2015, 3013, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]  # small ones always
 
 
 @dataclass

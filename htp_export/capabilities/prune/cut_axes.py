@@ -211,7 +211,7 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
                 _set_size(graph, producer, at, 0, numbers[0], numbers[0] // old * new, shapes)
                 return
     elif producer.op_type == "Where":  # TorchScript writes 1 for the sizes of an expand that are -1
-        given = [(at, shapes.contents(producer.inputs[at])) for at in (1, 2)]  # type: ignore[arg-type]
+        given = [(at, shapes.contents(producer.inputs[at])) for at in (1, 2)]
         holds = [at for at, sizes in given if sizes is not None and sizes.ndim and sizes[index] == old]
         if len(holds) == 1:
             _set_size(graph, producer, holds[0], index, old, new, shapes)
