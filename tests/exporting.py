@@ -120,10 +120,10 @@ class SharedFiles:
 
     def random_net(self, seed: int, exporter: str) -> Path:
         """The tagged file of a network of ``tests.random_nets``."""
-        net, inputs = RandomNet(seed), RandomNet.inputs(seed)
+        net = RandomNet(seed)
         options = net.export_options(exporter)
         return self._once(
-            f"random-{seed}-{exporter}", lambda folder: exported(net, inputs, exporter, folder, **options)
+            f"random-{seed}-{exporter}", lambda folder: exported(net, net.inputs(), exporter, folder, **options)
         )
 
     def decoder(self, name: str) -> Path:

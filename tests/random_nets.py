@@ -1,205 +1,28 @@
 """Random networks: what each module computes, calls and returns is drawn, and the same seed draws the same network.
 
+Each thousand of seeds is a family: sequences, images, tokens, ways to write. All values in a network have the shape of
+its family, so that whatever is drawn fits together.
+
 Two things are left out, because no tags can tell them: functions that give back what they are given when they are
 applied twice (``relu``), and tensors that are changed in place and read by a module outside afterwards. Values stay
 small, and norms have a large epsilon: errors of rounding stay small, too.
 """
 
+import itertools
 import random
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
+from tests import random_images, random_sequences, random_tokens, random_ways
 from tests.nets import spread
-from tests.truth import leaves
+from tests.truth import leaves, named_leaves
 
-BATCH, LENGTH, WIDTH = 2, 4, 8
-EPSILON = 0.1
-
-
-class Attends(nn.Module):
-    """Attention of two heads, with queries of one tensor, and keys and values of another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.pair, self.out = nn.Linear(8, 8), nn.Linear(8, 16), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        read = (self.query(x), *self.pair(x if y is None else y).chunk(2, -1))
-        heads = [each.reshape(*x.shape[:2], 2, WIDTH // 2).transpose(1, 2) for each in read]
-        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape))
-
-
-class Gated(nn.Module):
-    """A gated feed-forward layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(8, 16), nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
-class GivesStates(nn.Module):
-    """A recurrent layer, whose last states nothing reads."""
-
-    def __init__(self, kind: type[nn.Module], **options: Any) -> None:
-        super().__init__()
-        self.layer = kind(8, 8 // (1 + len(options)), batch_first=True, **options)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.layer(x)[0]
-        return result
-
-
-class Attended(nn.Module):
-    """A layer of PyTorch's own attention, which calls functions in place of its projection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
-        y = x if y is None else y
-        result, weights = self.attention(x, y, value=y, need_weights=True)
-        return result * weights.amax(-1, keepdim=True)
-
-
-class Twofold(nn.Module):
-    """One layer under two names, called by the second one; another one whose weight is the first one's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = self.again = nn.Linear(8, 8)
-        self.tied = nn.Linear(8, 8)
-        self.tied.weight = self.first.weight
-
-    def forward(self, x: Tensor) -> dict[str, Any]:
-        return {"made": self.tied(self.again(x)), "nothing": None}
-
-
-class Masked(nn.Module):
-    """Makes its mask of sizes, as decoders do, and gives it to a part by keyword."""
-
-    class Adds(nn.Module):
-        def forward(self, *, scores: Tensor, mask: Tensor) -> Tensor:
-            return (scores + mask).softmax(-1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.adds, self.norm = Masked.Adds(), nn.LayerNorm(8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        places = torch.arange(x.shape[1])
-        mask = torch.where(places[None] <= places[:, None], 0.0, -1e4)[None]
-        x = self.norm(x)
-        result: Tensor = self.adds(scores=x @ x.transpose(1, 2) / 3, mask=mask) @ x
-        return result
-
-
-class Pieces(nn.Module):
-    """Works on pieces one by one with the same layer, and writes them into one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell = nn.GRUCell(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-        state, made = torch.zeros_like(x[:, 0]), torch.empty_like(x)
-        for place in range(2):
-            state = self.cell(x[:, place], state)
-            made[:, place] = state
-        made[:, 2:] = x[:, 2:] * 0.5
-        return made, [state[:, None].expand(x.shape)]
-
-
-class Learned(nn.Module):
-    """Computes with a parameter, and with positions, before it reads its input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.positions = nn.Parameter(torch.zeros(8)), nn.Embedding(4, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 + self.weight.sigmoid()) + self.positions(torch.arange(x.shape[1]))
-
-
-LAYERS: list[Callable[[], nn.Module]] = [
-    lambda: nn.Linear(8, 8),
-    lambda: nn.LayerNorm(8),
-    lambda: nn.GroupNorm(2, 4),
-    lambda: nn.BatchNorm1d(4),
-    lambda: nn.Conv1d(4, 4, 3, padding=1),
-    lambda: nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)),
-    lambda: nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.LeakyReLU()),
-    nn.SiLU,
-    nn.Tanh,
-    nn.PReLU,
-    nn.Dropout,
-    nn.Identity,
-    lambda: nn.Softmax(-1),
-    lambda: GivesStates(nn.GRU),
-    lambda: GivesStates(nn.LSTM),
-    lambda: GivesStates(nn.GRU, bidirectional=True),
-    lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
-    lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True),
-    lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU6(inplace=True)),
-    Attended,
-    Attends,
-    Gated,
-    Learned,
-    Masked,
-    Pieces,
-    Twofold,
-]
-
-
-def written(x: Tensor, y: Tensor) -> Tensor:
-    x = x.clone()
-    x[:, 0] = y[:, 1]
-    return x
-
-
-def doubled_in_part(x: Tensor, y: Tensor) -> Tensor:
-    x = x * 0.7
-    x[:, 1:3].mul_(2)
-    return x.add_(y)
-
-
-def rotated(x: Tensor, y: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat((-second, first), -1) * y
-
-
-FUNCTIONS: list[Callable[[Tensor, Tensor], Tensor]] = [
-    written,
-    doubled_in_part,
-    rotated,
-    lambda x, y: x + y,
-    lambda x, y: x * y.sigmoid(),
-    lambda x, y: functional.relu(x) - 0.1,
-    lambda x, y: x.transpose(1, 2).reshape(x.shape),
-    lambda x, y: torch.cat((x[:, 1:], y[:, :1]), 1),
-    lambda x, y: x - x.mean(-1, keepdim=True),
-    lambda x, y: torch.softmax(x @ y.transpose(1, 2), -1) @ y,
-    lambda x, y: x.masked_fill(torch.triu(torch.ones(4, 8, dtype=torch.bool), 1), 0.5),
-    lambda x, y: torch.where(x > 0, x, y),
-    lambda x, y: torch.einsum("btd,bsd->bts", x, y).tanh() @ x,
-    lambda x, y: functional.layer_norm(x, (8,), eps=EPSILON),
-    lambda x, y: torch.stack((x, y)).mean(0),
-    lambda x, y: x.to(torch.float64).to(torch.float32),
-    lambda x, y: x.reshape(-1, 8).reshape(x.shape),
-    lambda x, y: x + torch.arange(4, dtype=torch.float32)[:, None],
-    lambda x, y: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPSILON),
-    lambda x, y: x.index_select(1, torch.tensor([3, 2, 1, 0])),
-    lambda x, y: functional.pad(x, (0, 0, 1, 0))[:, :-1],
-    lambda x, y: x * x.shape[1] ** -0.5,
-    lambda x, y: x + (y.abs() / 100 + 1).long() % 2,
-]
+EPSILON = random_sequences.EPSILON
+FAMILIES = (random_sequences, random_images, random_tokens, random_ways)
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [
     lambda last, other: last,
@@ -219,45 +42,62 @@ class Statement(NamedTuple):
     takes_two: bool  # whether a part is given both
 
 
+def values_and_others(made: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """The values in a result, and the other tensors in it: integers, keys and values, what was pooled."""
+    found = leaves(made)
+    fits = [each.ndim == x.ndim and each.dtype == x.dtype for each in found]
+    return [*itertools.compress(found, fits)], [each for each, fit in zip(found, fits, strict=True) if not fit]
+
+
 class Drawn(nn.Module):
     """A module whose parts, statements and results are drawn.
 
+    A part is given what is in its ``takes`` of the keywords that the module is given.
+
     Args:
         pick: What draws.
+        family: What it draws from.
         depth: How many levels of drawn modules are inside.
         others: Layers that other modules hold, one of which it may hold, too; its own are added.
     """
 
-    def __init__(self, pick: random.Random, depth: int, others: list[nn.Module]) -> None:
+    takes_two = True
+    takes = ("mask", "past")
+
+    def __init__(self, pick: random.Random, family: ModuleType, depth: int, others: list[nn.Module]) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for _ in range(pick.randint(1, 4)):
             if depth and pick.random() < 0.5:
-                parts.append(Drawn(pick, depth - 1, others))
+                parts.append(Drawn(pick, family, depth - 1, others))
             else:
                 shared = others and pick.random() < 0.1
-                parts.append(pick.choice(others) if shared else pick.choice(LAYERS)())
+                parts.append(pick.choice(others) if shared else pick.choice(family.LAYERS)())
                 others.append(parts[-1])
         self.parts = nn.ModuleList(parts)
         calls = [*range(len(parts)), *pick.choices(range(len(parts)), k=pick.randint(0, 2))]
-        work = [*calls[pick.choice((0, 0, 0, 1)) :], *pick.choices(FUNCTIONS, k=pick.randint(0, 4))]
+        work = [*calls[pick.choice((0, 0, 0, 1)) :], *pick.choices(family.FUNCTIONS, k=pick.randint(0, 4))]
         pick.shuffle(work)
         self.statements = [
             Statement(each, pick.choice((1, 1, 1, pick.random())), pick.random(), pick.random() < 0.5) for each in work
         ]
         self.kept, self.returns = pick.random(), pick.choice(RETURNS)
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        values = [x] if y is None else [x, y]
+    def forward(self, x: Tensor, y: Tensor | None = None, **given: Any) -> Any:
+        values, others = [x] if y is None else [x, y], list[Tensor]()
         for work, *places, takes_two in self.statements:
             first, second = (values[min(int(place * len(values)), len(values) - 1)] for place in places)
             if callable(work):
                 values.append(work(first, second))
                 continue
             part = self.parts[work]
-            two = takes_two and isinstance(part, Drawn | Attends | Attended)
-            values += leaves(part(first, second) if two else part(first))
-        return self.returns(values[-1], values[int(self.kept * len(values))])
+            pair = (first, second) if takes_two and getattr(part, "takes_two", False) else (first,)
+            keywords = {name: given[name] for name in getattr(part, "takes", ()) if name in given}
+            made, more = values_and_others(part(*pair, **keywords), x)
+            values += made
+            others += more
+        result = self.returns(values[-1], values[int(self.kept * len(values))])
+        return (result, others) if others else result
 
 
 class RandomNet(nn.Module):
@@ -268,40 +108,56 @@ class RandomNet(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.seed = seed
-        pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3)
+        self.seed, self.family = seed, FAMILIES[seed // 1000]
+        pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3 and seed < 1000)
         torch.manual_seed(seed)
-        self.embed = pick.choice(LAYERS)()
-        self.blocks = nn.ModuleList(Drawn(pick, depth, others) for _ in range(pick.randint(1, 2)))
-        self.head = nn.Linear(8, 3)
+        self.embed = pick.choice(self.family.EMBEDS)()
+        self.blocks = nn.ModuleList(Drawn(pick, self.family, depth, others) for _ in range(pick.randint(1, 2)))
+        self.head = pick.choice(self.family.HEADS)(self.embed)
         spread(self, seed).eval()
         for module in self.modules():
             if hasattr(module, "eps"):
                 module.eps = EPSILON
 
-    def forward(self, x: Tensor, y: Tensor | None = None) -> Any:
-        x = torch.stack(leaves(self.embed(x))).sum(0) * 1.5
+    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, past: Any = None) -> Any:
+        keywords = {"y": None if y is None else y * 0.5, "mask": mask, "past": past}
+        given = {name: each for name, each in keywords.items() if each is not None}
+        x, others = torch.stack(leaves(self.embed(x))).sum(0) * 1.5, list[Tensor]()
         for block in self.blocks:
-            x = x + torch.stack(leaves(block(x) if y is None else block(x, y * 0.5))).sum(0).tanh()
-        return self.head(x) if y is None else {"head": self.head(x), "states": [x]}
+            made, more = values_and_others(block(x, **given), x)
+            x = x + torch.stack(made).sum(0).tanh()
+            others += more
+        if not given and not others:
+            return self.head(x)
+        return {"head": self.head(x), "states": [x], **({"others": others} if others else {})}
 
-    @staticmethod
-    def inputs(seed: int, batch: int = BATCH) -> dict[str, Tensor]:
-        """Its inputs, by keyword."""
-        generator = torch.Generator().manual_seed(seed)
-        names = "xy" if seed % 5 > 2 else "x"
-        return {name: torch.randn(batch, LENGTH, WIDTH, generator=generator) for name in names}
+    def inputs(self, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
+        """Its inputs, by keyword, of the sizes of its family or of others."""
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs: dict[str, Any] = self.family.inputs(self.seed, sizes or self.family.SHAPE, generator)
+        return inputs
+
+    def is_for(self, exporter: str) -> bool:
+        """Whether the exporter can take it at all."""
+        return exporter == "dynamo" or not any(hasattr(each, "dynamo_only") for each in self.modules())
 
     def export_options(self, exporter: str) -> dict[str, Any]:
-        """How it is exported: every other one with an open batch, which dynamo does not know of recurrent layers.
+        """How it is exported: every other one with open sizes, which dynamo does not know of recurrent layers.
 
         Every third one is not optimised under dynamo.
         """
-        names, dynamo = [*self.inputs(self.seed)], exporter == "dynamo"
+        inputs, dynamo = self.inputs(), exporter == "dynamo"
         options = {"optimize": False} if dynamo and self.seed % 3 == 2 else {}
         is_recurrent = any(isinstance(each, nn.RNNBase) for each in self.modules())
         if self.seed % 2 == 0 or (dynamo and is_recurrent):
             return options
-        if dynamo:
-            return {**options, "dynamic_shapes": {name: {0: torch.export.Dim.AUTO} for name in names}}
-        return {"input_names": names, "dynamic_axes": {name: {0: "batch"} for name in names}}
+        axes = {name: self.family.OPEN[name] for name in inputs}
+        if not dynamo:
+            names = {leaf: axes[leaf.split(".")[0]] for leaf, _ in named_leaves(inputs)}
+            return {"input_names": [*names], "dynamic_axes": names}
+        sizes = {name: {axis: self.family.DIMS[size] for axis, size in axes[name].items()} for name in inputs}
+        shapes = {
+            name: (sizes[name],) * len(each) if isinstance(each, tuple) else sizes[name]
+            for name, each in inputs.items()
+        }
+        return {**options, "dynamic_shapes": shapes}

@@ -19,7 +19,7 @@ import itertools
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +39,8 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]
     """Every tensor in nested containers, in order, with the keys that lead to it: ``states.1``."""
     if isinstance(tree, torch.Tensor):
         yield name, tree
+    if is_dataclass(tree) and not isinstance(tree, dict):
+        tree = vars(tree)
     parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
     for key, part in parts:
         yield from named_leaves(part, f"{name}.{key}" if name else str(key))

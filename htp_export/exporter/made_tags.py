@@ -82,6 +82,11 @@ class ExportEvidence(FateEvidence[Key]):
         wanted = needed(self._record.operations, self._record.outputs, values_only=True)
         return frozenset(path for path, is_read in self._modules_that_count(wanted).items() if not is_read)
 
+    @cached_property
+    def _captured(self) -> frozenset[Key]:
+        """What captured operations made; torch removes what nothing needs before that."""
+        return frozenset(key for operation in self._record.operations for key in operation.outputs)
+
     def _modules_that_count(self, wanted: list[bool]) -> dict[str, bool]:
         """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
         log = self._record.log
@@ -111,12 +116,20 @@ class ExportEvidence(FateEvidence[Key]):
         if path not in self._useful and has_nodes:
             return Outcome(Fate.COMPUTED)  # in a branch or loop body, where captured operations do not reach
         if path not in self._useful:
+            if self._ran_in_dead_bodies(path):
+                return Outcome(Fate.DEAD)
             return Outcome(Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT)
         if not self._useful[path] or ((self._lost(path) or not has_nodes) and path in self._measured):
             return Outcome(Fate.DEAD)
-        if not self._lost(path) and not self._passed[path].outputs and self._returns_what_is_gone(path):
-            return Outcome(Fate.CONSTANT)
-        return None
+        returned = self._returned(path)
+        if (
+            self._lost(path)
+            or self._passed[path].outputs
+            or not returned
+            or not self._record.final.keys().isdisjoint(returned)
+        ):
+            return None
+        return Outcome(Fate.DEAD if self._captured.isdisjoint(returned) else Fate.CONSTANT)
 
     def without_work(self, path: str) -> Fate | None:
         if self._moved(path) or self._lost(path):
@@ -147,6 +160,16 @@ class ExportEvidence(FateEvidence[Key]):
         yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
         yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]
 
+    def _ran_in_dead_bodies(self, path: str) -> bool:
+        """Whether a module, whose calls were not seen to return, ran in branches or loops of dead modules alone."""
+        log = self._record.log
+        around = (
+            {log.calls[up].path for up in log.chain(index)} for index, call in enumerate(log.calls) if call.path == path
+        )
+        return path not in log.returned_inputs and all(
+            any(self._useful.get(up) is False for up in paths) for paths in around
+        )
+
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of the work of a module that is no longer its own, in order of execution."""
         log = self._record.log
@@ -154,12 +177,11 @@ class ExportEvidence(FateEvidence[Key]):
         calls = {owner for call, owners in moved if log.calls[call].path == path for owner in owners}
         return dict.fromkeys(owner for call in sorted(calls) for owner in log.owners(call) if owner != path)
 
-    def _returns_what_is_gone(self, path: str) -> bool:
-        """Whether a module returned tensors, and the file has none of them."""
-        log, final = self._record.log, self._record.final
+    def _returned(self, path: str) -> list[Key]:
+        """The captured tensors that calls of a module returned, whether or not they are in the file."""
+        log = self._record.log
         passed = (self._record.call_tensors.get(index) for index, call in enumerate(log.calls) if call.path == path)
-        returned = [key for tensors in passed if tensors is not None for key in tensors.outputs]
-        return bool(returned) and not any(key in final for key in returned)
+        return [key for tensors in passed if tensors is not None for key in tensors.outputs]
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
         boundary = self._passed[path]

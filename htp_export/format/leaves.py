@@ -1,13 +1,14 @@
 """The leaves of arguments and results, with the keys that lead to them.
 
-Tuples, lists and mappings are taken apart, and so are containers that torch knows as such: classes registered with
-``torch.utils._pytree`` (dataclasses, for example) and the key/value caches of transformers.
+Tuples, lists, mappings and dataclasses are taken apart, and so are containers that torch knows as such: classes
+registered with ``torch.utils._pytree`` and the key/value caches of transformers.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 
@@ -17,22 +18,23 @@ def is_cache(value: Any) -> bool:
     return known is not None and isinstance(value, known.Cache)
 
 
-def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def named_leaves(tree: Any, name: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Everything in nested containers (transformers' outputs are mappings), with the keys that lead to it.
 
     A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
+    What contains itself is taken apart once; ``above`` are the containers around.
 
     Examples:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
         [('x', 1), ('states.0', None), ('states.1', 2)]
     """
     for place, leaf in _in_plain(tree, name):
-        parts = _parts(leaf)
+        parts = None if id(leaf) in above else _parts(leaf)
         if parts is None:
             yield place, leaf
             continue
         for key, part in parts:
-            yield from named_leaves(part, _joined(place, key))
+            yield from named_leaves(part, _joined(place, key), (*above, id(leaf)))
 
 
 def named_tensors_in(tree: Any) -> Iterator[tuple[str, Any]]:
@@ -79,12 +81,14 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
 
 
 def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
-    """The parts of a container that torch takes apart, in torch's order, and of a cache; None for anything else.
+    """The parts of a dataclass or container that torch takes apart, in order, and of a cache; None for anything else.
 
     Where torch only counts the parts, as ``transformers.exporters`` has it for caches, a tensor is named by the
     attributes that lead to it: ``layers.0.keys``. So are the tensors of caches that are registered in another way.
     """
     node = _node_of(container)
+    if node is None and is_dataclass(container) and not isinstance(container, type):
+        return iter([(each.name, getattr(container, each.name, None)) for each in fields(container)])
     if node is None:
         return _attributes(container) if is_cache(container) else None
     try:

@@ -34,6 +34,11 @@ class Signature:
         """The tensors that it gave back."""
         return {name for name in self.outputs if name is not None}
 
+    @property
+    def is_unread(self) -> bool:
+        """Whether the call gave tensors back, and none of them is in the file."""
+        return bool(self.outputs) and not self.given
+
     def renamed(self, name_of: Callable[[str], str | None]) -> Signature:
         """The same in another file, where tensors have other names, or None where they are gone."""
 

@@ -319,6 +319,20 @@ def test_nodes_have_their_own_names_again(attention):
     assert not any(node.name and node.name.startswith("htp_export/") for node in result.model.graph)
 
 
+class AroundBranches(Holding, first=nn.Linear(8, 8), yes=nn.Linear(8, 8), no=nn.Linear(8, 8)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return torch.cond(x.sum() > 0, lambda x: self.yes(x).tanh(), lambda x: -self.no(x), (x,))  # type: ignore[no-any-return]
+
+
+def test_tensors_of_branches_that_onnxruntime_names_as_those_outside_get_other_names(tmp_path):
+    net, x = spread(AroundBranches()).eval(), torch.randn(2, 5, 8)
+    exported(net, {"x": x}, "dynamo", tmp_path)
+    tools.onnxruntime(tmp_path / "model.onnx", tmp_path / "fast.onnx", level="basic")
+    assert "Gemm" in {node.op_type for node in htp_export.load(tmp_path / "fast.onnx").nodes}
+    assert htp_export.compare(tmp_path / "model.onnx", tmp_path / "fast.onnx", {"x": x.numpy()}).ok
+
+
 def test_a_tool_that_fails_is_named_and_leaves_nothing(attention, tmp_path):
     with pytest.raises(ToolError, match="float16 failed on this model: TypeError") as failed:
         tools.float16(attention[2], tmp_path / "out.onnx", op_block_list=3)

@@ -83,6 +83,19 @@ def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(make, own
     assert {(entry["fate"], entry["calls"]) for entry in ran.values()} == {("computed", 1)}
 
 
+class ReadsNoResult(Holding, branches=Branches(), fc=nn.Linear(4, 4)):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.branches(x)
+        return self.fc(x)
+
+
+def test_modules_in_branches_whose_result_nothing_reads_are_dead(tmp_path):
+    model = ready(ReadsNoResult())
+    file = exported(model, inputs(), "dynamo", tmp_path)
+    assert {fate for path, fate in fates_of(file).items() if path.startswith("branches")} == {"dead"}
+    assert Judge(model, inputs(), file).faults() == []
+
+
 class ReadsWithoutACall(Holder):
     """The root itself computes with the weights of a module that never runs."""
 

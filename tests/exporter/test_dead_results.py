@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 import htp_export
+import htp_export.tools
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import EXPORTERS, Holding, spread, x
-from tests.truth import equal, fates_of, named_wrongly, run_pytorch, signatures_of, values_of
+from tests.truth import equal, fates_of, inexact, named_wrongly, run_pytorch, signatures_of, values_of
 
 Tensor = torch.Tensor
 
@@ -137,3 +138,49 @@ class ReadsNothingOfIt(nn.Module):
 def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(kind, exporter, tmp_path):
     file = exported(spread(ReadsNothingOfIt(kind)).eval(), {"x": x(2, 4, 4)}, exporter, tmp_path)
     assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(("fc", "unread"), "dead")
+
+
+class Casts(Holding, fc=nn.Linear(4, 4)):
+    """Begins with a cast to the type that there is: what is read afterwards is what it gave, for the tracer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x.to(torch.float32) * 2)
+
+
+class ReadsTheCast(Holding, casts=Casts()):
+    def forward(self, x: Tensor) -> Tensor:
+        self.casts(x)
+        return x.tanh()
+
+
+@pytest.mark.parametrize("removed", [htp_export.optimize, htp_export.tools.onnxoptimizer])
+def test_a_module_that_loses_its_last_node_is_dead_if_nothing_read_its_result(removed, tmp_path):
+    model, kwargs = spread(ReadsTheCast()).eval(), {"x": x(2, 4)}
+    assert fates_of(exported(model, kwargs, "torchscript", tmp_path))["casts"] == "computed"
+    removed(tmp_path / "model.onnx", tmp_path / "smaller.onnx")
+    assert fates_of(onnx.load(str(tmp_path / "smaller.onnx")))["casts"] == "dead"
+    assert inexact(model, kwargs, tmp_path / "smaller.onnx") == []
+
+
+class Table(nn.Module):
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.arange(4)[None].cos()
+
+
+class ReadsATable(Holding, fc=nn.Linear(4, 4), table=Table()):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(x) * self.table(x)
+
+
+class ReadsOneOfTwo(Holding, unread=ReadsATable(), read=ReadsATable()):
+    def forward(self, x: Tensor) -> Tensor:
+        self.unread(x)
+        return self.read(x)
+
+
+@BOTH
+def test_a_dead_module_is_dead_although_torch_leaves_constants_of_it_in_the_graph(exporter, tmp_path):
+    model, kwargs = spread(ReadsOneOfTwo()).eval(), {"x": x(2, 4)}
+    fates = fates_of(exported(model, kwargs, exporter, tmp_path))
+    assert [fates[path] for path in ("unread", "unread.fc", "read.table")] == ["dead", "dead", "constant"]

@@ -74,6 +74,43 @@ class PlainTensor(Holding, layer=Sum(), table=torch.arange(8.0).reshape(2, 4)):
         return self.layer(x, self.table) + self.table
 
 
+@dataclass
+class Parts:
+    """What torch does not take apart; it has itself as a field."""
+
+    hidden: torch.Tensor
+    rest: tuple[torch.Tensor, ...]
+    whole: Any = None
+
+
+class GivesParts(Holding, fc=nn.Linear(4, 4)):
+    def forward(self, x: torch.Tensor) -> Parts:
+        parts = Parts(self.fc(x), (x.exp(),))
+        parts.whole = parts
+        return parts
+
+
+class TakesParts(Holding, fc=nn.Linear(4, 4)):
+    def forward(self, parts: Parts) -> torch.Tensor:
+        return self.fc(parts.hidden) + parts.rest[0]
+
+
+class Between(Holding, gives=GivesParts(), takes=TakesParts()):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.takes(self.gives(x)).tanh()
+
+
+@BOTH
+def test_tensors_in_a_dataclass_between_modules_are_named_by_its_fields(exporter, tmp_path):
+    model, kwargs = spread(Between()).eval(), {"x": x(2, 4)}
+    found = signatures_of(exported(model, kwargs, exporter, tmp_path))
+    assert found["takes"][0].inputs == dict(
+        zip(("parts.hidden", "parts.rest.0"), found["gives"][0].outputs, strict=True)
+    )
+    result = htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
+    assert (result.ok, result.modules["gives"].status) == (True, "agrees")
+
+
 @BOTH
 def test_a_constant_argument_names_no_tensor_of_another_value(exporter, tmp_path):
     model, kwargs = spread(PlainTensor()).eval(), {"x": x(2, 4)}

@@ -73,7 +73,10 @@ def wrong_parts(
             continue
         for nth, call in enumerate(calls.get(path, ())):
             given = (value for node in region.call(nth).nodes for value in node.outputs)
-            if tagged.index.constant.issuperset(given):  # or nothing reads what it gives
+            returned = tagged.signatures[path][nth].outputs
+            if tagged.index.constant.issuperset(given) or (
+                returned and not any(returned)
+            ):  # nothing reads what it gives
                 continue
             result = htp_export.extract(tagged, path, part, call=nth)
             ends = (*result.model.graph.inputs, *result.model.graph.outputs)

@@ -13,9 +13,11 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import InputError, RuleError
+from tests.exporting import BOTH, open_sizes
 from tests.extract.test_cutting import run_file
 from tests.nets import EXPORTERS, composed, x
 from tests.prune.test_prune_structured import export
+from tests.random_tokens import repeated
 from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
 
 SWEPT = (("gru", "dynamo"), ("rnn", "dynamo"))  # as the LSTM, with fewer gates
@@ -99,6 +101,28 @@ def test_operators_that_repeat_channels(name, exporter, tmp_path):
     for same in (shrink(model, kept), masked(model, kept)):
         assert np.abs(found - outputs_of(same, (given,))).max() < 1e-5
     assert set(result.whole.values())
+
+
+def multi_query(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """Attention of two heads that share keys and values, which are expanded to sizes that are open."""
+    batch, length, _ = x.shape
+    query = self.query(x).view(batch, length, 2, 4).transpose(1, 2)
+    key, value = (repeated(layer(x).view(batch, length, 1, 4).transpose(1, 2), 2) for layer in (self.key, self.value))
+    made = (query @ key.transpose(2, 3)).softmax(-1) @ value
+    return self.out(made.transpose(1, 2).reshape(batch, length, 8))
+
+
+@BOTH
+def test_a_head_of_those_that_share_expanded_keys_is_cut(exporter, tmp_path):
+    layers = {"query": nn.Linear(6, 8), "key": nn.Linear(6, 4), "value": nn.Linear(6, 4), "out": nn.Linear(8, 6)}
+    model, given = spread(composed(multi_query, **layers)), x(2, 5, 6)
+    file = export(model, {"x": given}, exporter, tmp_path, **open_sizes(exporter, x={0: "batch", 1: "length"}))
+    htp_export.prune(file, {"**": "channels:0.5"}, tmp_path / "cut.onnx")
+    written = onnx.load(tmp_path / "cut.onnx")
+    kept = kept_of(model, written)
+    assert [len(kept[f"{name}.weight"][0]) for name in layers] == [2, 2, 2, 6]
+    [found] = run_file(tmp_path / "cut.onnx", {written.graph.input[0].name: given.numpy()})
+    assert np.abs(found - outputs_of(masked(model, kept), (given,))).max() < 1e-5
 
 
 def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path):

@@ -15,6 +15,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol
 
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 
 from htp_export.capabilities.carry.carrying import Carried, carry_in_place, tagged_model
 from htp_export.editing.flattening import read_flat
@@ -26,6 +27,7 @@ from htp_export.files.targets import check_target
 from htp_export.files.written_check import made_from
 from htp_export.model.hashes import same_numbers
 from htp_export.model.tagged import ModelSource, model_of, name_of
+from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.process.argument_types import checks_arguments
 from htp_export.runtime.inputs import default_shapes
 
@@ -119,6 +121,8 @@ def _run(
         try:
             after = read_model(target) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
+            make_node_names_unique(after.graph)  # ONNX Runtime names what it adds to a branch as what it adds outside
+            NameFixPass()(after)
         except Exception as error:
             message = _plain(error, {target: "its result"})
             raise ToolError(name, f"made a model of this one that is not valid: {message}") from error

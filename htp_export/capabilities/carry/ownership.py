@@ -198,8 +198,13 @@ class _CarriedEvidence(FateEvidence[int]):
         return None if is_open else Outcome(info.fate, info.fused_with)
 
     def without_work(self, path: str) -> Fate | None:
-        """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs."""
-        before = self._alignment.before
+        """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs.
+
+        ``dead`` if nothing read its outputs.
+        """
+        before, calls = self._alignment.before, self._signatures.get(path, ())
+        if calls and all(call.is_unread for call in calls):
+            return Fate.DEAD
         if not any(before.depends(node) for node in self._before.below[path]):
             return Fate.CONSTANT
         entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}

@@ -30,7 +30,8 @@ class SignatureEvidence(FateEvidence[ir.Value]):
 
     The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of tensors. ``lost``
     has, for each module that lost a tensor of its signature, the owners on the other side of that tensor; ``excused``
-    the tensors at the boundary of a module that were unknown before the change already.
+    the tensors at the boundary of a module that were unknown before the change already; ``unread`` the modules whose
+    outputs nothing read before it.
     """
 
     def __init__(
@@ -40,9 +41,10 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         signatures: Mapping[str, Sequence[Signature]],
         lost: Mapping[str, Iterable[str]] | None = None,
         excused: Mapping[str, Collection[str]] | None = None,
+        unread: Collection[str] = (),
     ) -> None:
         super().__init__(index.boundaries_by_values)
-        self._hierarchy, self._lost, self._excused = hierarchy, lost or {}, excused or {}
+        self._hierarchy, self._lost, self._excused, self._unread = hierarchy, lost or {}, excused or {}, unread
         self._given = {path: {name for call in calls for name in call.given} for path, calls in signatures.items()}
         self._known: dict[str, set[str | None]] = {
             path: {name for call in calls for name in call.taken | call.given} for path, calls in signatures.items()
@@ -74,9 +76,11 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         return None if info.fate.does_work else Outcome(info.fate)
 
     def without_work(self, path: str) -> Fate | None:
-        """``identity`` for a module without nodes that lost no tensor and has outputs, else ``constant``."""
+        """``identity`` for a module without nodes that lost no tensor and has outputs, ``constant`` or ``dead``."""
         if self.partners(path) is not None:
             return None
+        if path in self._unread:
+            return Fate.DEAD
         return Fate.IDENTITY if self._given.get(path) else Fate.CONSTANT
 
     def partners(self, path: str) -> list[str] | None:
@@ -256,7 +260,8 @@ class Bookkeeping:
         if not self._signatures:
             return {}
         was, index = self.hierarchy, GraphIndex(self.model, self._work, self._taps)
-        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused)
+        unread = {path for path, calls in self._signatures.items() if calls and all(call.is_unread for call in calls)}
+        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused, unread)
         self.hierarchy, _ = find_fates(was, evidence)
         return {
             path: module.fused_with

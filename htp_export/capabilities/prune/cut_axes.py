@@ -72,7 +72,7 @@ def change_parameters(
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 """Operator → place of the input that holds the shape of the result."""
 
-_COMPUTES_SIZES = frozenset(("Concat", "Mul", "Unsqueeze", "Squeeze", "Cast", "Identity"))
+_COMPUTES_SIZES = frozenset(("Concat", "Mul", "Unsqueeze", "Squeeze", "Cast", "Identity", "Reshape", "Where"))
 """What sizes with a constant factor or part are computed by."""
 
 
@@ -210,6 +210,11 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
             if numbers is not None and len(numbers) == 1 and not numbers[0] % old:
                 _set_size(graph, producer, at, 0, numbers[0], numbers[0] // old * new, shapes)
                 return
+    elif producer.op_type == "Where":  # TorchScript writes 1 for the sizes of an expand that are -1
+        given = [(at, shapes.contents(producer.inputs[at])) for at in (1, 2)]
+        holds = [at for at, sizes in given if sizes is not None and sizes.ndim and sizes[index] == old]
+        if len(holds) == 1:
+            _set_size(graph, producer, holds[0], index, old, new, shapes)
     elif producer.op_type != "Concat":
         _set_size(graph, producer, 0, index, old, new, shapes)
     else:
