@@ -35,9 +35,9 @@ from tests.handmade import stripped
 from tests.random_nets import RandomNet
 from tests.truth import Array, equal, inexact, input_names, inputs_of, named_wrongly, run_pytorch, untagged, values_of
 
-_RANGES = os.environ.get("HTP_RANDOM_NETS", "2:40 1000:1006 2000:2006 3000:3006").split()
+_RANGES = os.environ.get("HTP_RANDOM_NETS", "2:40 1000:1006 2000:2006 3000:3006 3013:3014").split()
 _SWEPT = itertools.chain.from_iterable(range(*map(int, each.split(":"))) for each in _RANGES)
-SEEDS = [0, 1001, 2015, 3013, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]  # small ones always
+SEEDS = [0, 2015, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]  # small ones always
 
 
 @dataclass
