@@ -339,6 +339,19 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path):
 
 
 @BOTH
+def test_modules_that_multiply_in_other_ways_are_left_out(exporter, tmp_path):
+    weights = {"first": nn.Parameter(x(6, 6)), "second": nn.Parameter(x(6, 6, seed=1))}
+    mix = composed(lambda self, x: x @ self.first + (x @ self.second).tanh(), **weights)
+    weights = {"vector": nn.Parameter(x(6)), "shift": nn.Parameter(x(2, 6, seed=1))}
+    gate = composed(lambda self, x: x * (x @ self.vector)[..., None] + self.shift, **weights)
+    net = composed(lambda self, x: self.layer(self.gate(self.mix(x))), mix=mix, gate=gate, layer=nn.Linear(6, 6))
+    file = exported_to(tmp_path / "net.onnx", spread(net).eval(), {"x": x(2, 6)}, exporter)
+    assert list(htp_export.lora.insert(file, "**").modules) == ["layer"]
+    with pytest.raises(InputError, match="module 'mix' is no linear layer: it has 2 products with constant matrices"):
+        htp_export.lora.insert(file, "mix")
+
+
+@BOTH
 def test_calls_that_compute_nothing_take_no_adapter(exporter, tmp_path):
     model = spread(composed(lambda self, x: (self.layer(x * 2), self.layer(x))[1], layer=nn.Linear(6, 6)).eval())
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 6)}, exporter)
