@@ -352,6 +352,15 @@ def test_modules_that_multiply_in_other_ways_are_left_out(exporter, tmp_path):
 
 
 @BOTH
+def test_attention_that_is_one_module_is_verified_beside_adapters(exporter, tmp_path):
+    layer = spread(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    file = exported_to(tmp_path / "net.onnx", layer, {"src": x(1, 5, 8)}, exporter)
+    assert list(htp_export.lora.insert(file, "**", tmp_path / "lora.onnx").modules) == ["linear1", "linear2"]
+    verified = htp_export.verify(layer, tmp_path / "lora.onnx", (), {"src": x(1, 5, 8)})
+    assert verified.ok, verified.summary
+
+
+@BOTH
 def test_calls_that_compute_nothing_take_no_adapter(exporter, tmp_path):
     model = spread(composed(lambda self, x: (self.layer(x * 2), self.layer(x))[1], layer=nn.Linear(6, 6)).eval())
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 6)}, exporter)
