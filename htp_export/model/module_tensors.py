@@ -6,7 +6,7 @@ file that a library exported) has what enters and leaves its nodes, as far as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -140,7 +140,8 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
     found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or ("none that the file knows" if listed else "none, as it never ran")
+        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
+        names = names or ("none that the file knows" if listed else "none, as it never ran")
         raise SelectorError(place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}")
     return found
 
