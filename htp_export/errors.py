@@ -65,7 +65,7 @@ def in_one_line(error: BaseException) -> str:
 def first_line(error: BaseException, lines: int = 1) -> str:
     r"""The first lines of the message of an error that say something, in one line; its type if there is none.
 
-    Of errors that onnx_ir wraps level by level, it is the message of the innermost one.
+    Of errors that onnx_ir wraps level by level, it is the message of the innermost one; of an import, of what failed.
 
     Examples:
         >>> first_line(ValueError("\nno such size\n  in this tensor"))
@@ -79,6 +79,8 @@ def _innermost(error: BaseException) -> BaseException:
     if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
         while deeper := error.__cause__ or error.__context__:
             error = deeper
+    while isinstance(error, ImportError) and error.__cause__:  # lazy imports name the object that they could not give
+        error = error.__cause__
     return error
 
 

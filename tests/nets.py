@@ -554,6 +554,21 @@ class Reshapes(
         return self.last(self.back(self.there(y))).exp()
 
 
+net(
+    "a_shape_that_a_module_takes_back_and_makes_again",
+    # As Rearrange of einops with a size of one: its view is the permuted tensor, and is made flat once more.
+    lambda: nn.Sequential(
+        Apply(lambda x: x.permute(1, 2, 0, 3).reshape(2, 5, 8)),
+        Apply(lambda x: x.reshape(2, 5, 1, 8).reshape(2, 5, 8)),
+        nn.Tanh(),
+    ),
+    lambda: {"input": x(1, 2, 5, 8)},
+    fates=computed("0", "2"),
+    owners={"Tanh": [("2",)]},
+    dynamo=Truth({"1": "identity"}, {"Reshape": [("0",)]}),
+)
+
+
 def turn() -> nn.Module:
     return Apply(lambda x: x.transpose(0, 1))
 

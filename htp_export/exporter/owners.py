@@ -191,14 +191,13 @@ class Origins:
 
         No node computes such an operation: a size that becomes a vector again, a transposition that is reversed. Its
         inputs depend on the tensor that stands for its result. Equal work of two modules is different: neither depends
-        on the other, unless the tensor that both read was computed again in between.
+        on the other, unless the tensor that both read was computed again in between, and not by the call itself.
         """
         origin = self._first.get(counterpart)
         if origin is None:
             return False
-        reads = self._reads(operations[index])
-        if reads == self._reads(operations[origin]) and None not in reads:
-            return False
+        reads, call = self._reads(operations[index]), operations[index].call
+        repeats = reads == self._reads(operations[origin]) and None not in reads
         seen: set[int] = set()
         queue = [index]
         while queue and len(seen) <= _LOOK_BACK:
@@ -206,7 +205,7 @@ class Origins:
                 maker = self._maker.get(key, -1)
                 if maker == origin:
                     return True
-                if maker > origin and maker not in seen:
+                if maker > origin and maker not in seen and (not repeats or operations[maker].call == call):
                     seen.add(maker)
                     queue.append(maker)
         return False

@@ -299,7 +299,9 @@ def _say_once(model: ir.Model) -> None:
     """
     for graph in model.graphs():
         for value in graph.initializers.values():
-            said_elsewhere = value.is_graph_input() or value.metadata_props or value.doc_string
+            said_elsewhere = (
+                value.metadata_props or value.doc_string or value.is_graph_input() or value.is_graph_output()
+            )
             if value.const_value is not None and not said_elsewhere:
                 value.shape = value.type = None
 

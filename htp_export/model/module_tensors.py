@@ -6,7 +6,7 @@ file that a library exported) has what enters and leaves its nodes, as far as th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -126,7 +126,7 @@ def _is_at(tensor: ModuleTensor, place: Place) -> bool:
     return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0) and is_named
 
 
-def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> list[ModuleTensor]:
+def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> list[ModuleTensor]:
     """The tensors of a module that a place names: one for each of its calls, or for the one call that it names.
 
     Raises:
@@ -140,7 +140,8 @@ def named_tensor(listed: Iterable[ModuleTensor], place: Place, path: str) -> lis
     found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
-        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted)) or "none that the file knows"
+        names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
+        names = names or ("none that the file knows" if listed else "none, as it never ran")
         raise SelectorError(place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}")
     return found
 
@@ -159,8 +160,10 @@ def chosen_tensors(
     chosen: dict[ModuleTensor, None] = {}
     for place in places:
         if not place.excludes:
-            for path in paths_of(place.modules):
-                chosen.update(dict.fromkeys(named_tensor(tensors(path), place, path)))
+            listed = {path: tensors(path) for path in paths_of(place.modules)}
+            ran = {path: each for path, each in listed.items() if each}  # a ModuleList, such as "**" selects, has none
+            for path, each in (ran or listed).items():
+                chosen.update(dict.fromkeys(named_tensor(each, place, path)))
     for place in places:
         if place.excludes:
             paths = {*paths_of(place.modules)}

@@ -146,6 +146,20 @@ def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter, tm
         assert inexact(model, kwargs, tmp_path / "out.onnx") == []
 
 
+@pytest.mark.parametrize("tool", ["onnxslim", "onnxruntime"])
+def test_a_division_by_one_that_a_tool_removed_leaves_its_tensor(tool, tmp_path):
+    def block() -> nn.Module:  # as ResnetBlock2D of diffusers, whose output_scale_factor is 1
+        return composed(lambda self, x: (x + self.fc(x)) / 1.0, fc=nn.Linear(4, 4))
+
+    x = torch.randn(2, 3, 4)
+    net = spread(nn.Sequential(block(), block(), nn.Linear(4, 3))).eval()
+    exported(net, {"input": x}, "torchscript", tmp_path)
+    made = getattr(tools, tool)(tmp_path / "model.onnx", tmp_path / "made.onnx")
+    assert "Div" not in {node.op_type for node in made.model.graph}
+    assert not made.fates
+    assert not inexact(net, {"input": x}, tmp_path / "made.onnx")
+
+
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
     """Both are outputs of the model: a tool computes them twice, or gives one of them back from the other."""

@@ -9,7 +9,7 @@ import torch
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.errors import InputError, UserCodeError
+from htp_export.errors import InputError, UserCodeError, described
 
 CODE = """
 import sys
@@ -131,3 +131,11 @@ def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(folder, monkey
     for command in ("quantize FILE --rule 0=int4 -o o.onnx", "run onnxruntime FILE -o o.onnx"):
         assert main(command.replace("FILE", str(file)).split()) == 3
         assert "this is a bug in htp_export" in capsys.readouterr().err
+
+
+def test_an_import_that_failed_is_described_by_its_cause():
+    with pytest.raises(ModuleNotFoundError) as lazy:  # as transformers does it
+        raise ModuleNotFoundError("Could not import module 'BertModel'") from RuntimeError(
+            "operator nms does not exist"
+        )
+    assert described(lazy.value) == "RuntimeError: operator nms does not exist"

@@ -206,6 +206,15 @@ def test_weights_that_are_one_tensor_are_written_once(tmp_path):
     np.testing.assert_array_equal(weight_of(both, "layer.0.fc.weight").numpy(), weight_of(both).numpy())
 
 
+def test_a_weight_that_is_an_output_is_written_with_its_type(tmp_path):
+    model = encoder()
+    weight = next(iter(model.graph.initializers.values()))
+    weight.type, weight.shape = ir.TensorType(weight.const_value.dtype), weight.const_value.shape
+    model.graph.outputs.append(weight)
+    write_model(model, tmp_path / "net.onnx")
+    onnx.checker.check_model(tmp_path / "net.onnx", full_check=True)
+
+
 def test_a_model_may_overwrite_its_own_weights_and_still_has_them(external):
     model = read_model(external)
     model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((1, 16), np.float32))

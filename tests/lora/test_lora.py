@@ -339,6 +339,28 @@ def test_modules_that_cannot_take_adapters_are_refused(tmp_path):
 
 
 @BOTH
+def test_modules_that_multiply_in_other_ways_are_left_out(exporter, tmp_path):
+    weights = {"first": nn.Parameter(x(6, 6)), "second": nn.Parameter(x(6, 6, seed=1))}
+    mix = composed(lambda self, x: x @ self.first + (x @ self.second).tanh(), **weights)
+    weights = {"vector": nn.Parameter(x(6)), "shift": nn.Parameter(x(2, 6, seed=1))}
+    gate = composed(lambda self, x: x * (x @ self.vector)[..., None] + self.shift, **weights)
+    net = composed(lambda self, x: self.layer(self.gate(self.mix(x))), mix=mix, gate=gate, layer=nn.Linear(6, 6))
+    file = exported_to(tmp_path / "net.onnx", spread(net).eval(), {"x": x(2, 6)}, exporter)
+    assert list(htp_export.lora.insert(file, "**").modules) == ["layer"]
+    with pytest.raises(InputError, match="module 'mix' is no linear layer: it has 2 products with constant matrices"):
+        htp_export.lora.insert(file, "mix")
+
+
+@BOTH
+def test_attention_that_is_one_module_is_verified_beside_adapters(exporter, tmp_path):
+    layer = spread(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)).eval()
+    file = exported_to(tmp_path / "net.onnx", layer, {"src": x(1, 5, 8)}, exporter)
+    assert list(htp_export.lora.insert(file, "**", tmp_path / "lora.onnx").modules) == ["linear1", "linear2"]
+    verified = htp_export.verify(layer, tmp_path / "lora.onnx", (), {"src": x(1, 5, 8)})
+    assert verified.ok, verified.summary
+
+
+@BOTH
 def test_calls_that_compute_nothing_take_no_adapter(exporter, tmp_path):
     model = spread(composed(lambda self, x: (self.layer(x * 2), self.layer(x))[1], layer=nn.Linear(6, 6)).eval())
     file = exported_to(tmp_path / "net.onnx", model, {"x": x(2, 6)}, exporter)

@@ -103,9 +103,9 @@ def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path):
     assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("shape", [(5, 16), (3, 5, 16)])
-def test_several_matrices_at_once_are_multiplied_in_integers(shape, tmp_path):
-    experts = nn.ParameterList([torch.randn(3, 16, 8)])
+@pytest.mark.parametrize(("shape", "weight"), [((5, 16), (3, 16, 8)), ((3, 5, 16), (3, 16, 8)), ((5, 8, 16), (16,))])
+def test_several_matrices_at_once_and_a_vector_are_multiplied_in_integers(shape, weight, tmp_path):
+    experts = nn.ParameterList([torch.randn(weight)])
     net = composed(lambda self, x: self.head(torch.tanh(x @ self.experts[0])), experts=experts, head=nn.Linear(8, 4))
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     file, made = exported(net, x, tmp_path / "experts.onnx"), tmp_path / "made.onnx"

@@ -148,7 +148,7 @@ class Two(Holding, fc=nn.Linear(4, 3)):
         return self.fc(x * scale), x
 
 
-class Net(Holding, two=Two(), act=nn.ReLU()):
+class Net(Holding, two=Two(), act=nn.ReLU(), idle=nn.ModuleList()):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         h, x = self.two(x, scale)
         return self.act(h) + self.two(x.sin(), scale)[0]
@@ -180,6 +180,12 @@ def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_an
         np.testing.assert_allclose(found[name], seen[place], atol=1e-6, err_msg=name)
     every = htp_export.tap(file, "two:out, two.fc:out, !two.fc#0")
     assert [each.name for each in every.tensors] == ["two#0:out", "two#1:out", "two.fc#1:out"]
+    every = htp_export.tap(file, "**:out")
+    assert {each.name for each in every.tensors} == {
+        ".:out",
+        "act:out",
+        *(f"two{n}:out" for n in ("#0", "#1", ".fc#0", ".fc#1")),
+    }
     joined = htp_export.tap(file, {"h": ["two#0:in", "two.fc#0:out"]}, concat=1)
     found = run(joined, {name: value.numpy() for name, value in inputs.items()})
     np.testing.assert_allclose(found["h"], torch.cat([inputs["x"], seen["two.fc#0:out[0]"]], 1), atol=1e-6)
@@ -195,6 +201,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
     ({"h": ["act:out", ".:in[scale]"]}, {"concat": 0}, "of different type or rank"),
     ({"h": ["act:out", "act:in"]}, {"concat": 2}, "concat 2: the tensors of 'h' have 2 axes"),
     (["act:out"], {"concat": 0}, "give name → places"),
+    ("idle:out", {}, "module 'idle' has no such output; it has: none, as it never ran"),
     ({}, {}, "no place is given"),
     ("act:out, !act", {}, "excludes every tensor"),
 ]

@@ -51,6 +51,16 @@ def recurrent() -> nn.Module:
     return composed(lambda self, sequence: self.head(self.lstm(sequence)[0]), lstm=lstm, head=nn.Linear(16, 3))
 
 
+def positions() -> nn.Module:
+    """Positions are added with the channels last: ONNX Runtime transposes them, and keeps the name of the tensor."""
+    return composed(
+        lambda self, images: self.out((self.patch(images).permute(0, 2, 3, 1) + self.pos).permute(0, 3, 1, 2)),
+        patch=nn.Conv2d(3, 8, 2, 2),
+        pos=nn.Parameter(torch.randn(1, 4, 4, 8)),
+        out=nn.Conv2d(8, 4, 1),
+    )
+
+
 def language(name: str, **sizes: int) -> nn.Module:
     """A transformer that returns its last hidden state; the mask is folded."""
     transformers = pytest.importorskip("transformers")
@@ -76,6 +86,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tens
     ),
     "residual": (residual, lambda: {"images": x(2, 3, 8, 8)}),
     "recurrent": (recurrent, lambda: {"sequence": x(2, 5, 6)}),
+    "positions": (positions, lambda: {"images": x(1, 3, 8, 8)}),
     "bert": (lambda: language("Bert", max_position_embeddings=32, **_BERT), _ids),
     "gpt2": (lambda: language("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32), _ids),
     "llama": (lambda: language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT), _ids),
@@ -217,6 +228,18 @@ def test_what_was_not_made_of_parameters_alone_is_said(tmp_path):
     unknown = rebuilt(carried.tagged, of.model.state_dict()).unknown
     assert {str(value.name): why for value, why in unknown.items()} == {"2.weight": "another tool"}
     assert not is_exact(recipe_of(next(iter(unknown))))
+
+
+def test_a_weight_that_a_tool_transposed_is_that_of_its_parameter(tmp_path):
+    of = exported("positions", tmp_path, dynamo=True)
+    made = tools.onnxruntime(of.file, level="basic").model
+    assert list(made.graph.initializers["pos"].const_value.shape) == [1, 8, 4, 4]
+    for recipe in (recipe_of(made.graph.initializers["pos"]), ["computed", "pos", "Sign"]):
+        value = made.graph.initializers["pos"]
+        value.const_value = recorded(value.const_value, recipe)
+        verified = htp_export.verify(of.model, made, (of.sample,))
+        assert verified.ok, verified.summary
+    assert not check(of, "onnxruntime basic").unknown
 
 
 def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path):

@@ -21,6 +21,11 @@ LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers
 # Without effect if shape and element type stay.
 _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
+_ONE = frozenset(("1::0000803f", "10::003c", "11::000000000000f03f", "16::803f"))
+_ZERO = frozenset(("1::00000000", "10::0000", "11::0000000000000000", "16::0000"))
+_NEUTRAL = {"Mul": _ONE, "Div": _ONE, "Pow": _ONE, "Add": _ZERO, "Sub": _ZERO}
+"""Operator → contents of single numbers, as `SummaryValue.content` has them, with which its first input stays."""
+
 Key = tuple[object, ...]
 
 
@@ -77,7 +82,7 @@ class Numbering:
         """Whether a node gives back its first input, as its operator, shapes and element types tell."""
         if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
-        if repeats(node):
+        if repeats(node) or (node.op in _NEUTRAL and summary.values[node.inputs[-1]].content in _NEUTRAL[node.op]):
             return True
         if node.op not in _KEEPS_ORDER:
             return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -200,9 +201,13 @@ class _Originals:
             return merged(
                 each if shape == array.shape else step("reshape", each, [*array.shape]) for shape, each in same
             )
-        turned = known.get(array_hash(array.T), ()) if array.ndim == 2 else ()
-        is_turned = turned and all(shape == array.shape[::-1] for shape, _ in turned)
-        return merged(step("transpose", each, [1, 0]) for _, each in turned) if is_turned else None
+        shapes = {shape for same in known.values() for shape, _ in same if sorted(shape) == sorted(array.shape)}
+        for axes in itertools.permutations(range(array.ndim)) if shapes else ():
+            shape = tuple(array.shape[axis] for axis in axes)
+            turned = known.get(array_hash(array.transpose(axes)), ()) if shape in shapes else ()
+            if turned and all(each == shape for each, _ in turned):
+                return merged(step("transpose", each, [*map(axes.index, range(array.ndim))]) for _, each in turned)
+        return None
 
     def _by_hash(self, dtype: ir.DataType, size: int) -> dict[bytes, list[tuple[tuple[int, ...], Recipe]]]:
         """Hash of the numbers of a weight with so many elements → its shape, and how it was made."""

@@ -34,6 +34,10 @@ class Linear:
     outputs: int
 
 
+class NotLinearError(InputError):
+    """A module multiplies with constant matrices in another way than a linear layer does."""
+
+
 def linear_paths(tagged: TaggedModel) -> list[str]:
     """The modules that multiply what they are given with a constant matrix, in the order of the tree.
 
@@ -50,7 +54,7 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
     """The calls of a linear layer that the model computes.
 
-    An `InputError` if the module is no single layer, or is merged with its neighbours.
+    An `InputError` if the module is merged with its neighbours; a `NotLinearError` if it is no single layer.
     """
     calls = tagged[path].calls
     regions = {call: tagged[path].call(call) for call in range(calls)} if calls > 1 else {}
@@ -99,7 +103,8 @@ def _is_constant(tagged: TaggedModel, value: ir.Value) -> bool:
 def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear:
     products = [node for node in region.nodes if _is_product(tagged, node) and path in tagged.index.works[node].doing]
     if len(products) != 1:
-        raise InputError(f"module {path!r} is no linear layer: it has {len(products)} products with constant matrices")
+        many = f"it has {len(products)} products with constant matrices"
+        raise NotLinearError(f"module {path!r} is no linear layer: {many}")
     [product] = products
     if product.graph is not tagged.model.graph:
         raise InputError(f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})")
@@ -110,7 +115,8 @@ def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear
     y = _behind_quantization(tagged, path, y)
     inputs, outputs = (shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y))
     if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(y):
-        raise InputError(f"module {path!r}: {product.op_type} {product.name!r} does not multiply the last dimension")
+        how = f"{product.op_type} {product.name!r} does not multiply the last dimension by a matrix"
+        raise NotLinearError(f"module {path!r} is no linear layer: {how}")
     if not isinstance(inputs, int) or not isinstance(outputs, int):
         raise InputError(f"module {path!r}: the sizes of {x.name!r} and {y.name!r} are not known")
     return Linear(path, call, product, x, y, inputs, outputs)

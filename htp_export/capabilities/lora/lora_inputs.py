@@ -11,7 +11,14 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.lora.adapters import factor_name
-from htp_export.capabilities.lora.linears import Linear, linear_paths, linears_of, lora_layers, unquantized
+from htp_export.capabilities.lora.linears import (
+    Linear,
+    NotLinearError,
+    linear_paths,
+    linears_of,
+    lora_layers,
+    unquantized,
+)
 from htp_export.editing.editing import add_initializer, stand_in, take_place
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
@@ -142,18 +149,17 @@ def insert(
     check_target(output)
     scaling = scaling_of(rank, alpha)
     tagged = read_for_change(model)
-    paths = _chosen(tagged, select)
     known = lora_layers(tagged)
-    if again := [path for path in paths if path in known]:
+    linears = _chosen(tagged, select)
+    if again := [path for path in linears if path in known]:
         raise InputError(f"module {again[0]!r} takes adapters already")
-    linears = {path: linears_of(tagged, path) for path in paths}
     results = {linear.y for calls in linears.values() for linear in calls}
     insertion = _Insertion(tagged, scaling, results, required)
-    for path in counted(paths, "layers"):
+    for path in counted(list(linears), "layers"):
         insertion.add(path, linears[path])
     ranges = insertion.release()
     insertion.describe()
-    write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(paths, scaling)})
+    write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(linears, scaling)})
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
     if output is not None:
         write_model(tagged.model, output)
@@ -178,12 +184,18 @@ def scaling_of(rank: int, alpha: float | None) -> float:
     return 1.0 if alpha is None else float(alpha) / rank
 
 
-def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> list[str]:
-    wanted = set(modules_within(tagged, select))
-    paths = [path for path in linear_paths(tagged) if path in wanted]
-    if not paths:
-        raise InputError(f"there is no linear layer at or below the modules of {select!r}")
-    return paths
+def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> dict[str, list[Linear]]:
+    """The linear layers among modules; without any, an `InputError` says why the first one with a product is none."""
+    wanted, problem = set(modules_within(tagged, select)), None
+    linears: dict[str, list[Linear]] = {}
+    for path in filter(wanted.__contains__, linear_paths(tagged)):
+        try:
+            linears[path] = linears_of(tagged, path)
+        except NotLinearError as error:
+            problem = problem or error
+    if not linears:
+        raise problem or InputError(f"there is no linear layer at or below the modules of {select!r}")
+    return linears
 
 
 def _input_names(path: str) -> tuple[str, ...]:

@@ -85,10 +85,8 @@ class _Steering:
         kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in known}
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
-            listed = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in known)
-            raise InputError(
-                f"{name!r}: a vector needs floating-point tensors of one type and last size, and has {listed}"
-            )
+            listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in known)
+            raise InputError(f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}")
         vector = add_zeros_input(self._graph, self._names.tensors.unused(name), dtype, [size])
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -14,14 +15,17 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.model_metadata import lora_modules
+from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array, from_torch
+from htp_export.weights.parameter_places import places_in
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 _SAMPLE = 256  # elements of each parameter that are compared: weights of another model differ from the first one on
+_TURNED = {"transposed", "reshaped"}
 _FEWEST = 3  # parameters with other values: fewer are a fault of this file, which the comparison finds
 
 
@@ -47,10 +51,16 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     for value, tensor in shared:
         shape = list(value.const_value.shape.numpy())  # type: ignore[union-attr]
         wanted = [*tensor.shape, *([2] * tensor.is_complex())]  # real and imaginary parts
-        if shape != wanted:
+        may_be = math.prod(shape) == math.prod(wanted) and _done_to(value) & {*_TURNED, "computed"}
+        if shape != wanted and not may_be:
             _refuse(name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}")
     if exact:
         _check_values(tagged, shared, name, model)
+
+
+def _done_to(value: ir.Value) -> set[str]:
+    """What the file says was done to the parameter of an initializer: tools transpose them, and keep their names."""
+    return {word for place in places_in(recipe_of(value)) for word in place.how}
 
 
 def _is_in_traced(modules: Hierarchy, path: str) -> bool:
@@ -79,7 +89,7 @@ def _check_values(
         owner = str(value.name).rpartition(".")[0]
         fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged  # then a neighbour's were worked into it
         floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see check_same_model
-        if fused or not floats or not tensor.is_floating_point():
+        if fused or not floats or not tensor.is_floating_point() or _done_to(value) & _TURNED:
             continue
         looked_at += 1
         try:

@@ -63,13 +63,13 @@ class Dynamic(Method):
         It has one option for all nodes whether they have a scale for each channel.
         """
         recurrent = [node for node in nodes if node.op_type == "LSTM"]
-        stacked = [*filter(_is_stacked, nodes)]
-        yield from groups_in_memory([node for node in nodes if node.op_type != "LSTM" and not _is_stacked(node)])
-        yield from groups_in_memory(stacked)
+        others = [node for node in nodes if node.op_type != "LSTM"]
+        yield from groups_in_memory([node for node in others if not _has_one_scale(node)])
+        yield from groups_in_memory([*filter(_has_one_scale, others)])
         yield from ([node] for node in recurrent)
 
     def _has_scales_by_channel(self, node: ir.Node) -> bool:
-        return self.precision.per_channel and node.op_type in _BY_CHANNEL and not _is_stacked(node)
+        return self.precision.per_channel and node.op_type in _BY_CHANNEL and not _has_one_scale(node)
 
     def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
         """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
@@ -93,10 +93,10 @@ class Dynamic(Method):
 METHOD = Dynamic
 
 
-def _is_stacked(node: ir.Node) -> bool:
-    """Whether a node multiplies by several matrices: ONNX Runtime multiplies their integers with one scale alone."""
+def _has_one_scale(node: ir.Node) -> bool:
+    """Whether a node multiplies by a vector, or by several matrices: neither has a scale for each column."""
     weight = constant_of(node.inputs[1]) if node.op_type == "MatMul" else None
-    return weight is not None and len(weight.shape) > 2
+    return weight is not None and len(weight.shape) != 2
 
 
 def _is_float(tensor: ir.TensorProtocol | None) -> bool:
