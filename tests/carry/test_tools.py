@@ -177,6 +177,22 @@ def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
         assert {info.fate for info in htp_export.load(tmp_path / "out.onnx").hierarchy.values()} == {"computed"}
 
 
+def test_a_name_of_another_tensor_is_found_before_a_reshape_that_does_nothing(tmp_path):
+    """onnxsim folds the factor into the first weight, and calls the product as the convolution was called."""
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x) * 1.5
+        return self.head(x.reshape(-1, *x.shape[1:]).relu()) + x.mean(1, keepdim=True)
+
+    model = spread(composed(forward, embed=nn.Conv2d(3, 4, 1), head=nn.Conv2d(4, 2, 1)).eval())
+    open_sizes = {"x": dict.fromkeys((0, 2, 3), torch.export.Dim.AUTO)}
+    kwargs = {"x": torch.randn(2, 3, 4, 4)}
+    exported(model, kwargs, "dynamo", tmp_path, dynamic_shapes=open_sizes)
+    tagged = tools.onnxsim(tmp_path / "model.onnx", tmp_path / "out.onnx").tagged
+    assert tagged["embed"].fate == "fused"
+    assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
+
+
 def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
     import onnxruntime
 

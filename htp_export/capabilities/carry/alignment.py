@@ -320,9 +320,13 @@ class Alignment:
             self.numbers.unite(mine, number)
             for node in between:
                 self.numbers.idle[node] = True
-        elif (exact or not moved) and number not in self.known:
+        elif (exact or not moved) and (number not in self.known or self._is_given_back(reader, number)):
             self.match(value, number, exact)
             self.known.add(number)
+
+    def _is_given_back(self, node: SummaryNode, number: int) -> bool:
+        """Whether a layout operator makes a tensor of this number of what it reads: it gives back the same tensor."""
+        return moves(node.op) and self.numbers.current(self.counterpart[node.outputs[0]]) == number
 
     def _only_moves(self, node: int) -> bool:
         """Whether an original node only moves numbers, as their sums, too, over dimensions of size 1."""
