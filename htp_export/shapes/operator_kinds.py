@@ -41,6 +41,9 @@ LAYOUT = RESHAPING | {"Transpose", "Expand"}
 COMMUTATIVE = frozenset(("Add", "Mul", "And", "Or", "Xor", "Equal", "Max", "Min", "Sum"))
 """Their inputs may change places."""
 
+NEUTRAL = {"Mul": 1, "Div": 1, "Pow": 1, "Add": 0, "Sub": 0, "And": True, "Or": False}
+"""Operator → the second argument with which it gives the first one back, but for -0, which becomes 0 if 0 is added."""
+
 IN_PLACE = frozenset(
     ("Identity", "Cast", "CastLike", "MemcpyToHost", "MemcpyFromHost", "QuantizeLinear", "DequantizeLinear")
 )

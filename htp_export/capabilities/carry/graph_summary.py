@@ -216,9 +216,10 @@ class _Summarizer:
 
     def graph(self, graph: ir.Graph, scope: str, holder: int) -> None:
         for value in graph.inputs:
-            self._value(value, scope, "initializer" if value.is_initializer() else "input", _content(value.const_value))
+            kind = "initializer" if value.is_initializer() else "input"
+            self._value(value, scope, kind, content_of(value.const_value))
         for value in graph.initializers.values():
-            self._value(value, scope, "initializer", _content(value.const_value))
+            self._value(value, scope, "initializer", content_of(value.const_value))
         for node in graph:
             self._node(node, scope, holder)
 
@@ -282,20 +283,20 @@ def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[
         elif kind == ir.AttributeType.GRAPHS:
             bodies.extend((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
         elif kind == ir.AttributeType.TENSOR:
-            parts.append(_content(attribute.as_tensor()) or name)
+            parts.append(content_of(attribute.as_tensor()) or name)
         else:
             if kind == ir.AttributeType.STRING:
                 words.append(str(value))
             parts.append(f"{name}={value!r}")
     if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
-        parts = [_content(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]  # plain numbers, as a tensor
+        parts = [content_of(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]  # plain numbers, as a tensor
     text = ";".join(parts)
     if len(text) > 24:  # longer than its hash and a little
         text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
     return sys.intern(text), tuple(words), bodies
 
 
-def _content(tensor: ir.TensorProtocol | None) -> str:
+def content_of(tensor: ir.TensorProtocol | None) -> str:
     """The contents of a small tensor; empty for large and external tensors, and for strings."""
     if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING:
         return ""

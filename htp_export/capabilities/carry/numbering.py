@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.shapes.operator_kinds import COMMUTATIVE, RANDOM, RESHAPING
+import onnx_ir as ir
+
+from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, content_of
+from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RANDOM, RESHAPING
 
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
@@ -21,10 +23,12 @@ LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers
 # Without effect if shape and element type stay.
 _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
-_ONE = frozenset(("1::0000803f", "10::003c", "11::000000000000f03f", "16::803f"))
-_ZERO = frozenset(("1::00000000", "10::0000", "11::0000000000000000", "16::0000"))
-_NEUTRAL = {"Mul": _ONE, "Div": _ONE, "Pow": _ONE, "Add": _ZERO, "Sub": _ZERO}
-"""Operator → contents of single numbers, as `SummaryValue.content` has them, with which its first input stays."""
+_SINGLE = {
+    op: frozenset(content_of(ir.tensor(number, ir.DataType(dtype))) for dtype in FLOATS)
+    for op, number in NEUTRAL.items()
+    if not isinstance(number, bool)
+}
+"""Operator → contents of single numbers with which it gives its first input back."""
 
 Key = tuple[object, ...]
 
@@ -82,7 +86,7 @@ class Numbering:
         """Whether a node gives back its first input, as its operator, shapes and element types tell."""
         if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
-        if repeats(node) or (node.op in _NEUTRAL and summary.values[node.inputs[-1]].content in _NEUTRAL[node.op]):
+        if repeats(node) or summary.values[node.inputs[-1]].content in _SINGLE.get(node.op, ()):
             return True
         if node.op not in _KEEPS_ORDER:
             return False

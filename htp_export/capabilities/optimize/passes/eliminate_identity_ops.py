@@ -9,14 +9,13 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import changed, decline, register
 from htp_export.editing.editing import constant_array, stand_in
-from htp_export.shapes.operator_kinds import COMMUTATIVE, RESHAPING, is_standard
+from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
 _IF_SHAPE_STAYS = RESHAPING | {"Expand", "Tile"}
 """These change the shape only, or repeat elements: if the shape stays, they do nothing."""
 
-_NEUTRAL = {"Mul": 1, "Div": 1, "Sub": 0, "Pow": 1, "And": True, "Or": False}
-"""Operators and second arguments that leave the first as it is, bit for bit; adding 0 turns -0 into 0."""
+_NEUTRAL = {op: number for op, number in NEUTRAL.items() if op != "Add"}  # bit for bit
 
 NEEDS_A_NAME = "a graph's output needs a name of its own"
 """Why a node without effect stays whose output is an output of the graph."""
