@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.random_sequences import EPSILON, inputs  # noqa: F401 # one or two tensors, too
+
 SHAPE = (2, 4, 8, 8)
 OPEN = {name: {0: "batch", 2: "height", 3: "width"} for name in "xy"}
 DIMS = {"batch": torch.export.Dim.AUTO, **{name: 4 * torch.export.Dim(name) for name in ("height", "width")}}
-EPSILON = 0.1
 
 
 class Added(nn.Sequential):
@@ -280,8 +281,3 @@ HEADS: list[Callable[[nn.Module], nn.Module]] = [
     lambda _: nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")),
     lambda _: nn.Sequential(nn.Conv2d(4, 3, 1), nn.Sigmoid()),
 ]
-
-
-def inputs(seed: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
-    """One or two tensors."""
-    return {name: torch.randn(sizes, generator=generator) for name in ("xy" if seed % 5 > 2 else "x")}

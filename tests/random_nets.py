@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from tests import random_images, random_sequences, random_tokens, random_ways
 from tests.nets import spread
+from tests.random_sequences import EPSILON
 from tests.truth import leaves, named_leaves
 
-EPSILON = random_sequences.EPSILON
 FAMILIES = (random_sequences, random_images, random_tokens, random_ways)
 
 RETURNS: list[Callable[[Tensor, Tensor], Any]] = [

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.random_sequences import EPSILON
+
 SHAPE = (2, 5, 8)
 OPEN = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "length"}, "past": {0: "batch", 2: "past"}}
 DIMS = dict.fromkeys(("batch", "length", "past"), torch.export.Dim.DYNAMIC)
 TOKENS, PAST = 11, 3
-EPSILON = 0.1
 
 
 class Embeds(nn.Module):

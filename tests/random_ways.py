@@ -9,14 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests import random_sequences
-
-SHAPE, OPEN, DIMS, EPSILON = (
-    random_sequences.SHAPE,
-    random_sequences.OPEN,
-    random_sequences.DIMS,
-    random_sequences.EPSILON,
-)
+from tests.random_sequences import DIMS, FUNCTIONS, HEADS, OPEN, SHAPE, inputs  # noqa: F401 # these are the same
 
 
 @dataclass
@@ -218,5 +211,4 @@ LAYERS: list[Callable[[], nn.Module]] = [
     Static,
     Tables,
 ]
-EMBEDS, HEADS, inputs = LAYERS, random_sequences.HEADS, random_sequences.inputs
-FUNCTIONS = random_sequences.FUNCTIONS
+EMBEDS = LAYERS

@@ -98,7 +98,7 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
     """Run the attention of a model in the steps that a file with these modules has; nothing changes if it has none."""
     steps: defaultdict[str | None, dict[str, str]] = defaultdict(dict)
     for path, info in hierarchy.items():
-        if info.synthetic and info.class_name.startswith("htp_export."):  # products of LoRA are synthetic Linears
+        if info.synthetic and info.class_name.startswith(f"{Step.__module__}."):  # not those of LoRA
             steps[hierarchy.parent(path)][path.rpartition(".")[2]] = info.simple_class
     if not steps:
         yield

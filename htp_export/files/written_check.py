@@ -91,7 +91,7 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
         return
     new += [fault for shape, fault in empty.items() if shape not in empty_before]
     if new:
-        raise ResultError(target, str(new[0]), new[0].node, new[0].modules, before="".join(map(str, [*known][:1])))
+        raise ResultError(target, str(new[0]), new[0].node, new[0].modules, before=next(map(str, known), ""))
 
 
 def faults_of(model: ir.Model) -> list[Fault]:

@@ -34,11 +34,6 @@ class Signature:
         """The tensors that it gave back."""
         return {name for name in self.outputs if name is not None}
 
-    @property
-    def is_unread(self) -> bool:
-        """Whether the call gave tensors back, and none of them is in the file."""
-        return bool(self.outputs) and not self.given
-
     def renamed(self, name_of: Callable[[str], str | None]) -> Signature:
         """The same in another file, where tensors have other names, or None where they are gone."""
 
@@ -46,6 +41,11 @@ class Signature:
             return None if old is None else name_of(old)
 
         return Signature({key: name(old) for key, old in self.inputs.items()}, tuple(map(name, self.outputs)))
+
+
+def is_unread(calls: Sequence[Signature]) -> bool:
+    """Whether the calls of a module gave tensors back, and none of these is in the file."""
+    return bool(calls) and all(call.outputs and not call.given for call in calls)
 
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:

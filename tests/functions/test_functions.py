@@ -16,7 +16,7 @@ from htp_export.format.hierarchy import ModuleInfo
 from tests import graphs, handmade
 from tests.exporting import exported, tiny_bert
 from tests.handmade import tagged_node, value
-from tests.nets import EXPORTERS, NETS
+from tests.nets import EXPORTERS, NETS, composed
 
 
 def run(model, feeds):
@@ -477,16 +477,9 @@ def test_module_whose_nodes_are_all_shared_is_flat(shared_files):
 
 
 def test_module_whose_calls_share_all_nodes_is_flat():
-    class Doubled(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(3, 3)
-
-        def forward(self, x):
-            return self.fc(x) + self.fc(x)
-
+    doubled = composed(lambda self, x: self.fc(x) + self.fc(x), fc=torch.nn.Linear(3, 3)).eval()
     with pytest.raises(InputError, match="fc: its calls share all its nodes"):
-        htp_export.functions(htp_export.export(Doubled().eval(), (torch.ones(2, 3),), verbose=False), "fc")
+        htp_export.functions(htp_export.export(doubled, (torch.ones(2, 3),), verbose=False), "fc")
 
 
 def test_module_that_lies_in_a_function_of_the_model_is_flat():

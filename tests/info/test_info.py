@@ -13,6 +13,7 @@ import torch
 
 import htp_export
 from tests.all_commands import example
+from tests.nets import composed
 
 
 @pytest.fixture(scope="module")
@@ -89,16 +90,9 @@ def test_tags_that_a_tool_dropped_are_brought_back(folder, tmp_path):
 
 
 def test_a_file_without_nodes_lost_no_tags(tmp_path):
-    class GivesItsWeight(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.ones(3))
-
-        def forward(self, x):
-            return self.weight
-
     file = tmp_path / "weight.onnx"
-    htp_export.export(GivesItsWeight().eval(), (torch.ones(2),), file, verbose=False)
+    gives_its_weight = composed(lambda self, x: self.weight, weight=torch.nn.Parameter(torch.ones(3))).eval()
+    htp_export.export(gives_its_weight, (torch.ones(2),), file, verbose=False)
     found = htp_export.info(file)
     assert (found.tags.source, found.tags.lost) == ("htp", False)
     assert "carry" not in str(found)

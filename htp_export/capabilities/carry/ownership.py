@@ -17,7 +17,7 @@ from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature
+from htp_export.format.signatures import Signature, is_unread
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
@@ -202,8 +202,8 @@ class _CarriedEvidence(FateEvidence[int]):
 
         ``dead`` if nothing read its outputs.
         """
-        before, calls = self._alignment.before, self._signatures.get(path, ())
-        if calls and all(call.is_unread for call in calls):
+        before = self._alignment.before
+        if is_unread(self._signatures.get(path, ())):
             return Fate.DEAD
         if not any(before.depends(node) for node in self._before.below[path]):
             return Fate.CONSTANT

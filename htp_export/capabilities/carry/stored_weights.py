@@ -202,7 +202,8 @@ class _Originals:
                 each if shape == array.shape else step("reshape", each, [*array.shape]) for shape, each in same
             )
         shapes = {shape for same in known.values() for shape, _ in same if sorted(shape) == sorted(array.shape)}
-        for axes in itertools.permutations(range(array.ndim)) if shapes else ():
+        orders = itertools.islice(itertools.permutations(range(array.ndim)), 1, None)  # the first is as they are
+        for axes in orders if shapes else ():
             shape = tuple(array.shape[axis] for axis in axes)
             turned = known.get(array_hash(array.transpose(axes)), ()) if shape in shapes else ()
             if turned and all(each == shape for each, _ in turned):

@@ -18,7 +18,7 @@ from htp_export.format.call_tree import NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.signatures import Signature
+from htp_export.format.signatures import Signature, is_unread
 from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.regions import GraphIndex, all_nodes
 from htp_export.model.tagged import TaggedModel
@@ -121,6 +121,7 @@ class Bookkeeping:
         self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._unread = self._where.keys() - self._crossing()
+        self._unread_modules = {path for path, calls in self._signatures.items() if is_unread(calls)}
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
@@ -260,8 +261,7 @@ class Bookkeeping:
         if not self._signatures:
             return {}
         was, index = self.hierarchy, GraphIndex(self.model, self._work, self._taps)
-        unread = {path for path, calls in self._signatures.items() if calls and all(call.is_unread for call in calls)}
-        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused, unread)
+        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused, self._unread_modules)
         self.hierarchy, _ = find_fates(was, evidence)
         return {
             path: module.fused_with
