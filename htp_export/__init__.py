@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from htp_export.discovery import imported_when_used
+from htp_export.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.attention.decomposing import decomposed_attention
@@ -62,8 +63,6 @@ __all__ = [
     "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",
     "sensitivity", "splice", "steer", "tagging", "tap", "untap", "verify", "view",
 ]  # fmt: skip
-
-__version__ = "0.1.0"
 
 _SUBPACKAGES = ("errors", "huggingface", "lora", "passes", "results", "tools")
 """What the documentation names beside functions and classes, ``htp_export.tools.onnxslim``."""

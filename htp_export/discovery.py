@@ -120,7 +120,7 @@ def imported_when_used(module: str, file: str, modules: Collection[str] = ()) ->
     type checkers alone, so that each stands once. ``modules`` of the package are imported when they are used, too.
 
     Examples:
-        >>> imported_when_used("htp_export.results", str(_folder("htp_export.results") / "__init__.py"))("Profile")
+        >>> imported_when_used("htp_export.results", str(Path(__file__).parent / "results.py"))("Profile")
         <class 'htp_export.capabilities.profile.latency_results.Profile'>
     """
 

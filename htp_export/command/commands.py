@@ -25,8 +25,8 @@ from typer.core import TyperCommand, TyperGroup
 
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
-from htp_export.command.plan_options import rules_as_typed
 from htp_export.discovery import capability_modules
+from htp_export.plans.plan_options import rules_as_typed
 
 GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
 """The headings of the help, in order. Commands without a ``PLACE`` stand below one more."""

@@ -15,13 +15,13 @@ from typing import Annotated
 
 import typer
 
-import htp_export
 from htp_export.command.commands import CommandGroup
-from htp_export.command.interrupts import Interrupts
 from htp_export.command.streams import encodable_output, quiet_libraries, unwritten_output
 from htp_export.command.terminal import CheckFailed, error_line
 from htp_export.errors import HtpExportError, InputError, described
+from htp_export.process.interrupts import Interrupts
 from htp_export.process.restoring import rare_collections
+from htp_export.version import __version__
 
 _INTERNAL_ERROR = 3  # the exit status; 1 is a check that failed, 2 wrong input
 _INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
@@ -37,7 +37,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"htp-export {htp_export.__version__}")
+        typer.echo(f"htp-export {__version__}")
         raise typer.Exit
 
 
@@ -114,6 +114,6 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1
-    versions = f"htp_export {htp_export.__version__}, Python {platform.python_version()}"
+    versions = f"htp_export {__version__}, Python {platform.python_version()}"
     advice = "" if debug else "; run the command with --debug, and report what it prints"
     return f"this is a bug in htp_export ({versions}): {described(error)}{advice}", _INTERNAL_ERROR

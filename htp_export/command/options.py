@@ -21,13 +21,13 @@ from htp_export.files.targets import Kind
 from htp_export.files.text_files import read_json
 from htp_export.process.argument_types import MOST_RUNS, MOST_SEED
 from htp_export.process.user_code import names_factory
-from htp_export.results.columns import MODULE, csv_text, sorted_by
+from htp_export.reporting.columns import MODULE, csv_text, sorted_by
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from htp_export.model.tagged import TaggedModel
-    from htp_export.results.tables import ModuleTable
+    from htp_export.reporting.tables import ModuleTable
 
 
 @dataclass(frozen=True)
@@ -144,8 +144,8 @@ class TableOptions:
 
     def report_modules(self, result: ModuleTable, tagged: TaggedModel, **facts: Any) -> None:
         """Write a result of some modules of a model; JSON has all of them, and ``facts`` in front."""
-        from htp_export.drawing.module_table import render_modules
         from htp_export.model.module_facts import visible
+        from htp_export.reporting.module_table import render_modules
 
         rows, listed = result.by_module, {row.path for row in result.listed}
         shown = [rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows]

@@ -17,12 +17,12 @@ from htp_export.errors import FileError
 from htp_export.files.filesystem import is_special
 from htp_export.files.targets import Kind, check_target, files_named_in
 from htp_export.process.user_code import factory_file, noting_files
-from htp_export.results.columns import si
+from htp_export.reporting.columns import si
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from htp_export.results.result import Result
+    from htp_export.reporting.result import Result
 
 
 def report(

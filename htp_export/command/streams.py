@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from htp_export.drawing.command_words import in_commands
+from htp_export.reporting.command_words import in_commands
 
 _HANDLER = "htp_export.ascii"
 _SIGNS = str.maketrans(

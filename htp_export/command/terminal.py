@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.command.streams import printable, terminal_stderr
-from htp_export.drawing.command_words import in_commands
 from htp_export.process.progress import listening
+from htp_export.reporting.command_words import in_commands
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult

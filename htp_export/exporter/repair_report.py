@@ -17,7 +17,7 @@ from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.argument_types import checks_arguments
-from htp_export.results.result import Result
+from htp_export.reporting.result import Result
 
 Finding = tuple[str, str, str]
 _Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side

@@ -15,7 +15,7 @@ from htp_export.errors import InputError, SelectorError
 from htp_export.format.selectors import Place
 from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
-from htp_export.results.columns import many
+from htp_export.reporting.columns import many
 
 IN, OUT = "in", "out"
 

@@ -28,9 +28,9 @@ from htp_export.format.torch_metadata import scopes_of
 from htp_export.model.module_tensors import ModuleTensor, chosen_tensors, tensors_of
 from htp_export.model.regions import GraphIndex, Region, all_nodes
 from htp_export.process.argument_types import checks_arguments
-from htp_export.results.result import Result, html_table, html_tree
-from htp_export.results.tables import drawn_levels, drawn_parents
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.result import Result, html_table, html_tree
+from htp_export.reporting.tables import drawn_levels, drawn_parents
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.symbolic import Symbolic
 
 _log = logging.getLogger(__name__)

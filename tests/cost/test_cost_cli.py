@@ -20,7 +20,7 @@ from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.module_facts import visible
 from htp_export.model.tagged import load
-from htp_export.results.columns import csv_text
+from htp_export.reporting.columns import csv_text
 from tests.handmade import encoder
 
 KNOWN = "every node has a module: 6 captured at export, 1 shared by several modules"

@@ -13,7 +13,7 @@ import pytest
 import htp_export
 from htp_export import results
 from htp_export.capabilities.carry import adapters
-from htp_export.results.result import Result
+from htp_export.reporting.result import Result
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = [

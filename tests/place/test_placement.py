@@ -483,7 +483,7 @@ def test_commands(file, tmp_path, monkeypatch, capsys):
 
 @lists_nodes
 def test_pages_and_notebooks_show_devices(file):
-    from htp_export.results.result import drawn_html
+    from htp_export.reporting.result import drawn_html
 
     placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"})
     for result in (placed, placed.to_dict()):

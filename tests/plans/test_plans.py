@@ -7,10 +7,10 @@ import pytest
 
 from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of, precisions_of
-from htp_export.command.plan_options import typed_pairs
 from htp_export.errors import FileError, InputError, SelectorError, UntaggedModelError
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel, load
+from htp_export.plans.plan_options import typed_pairs
 from htp_export.plans.rules import assigned, read_plan
 
 

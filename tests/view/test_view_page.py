@@ -15,7 +15,7 @@ import torch
 import htp_export
 from htp_export.capabilities.diff.drawing import comparison_page
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.results.columns import si
+from htp_export.reporting.columns import si
 from tests import handmade
 from tests.chromium import Page, needs_chromium
 from tests.nets import Holding

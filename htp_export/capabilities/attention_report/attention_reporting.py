@@ -13,8 +13,8 @@ from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.exporting import export
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.process.argument_types import checks_arguments
-from htp_export.results.columns import Column
-from htp_export.results.result import Result, Table
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import Result, Table
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from htp_export.results.columns import CLASS_NAME, Column, chosen, names_of
+from htp_export.reporting.columns import CLASS_NAME, Column, chosen, names_of
 
 
 def _error(value: float) -> str:

@@ -8,7 +8,7 @@ from htp_export.capabilities.cost.columns import COST_COLUMNS, FUSED
 from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.options import JSON_HAS_ALL, DataOption, DimsOption, Idle, TableOptions, runs_on
 from htp_export.command.terminal import Steps, split_names
-from htp_export.results.columns import names_of
+from htp_export.reporting.columns import names_of
 
 EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
 PLACE = ("Check and measure", 4)

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from htp_export.capabilities.cost.columns import FUSED
 from htp_export.capabilities.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
-from htp_export.drawing.command_words import tag_note
-from htp_export.drawing.folding import likeness
-from htp_export.drawing.module_table import TreeTable, merged_row, with_lines
 from htp_export.model.module_facts import ModuleFacts
-from htp_export.results.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
+from htp_export.reporting.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
+from htp_export.reporting.command_words import tag_note
+from htp_export.reporting.folding import likeness
+from htp_export.reporting.module_table import TreeTable, merged_row, with_lines
 
 _OF_THE_MODEL = ("peak_bytes", "fused_peak_bytes")
 _ASSUMED = (

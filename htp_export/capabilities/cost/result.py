@@ -11,9 +11,9 @@ from htp_export.capabilities.cost.columns import COST_COLUMNS, TREE_COLUMNS
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of, visible
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import Column, chosen
-from htp_export.results.tables import ModuleTable
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import Column, chosen
+from htp_export.reporting.tables import ModuleTable
+from htp_export.reporting.tag_facts import TagFacts
 
 _DRAWN = ("class_name", "nodes", "parameters", "weight_bytes", "flops", "other_flops", "peak_bytes")
 

@@ -14,7 +14,7 @@ from htp_export.command.options import DataOption, DimsOption, TableOptions, run
 from htp_export.command.terminal import split_names
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
-from htp_export.results.columns import names_of
+from htp_export.reporting.columns import names_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.result import Cost

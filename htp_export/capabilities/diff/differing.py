@@ -15,9 +15,9 @@ from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.results.columns import MODULE, Column, many
-from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import MODULE, Column, many
+from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.tag_facts import TagFacts
 
 STATUSES = ("same", "changed", "moved", "added", "removed")
 """What can have become of a module; ``moved`` is the same under another path."""

@@ -11,13 +11,13 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.capabilities.diff.differing import DIFFERENCE_COLUMNS, ModelDifference, ModuleDifference, byte_lines
-from htp_export.drawing.command_words import in_both, tag_note
-from htp_export.drawing.folding import gathered, repeats
-from htp_export.drawing.module_table import flat_table
 from htp_export.format import tags
-from htp_export.results.columns import MODULE
-from htp_export.results.result import plain
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import MODULE
+from htp_export.reporting.command_words import in_both, tag_note
+from htp_export.reporting.folding import gathered, repeats
+from htp_export.reporting.module_table import flat_table
+from htp_export.reporting.result import plain
+from htp_export.reporting.tag_facts import TagFacts
 
 _SHARED = "shared: bytes of weights that other modules read too; in the modules above them they count once"
 

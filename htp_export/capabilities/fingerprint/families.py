@@ -22,9 +22,9 @@ from htp_export.model.hashes import Hasher
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import Region, name_of_node
 from htp_export.model.tagged import ModelSource
-from htp_export.results.columns import many
-from htp_export.results.result import Result
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import many
+from htp_export.reporting.result import Result
+from htp_export.reporting.tag_facts import TagFacts
 
 _LEAST_NODES = 3  # of a module
 _LEAST_IN_PIECES = 5  # nodes of a block without modules: fewer repeat by chance

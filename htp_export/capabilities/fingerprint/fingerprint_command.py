@@ -5,7 +5,7 @@ from __future__ import annotations
 from htp_export.command.options import FileArgument, JsonOption
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
-from htp_export.drawing.command_words import in_commands
+from htp_export.reporting.command_words import in_commands
 
 EXAMPLE = "bert.onnx"
 PLACE = ("Look", 7)

@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from htp_export.capabilities.forensics.finding import KIND_COLUMNS, Finding, Forensics, title_of
-from htp_export.drawing.command_words import tag_note
-from htp_export.drawing.folding import gathered
-from htp_export.drawing.module_table import flat_table
 from htp_export.format import tags
-from htp_export.results.columns import Column
+from htp_export.reporting.columns import Column
+from htp_export.reporting.command_words import tag_note
+from htp_export.reporting.folding import gathered
+from htp_export.reporting.module_table import flat_table
 
 
 def _nodes(finding: Finding) -> str:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from htp_export.format import tags
-from htp_export.results.columns import Column
-from htp_export.results.result import Modules, Result, Table
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import Modules, Result, Table
+from htp_export.reporting.tag_facts import TagFacts
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,7 @@ def _drawn(nested: Nested) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    from htp_export.drawing.module_table import flat_table
+    from htp_export.reporting.module_table import flat_table
 
     reasons = Counter(nested.skipped.values())
     notes = [Text(f"{count} left flat: {reason}", style="yellow") for reason, count in reasons.most_common()]

@@ -24,8 +24,8 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import GraphIndex, all_nodes, twins_of
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
-from htp_export.results.columns import Column, many
-from htp_export.results.result import Table
+from htp_export.reporting.columns import Column, many
+from htp_export.reporting.result import Table
 
 
 @dataclass(frozen=True)

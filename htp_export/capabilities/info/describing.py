@@ -20,9 +20,9 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import dtype_name
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-from htp_export.results.columns import Column, many, si
-from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import Column, many, si
+from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.declared_inputs import Input
 
 _TORCHS = "pkg.torch.onnx."  # what keys begin with that torch's dynamo exporter gives to nodes

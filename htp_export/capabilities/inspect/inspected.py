@@ -15,7 +15,7 @@ import onnx_ir as ir
 import htp_export.errors
 from htp_export.errors import described
 from htp_export.model.tagged import HoldsModel
-from htp_export.results.result import PlainData
+from htp_export.reporting.result import PlainData
 
 Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
 

@@ -32,7 +32,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import lora_modules, write_lora, write_model_metadata
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
-from htp_export.results.result import Result
+from htp_export.reporting.result import Result
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,8 @@ from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
-from htp_export.results.columns import Column
-from htp_export.results.tables import ModuleTable
+from htp_export.reporting.columns import Column
+from htp_export.reporting.tables import ModuleTable
 from htp_export.shapes.operator_kinds import is_standard
 
 _CLASS = "torch.nn.modules.linear.Linear"

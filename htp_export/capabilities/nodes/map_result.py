@@ -9,10 +9,10 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
 from htp_export.format.torch_metadata import SourceLine
-from htp_export.results.columns import Column, chosen, csv_text
-from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tables import data_frame
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import Column, chosen, csv_text
+from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.tables import data_frame
+from htp_export.reporting.tag_facts import TagFacts
 
 MapTable: TypeAlias = Literal["nodes", "modules", "parameters", "initializers"]
 

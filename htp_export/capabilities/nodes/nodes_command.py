@@ -25,7 +25,7 @@ def nodes_command(
     """
     from htp_export.capabilities.nodes.map_result import DRAWN_COLUMNS, map_csv
     from htp_export.capabilities.nodes.mapping import nodes
-    from htp_export.drawing.module_table import flat_table
+    from htp_export.reporting.module_table import flat_table
 
     with Steps(quiet=as_json or as_csv).step(f"mapping {file}"):
         mapped = nodes(file, select=select or None)

@@ -54,7 +54,7 @@ def optimize_command(
     from htp_export.capabilities.optimize.optimizing import optimize
     from htp_export.capabilities.optimize.registry import choose
     from htp_export.capabilities.optimize.results import Optimized, OptimizedModels
-    from htp_export.drawing.module_table import flat_table
+    from htp_export.reporting.module_table import flat_table
 
     if list_passes:
         _list_passes(as_json)

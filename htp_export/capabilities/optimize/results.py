@@ -12,8 +12,8 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedResult
-from htp_export.results.columns import Column, si, text_table
-from htp_export.results.result import PlainData, Result, Table
+from htp_export.reporting.columns import Column, si, text_table
+from htp_export.reporting.result import PlainData, Result, Table
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
-from htp_export.results.columns import Column
-from htp_export.results.result import PlainData, Result, Table
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.runtime.arrays import from_ort, to_ort
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs

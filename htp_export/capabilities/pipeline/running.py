@@ -26,8 +26,8 @@ from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
-from htp_export.results.columns import Column
-from htp_export.results.result import PlainData, Table
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import PlainData, Table
 
 
 @dataclass(frozen=True)

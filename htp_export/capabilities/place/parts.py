@@ -20,7 +20,7 @@ from htp_export.model.neighbours import connected
 from htp_export.model.parts import PartTensor, part_tensors
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import parts_of
-from htp_export.results.columns import si
+from htp_export.reporting.columns import si
 
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.execution import Run, RunStep

@@ -18,9 +18,9 @@ from htp_export.command.options import (
     read_providers,
 )
 from htp_export.command.outputs import Writes, show_next, show_written, written_files
-from htp_export.command.plan_options import read_rules, rule_option, typed_pairs
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind
+from htp_export.plans.plan_options import read_rules, rule_option, typed_pairs
 
 EXAMPLE = "bert.onnx --rule encoder=gpu -o placed.onnx"
 PLACE = ("Deploy", 2)

@@ -15,9 +15,9 @@ from htp_export.format.tags import ancestors, common_ancestor
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, many, si
-from htp_export.results.tables import ModuleTable
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import CLASS_NAME, Column, many, si
+from htp_export.reporting.tables import ModuleTable
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import subgraphs
 
 _MOST_NAMED = 2  # of consumers, in text

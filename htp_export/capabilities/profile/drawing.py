@@ -10,9 +10,9 @@ from typing import Literal
 from rich.console import RenderableType
 
 from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
-from htp_export.drawing.module_table import TreeTable, merged_row, with_lines
 from htp_export.format import tags
-from htp_export.results.columns import Column, chosen
+from htp_export.reporting.columns import Column, chosen
+from htp_export.reporting.module_table import TreeTable, merged_row, with_lines
 
 _COLUMNS = ("class_name", "total_ms", "self_ms", "share", "kernels")
 _MOSTLY: Column[ModuleLatency] = Column(

@@ -15,9 +15,9 @@ from htp_export.errors import InputError
 from htp_export.format.selectors import select
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, chosen, names_of
-from htp_export.results.tables import ModuleTable
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import CLASS_NAME, Column, chosen, names_of
+from htp_export.reporting.tables import ModuleTable
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
 
 _MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (

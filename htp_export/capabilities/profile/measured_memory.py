@@ -9,8 +9,8 @@ from pathlib import Path
 
 from htp_export.capabilities.profile.measurements import modules_around_owners
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.columns import si
-from htp_export.results.result import PlainData
+from htp_export.reporting.columns import si
+from htp_export.reporting.result import PlainData
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
 from htp_export.runtime.traces import measured_memory

@@ -20,11 +20,11 @@ from htp_export.command.options import (
     read_providers,
 )
 from htp_export.command.outputs import report
-from htp_export.command.plan_options import typed_pairs
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.discovery import plug_in
 from htp_export.errors import InputError
+from htp_export.plans.plan_options import typed_pairs
 from htp_export.process.argument_types import check_whole, most_threads
 
 EXAMPLE = "bert.onnx --runs 50"

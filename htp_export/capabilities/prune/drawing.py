@@ -1,5 +1,5 @@
 """What was removed of each module of a model, drawn for a notebook."""
 
-from htp_export.drawing.module_table import render_modules as drawn
+from htp_export.reporting.module_table import render_modules as drawn
 
 __all__ = ["drawn"]

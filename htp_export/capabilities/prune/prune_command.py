@@ -9,8 +9,8 @@ import typer
 
 from htp_export.command.options import JSON_HAS_ALL, FileArgument, Idle, OutputOption, TableOptions, seed_option
 from htp_export.command.outputs import show_model
-from htp_export.command.plan_options import read_rules, rule_option
 from htp_export.command.terminal import Steps
+from htp_export.plans.plan_options import read_rules, rule_option
 
 EXAMPLE = 'bert.onnx --rule "encoder.**=0.5" --rule "encoder.layer.*.output=2:4" -o sparse.onnx'
 PLACE = ("Compress", 4)

@@ -14,8 +14,8 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.model.tagged import TaggedResult
-from htp_export.results.columns import CLASS_NAME, Column, chosen, percent, si
-from htp_export.results.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
+from htp_export.reporting.columns import CLASS_NAME, Column, chosen, percent, si
+from htp_export.reporting.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
 
 
 @dataclass(frozen=True, kw_only=True)

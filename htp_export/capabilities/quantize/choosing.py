@@ -18,7 +18,7 @@ from htp_export.format import tags
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Assigned, assigned
-from htp_export.results.columns import percent
+from htp_export.reporting.columns import percent
 from htp_export.runtime.processors import is_arm, saturates
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import products_of

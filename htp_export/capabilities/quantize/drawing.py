@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from htp_export.drawing.module_table import render_modules
-from htp_export.results.tables import ModuleTable
+from htp_export.reporting.module_table import render_modules
+from htp_export.reporting.tables import ModuleTable
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

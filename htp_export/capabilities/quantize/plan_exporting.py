@@ -25,7 +25,7 @@ from htp_export.files.text_files import write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.plans.rules import assigned
-from htp_export.results.result import Result
+from htp_export.reporting.result import Result
 from htp_export.weights.products import Product, products_of
 
 Expressed: TypeAlias = Mapping[str, Mapping[str, tuple[Any, ...]]]

@@ -27,9 +27,9 @@ from htp_export.command.outputs import (
     written_files,
     written_page,
 )
-from htp_export.command.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind
+from htp_export.plans.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)

@@ -15,10 +15,10 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
-from htp_export.results.columns import CLASS_NAME, Column, many, percent, si
-from htp_export.results.result import PlainData
-from htp_export.results.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import CLASS_NAME, Column, many, percent, si
+from htp_export.reporting.result import PlainData
+from htp_export.reporting.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import TIMED_RUNS, median_times

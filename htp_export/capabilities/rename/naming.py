@@ -17,8 +17,8 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import HoldsModel, ModelSource, load
 from htp_export.model.tensor_names import Renamed, check_style, check_tags, give_path_names
-from htp_export.results.columns import Column
-from htp_export.results.result import Table
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import Table
 
 _MOST_LINES = 40  # a screen
 

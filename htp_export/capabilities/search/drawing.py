@@ -13,9 +13,9 @@ from htp_export.capabilities.search.sensitivity_results import (
     Sensitivity,
     drawn_columns,
 )
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.module_table import flat_table
-from htp_export.results.columns import MODULE, Column, csv_text
+from htp_export.reporting.columns import MODULE, Column, csv_text
+from htp_export.reporting.command_words import in_commands
+from htp_export.reporting.module_table import flat_table
 
 _BLOCK_COLUMNS: tuple[Column[BlockSensitivity], ...] = (
     Column("block", "block", right=False),

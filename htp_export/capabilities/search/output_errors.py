@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from htp_export.results.result import PlainData
+from htp_export.reporting.result import PlainData
 from htp_export.runtime.arrays import Array
 
 _PROBABILITY_SLACK = 1e-3  # sums of fp16 probabilities are not nearer to 1

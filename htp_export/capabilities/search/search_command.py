@@ -19,8 +19,8 @@ from htp_export.command.options import (
     seed_option,
 )
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
-from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, notice_line, print_json, show, split_names
+from htp_export.plans.plan_options import MetricOption, read_metric
 
 EXAMPLE = "bert.onnx --choices int8,int4,fp16 --data inputs.npz -o found/"
 PLACE = ("Compress", 3)

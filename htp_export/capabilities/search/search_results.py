@@ -9,9 +9,9 @@ from typing import Any
 
 from htp_export.capabilities.search.fronts import pareto
 from htp_export.errors import InputError, described
-from htp_export.results.columns import Column, si
-from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import Column, si
+from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.arrays import Array
 
 OBJECTIVES = ("error", "size", "latency", "metric", "nonzeros", "tokens", "time")

@@ -19,13 +19,13 @@ from htp_export.capabilities.search.search_work import SearchWork
 from htp_export.capabilities.search.sensitivities import RANDOM_NOTE
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Space, read_space
 from htp_export.capabilities.search.studies import SAMPLERS, SharedStudy
-from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.argument_types import MOST_RUNS, check_whole
+from htp_export.process.interrupts import stems_from_interrupt
 from htp_export.process.progress import report_counts
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.runner import TIMED_RUNS, Metric

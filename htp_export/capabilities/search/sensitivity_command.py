@@ -18,8 +18,8 @@ from htp_export.command.options import (
     count_option,
     seed_option,
 )
-from htp_export.command.plan_options import MetricOption, read_metric
 from htp_export.command.terminal import Steps, print_json, print_text, show, split_names
+from htp_export.plans.plan_options import MetricOption, read_metric
 
 EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from htp_export.capabilities.search.measuring import Measurement
-from htp_export.results.columns import CLASS_NAME, MODULE, Column, record
-from htp_export.results.result import PlainData, Result, Table
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.columns import CLASS_NAME, MODULE, Column, record
+from htp_export.reporting.result import PlainData, Result, Table
+from htp_export.reporting.tag_facts import TagFacts
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from htp_export.format.call_tree import Part
 from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.plans.rules import Deciders
-from htp_export.results.tables import drawn_levels, drawn_parents
+from htp_export.reporting.tables import drawn_levels, drawn_parents
 from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:

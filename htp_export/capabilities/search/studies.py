@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from htp_export.command.interrupts import stems_from_interrupt
 from htp_export.errors import FileError, HtpExportError, InputError, first_line
+from htp_export.process.interrupts import stems_from_interrupt
 
 if TYPE_CHECKING:
     import optuna

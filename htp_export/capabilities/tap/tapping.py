@@ -23,8 +23,8 @@ from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
 from htp_export.model.tensor_names import Names
-from htp_export.results.columns import Column, many
-from htp_export.results.result import Table
+from htp_export.reporting.columns import Column, many
+from htp_export.reporting.result import Table
 
 Places: TypeAlias = str | Sequence[str] | Mapping[str, str | Sequence[str]]
 """A selector of tensors, ``encoder.layer.*:out``; or name → selector."""

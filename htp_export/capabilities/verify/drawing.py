@@ -10,10 +10,10 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from htp_export.capabilities.verify.results import DIFFERS, INHERITS, NOT_COMPARED, Comparison, ModuleResult
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.folding import gathered
-from htp_export.drawing.module_table import flat_table
-from htp_export.results.columns import MODULE
+from htp_export.reporting.columns import MODULE
+from htp_export.reporting.command_words import in_commands
+from htp_export.reporting.folding import gathered
+from htp_export.reporting.module_table import flat_table
 
 _MOST_ROWS = 20  # a screen, with what stands around it
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from htp_export.format.fates import Fate
 from htp_export.format.tags import innermost
-from htp_export.results.columns import CLASS_NAME, Column, chosen, many, record
-from htp_export.results.result import PlainData
-from htp_export.results.tables import ModuleTable
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.reporting.columns import CLASS_NAME, Column, chosen, many, record
+from htp_export.reporting.result import PlainData
+from htp_export.reporting.tables import ModuleTable
+from htp_export.reporting.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
 
 AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "nan", "differs", "inherits", "not compared"

@@ -12,9 +12,9 @@ import typer
 
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
-from htp_export.command.plan_options import typed_pairs
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
+from htp_export.plans.plan_options import typed_pairs
 
 if TYPE_CHECKING:
     from htp_export.capabilities.verify.results import Comparison, Verification

@@ -26,7 +26,7 @@ from htp_export.model.module_facts import (
 )
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
-from htp_export.results.tag_facts import TagFacts
+from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import operator_of
 
 _AT_ONCE = 1 << 20  # elements that are converted to float64 at a time

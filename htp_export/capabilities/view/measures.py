@@ -9,7 +9,7 @@ from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory
 from htp_export.errors import InputError
-from htp_export.results.result import plain
+from htp_export.reporting.result import plain
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import typer
 
-from htp_export.command.interrupts import accept_interrupt
 from htp_export.command.model_options import FILE_IDLE, LookOptions, names_file
 from htp_export.command.options import DataOption, DimsOption, Idle, JsonOption, runs_on
 from htp_export.command.outputs import Writes, check_output, show_written, written_page
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import Steps, print_json, show
-from htp_export.drawing.command_words import in_commands
 from htp_export.errors import InputError
 from htp_export.files.targets import Kind
+from htp_export.process.interrupts import accept_interrupt
+from htp_export.reporting.command_words import in_commands
 
 if TYPE_CHECKING:
     from htp_export.capabilities.view.viewing import View

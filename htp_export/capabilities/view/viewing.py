@@ -21,9 +21,9 @@ from htp_export.files.text_files import read_json, write_text
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.process.argument_types import check_fits, checks_arguments, is_torch_module
-from htp_export.results.columns import si
-from htp_export.results.result import Result
-from htp_export.results.tables import drawn_parents
+from htp_export.reporting.columns import si
+from htp_export.reporting.result import Result
+from htp_export.reporting.tables import drawn_parents
 from htp_export.runtime.data import Data
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import Any
 
 from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.results.columns import number_text
-from htp_export.results.tables import drawn_parents
-from htp_export.results.tag_facts import evidence_of
+from htp_export.reporting.columns import number_text
+from htp_export.reporting.tables import drawn_parents
+from htp_export.reporting.tag_facts import evidence_of
 
 GRAPH_ID = "model"
 _KEEPER = "htp.layer"

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.view.inventory import Inventory, ModuleEntry, NodeEntry, TensorEntry
 from htp_export.capabilities.view.measures import Measure, spread
-from htp_export.drawing.command_words import in_both
-from htp_export.drawing.folding import likeness, repeats
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.results.tables import drawn_parents
-from htp_export.results.tag_facts import TagFacts, evidence_of
+from htp_export.reporting.command_words import in_both
+from htp_export.reporting.folding import likeness, repeats
+from htp_export.reporting.tables import drawn_parents
+from htp_export.reporting.tag_facts import TagFacts, evidence_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search, Trial

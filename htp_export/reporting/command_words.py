@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 if TYPE_CHECKING:
     from rich.text import Text

@@ -10,7 +10,7 @@ from torch import nn
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 LINE = "every node has a module: 2 captured at export"
 

@@ -22,9 +22,9 @@ from htp_export.command.main import main
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, UnknownModuleError
 from htp_export.format import tags
-from htp_export.results.columns import Column
-from htp_export.results.result import Modules, Result
-from htp_export.results.tables import ModuleTable
+from htp_export.reporting.columns import Column
+from htp_export.reporting.result import Modules, Result
+from htp_export.reporting.tables import ModuleTable
 from htp_export.tools import float16, quantize_dynamic, quantize_static
 from tests.all_commands import COMMANDS, arguments, companions, example
 from tests.exporting import exported_once

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.verify.results import Comparison, ModuleResult, Verification
     from htp_export.capabilities.view.viewing import View
     from htp_export.exporter.repair_report import Contamination
-    from htp_export.results.tables import CompressedModule
+    from htp_export.reporting.tables import CompressedModule
 
 __all__ = [
     "AttentionReport", "Block", "Carried", "CarriedModule", "Change", "Check", "Comparison",

@@ -9,8 +9,8 @@ from typing import Any, ClassVar, Protocol
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.results.columns import MODULE, Column, names_of, record
-from htp_export.results.result import Result, Table
+from htp_export.reporting.columns import MODULE, Column, names_of, record
+from htp_export.reporting.result import Result, Table
 
 
 class Drawn(Protocol):

@@ -16,8 +16,8 @@ from os import PathLike, fspath
 from typing import Any, ClassVar, TypeVar
 
 from htp_export.errors import UnknownModuleError
-from htp_export.results.columns import Column, text_table
-from htp_export.results.tag_facts import TagFacts, tag_lines
+from htp_export.reporting.columns import Column, text_table
+from htp_export.reporting.tag_facts import TagFacts, tag_lines
 
 V = TypeVar("V")
 

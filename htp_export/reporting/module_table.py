@@ -7,10 +7,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Protocol, TypeVar
 
-from htp_export.drawing.command_words import in_commands
-from htp_export.drawing.folding import folded
-from htp_export.results.columns import Column, sorted_by
-from htp_export.results.tables import Drawn, ModuleTable, drawn_parents
+from htp_export.reporting.columns import Column, sorted_by
+from htp_export.reporting.command_words import in_commands
+from htp_export.reporting.folding import folded
+from htp_export.reporting.tables import Drawn, ModuleTable, drawn_parents
 
 if TYPE_CHECKING:  # rich is imported to draw: the names of columns are needed to show help
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
