@@ -7,11 +7,11 @@ import numpy as np
 import onnx.parser
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
 from htp_export.capabilities.optimize.registry import find
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.signatures import Signature, signatures_to_json
+from htp_export.lineage.settling import Bookkeeping
 from htp_export.model.tagged import load
 
 Shape = list[int | str]

@@ -6,8 +6,8 @@
     python tools/owner_golden.py compare before.json.gz after.json.gz --show 3
     python tools/owner_golden.py judge before.json.gz after.json.gz  # the oracle of tests/truth.py on what differs
 
-Needed by a maintainer who changes how owners are decided: record before the change and after it. A record holds, for each
-net, exporter and operation, the tags of every node and the modules of the model. Nothing is judged by ``compare``:
+Needed by a maintainer who changes how owners are decided: record before the change and after it. A record holds, for
+each net, exporter and operation, the tags of every node and the modules of the model. Nothing is judged by ``compare``:
 `judge` repeats the operations that differ, with the code at hand, and counts the modules that are not exact.
 """
 
@@ -83,14 +83,13 @@ _NODE_KEYS = ("htp.owners", "htp.module", "htp.call", "htp.reason")
 def record_of(file: Path) -> dict[str, Any]:
     """The tags of all nodes of a file, its modules and their signatures."""
     tagged = htp_export.load(file)
+    graphs = [tagged.model.graph, *(function.graph for function in tagged.model.functions.values())]
     nodes = []
-    for node in tagged.model.graph.all_nodes():
-        metadata = node.metadata_props
-        name = node.outputs[0].name if node.outputs else ""
-        nodes.append([node.op_type, name, *(metadata.get(key, "") for key in _NODE_KEYS)])
-    for function in tagged.model.functions.values():
-        for node in function.graph.all_nodes():
-            nodes.append([node.op_type, "", *(node.metadata_props.get(key, "") for key in _NODE_KEYS)])
+    for graph in graphs:
+        for node in graph.all_nodes():
+            metadata = node.metadata_props
+            name = node.outputs[0].name if node.outputs else ""
+            nodes.append([node.op_type, name, *(metadata.get(key, "") for key in _NODE_KEYS)])
     modules = {}
     for path in tagged.paths:
         info = tagged.hierarchy[path]

@@ -12,15 +12,13 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe
+from htp_export.model.boundaries import BOUNDARY
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
-
-BOUNDARY = "htp_export.boundary"
-"""Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
 
 
 def is_boundary(value: ir.Value) -> bool:

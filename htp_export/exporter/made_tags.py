@@ -20,8 +20,8 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
+from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.boundaries import Boundaries
-from htp_export.model.fates import FateEvidence, Outcome, find_fates
 
 
 @dataclass

@@ -118,6 +118,11 @@ class CallTree:
         self._works: dict[tuple[tuple[str, ...], str], NodeCalls] = {}
         self._warned: set[str] = set()
 
+    @property
+    def called(self) -> Collection[str]:
+        """The paths of the modules that ran."""
+        return self._hierarchy.called
+
     # --- what is written ----------------------------------------------------------------------------------
 
     @classmethod

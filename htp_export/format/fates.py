@@ -9,7 +9,7 @@ class Fate(StrEnum):
     """What an export can make of a module; each is defined in ``docs/format.md``.
 
     A new one is a line here, the answers below where they differ from the others', and the evidence that tells it
-    (`htp_export.model.fates`). ``meaning`` is a clause, ``tone`` the colour on pages: ``"accent"``, ``"warn"``, or
+    (`htp_export.lineage.fates`). ``meaning`` is a clause, ``tone`` the colour on pages: ``"accent"``, ``"warn"``, or
     ``""`` for that of the text.
 
     Examples:

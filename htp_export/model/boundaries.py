@@ -17,6 +17,9 @@ import onnx_ir as ir
 from htp_export.format.call_tree import Block, Instance, NodeCalls
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
+BOUNDARY = "htp_export.boundary"
+"""Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
+
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
 
 Key = TypeVar("Key", bound=Hashable)

@@ -236,7 +236,7 @@ def test_a_fused_attention_belongs_to_all_that_it_computes(tmp_path):
     self_attention = "encoder.layer.0.attention.self"
     parts = {self_attention, *(f"{self_attention}.{part}" for part in ("query", "key", "value"))}
     assert set(json.loads(fused[0]["htp.owners"])) == {"", *parts}  # the model itself makes the mask that went in too
-    assert fused[0]["htp.reason"] == "region"
+    assert fused[0]["htp.reason"] == "fused"
 
 
 def test_own_layouts_of_onnxruntime_belong_to_the_convolutions_that_they_serve(tmp_path):
@@ -281,7 +281,7 @@ def test_a_name_that_was_taken_over_is_seen_through_a_transposition(tmp_path):
     assert "Mul" not in {node.op_type for node in result.model.graph}
     after = htp_export.load(tmp_path / "out.onnx")
     assert (after["fc"].fate, after.hierarchy["fc"].fused_with) == ("fused", ("",))
-    assert {node.op_type: after.owners_of(node) for node in after.model.graph}["Gemm"] == ("fc", "")
+    assert {node.op_type: after.owners_of(node) for node in after.model.graph}["Gemm"] == ("", "fc")
     assert htp_export.compare(path, tmp_path / "out.onnx").ok
 
 

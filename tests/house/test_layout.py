@@ -26,6 +26,7 @@ ROWS = [
     ["format"],
     ["files", "reporting", "shapes"],
     ["model"],
+    ["lineage"],
     ["weights", "editing", "runtime"],
     ["plans"],
     ["exporter"],
@@ -272,7 +273,7 @@ def test_plans_become_values_of_modules_in_one_place():
 
 # Concepts that stood in several places once: the one place of each, and what would betray a second definition.
 ONE_PLACE = {
-    "what became of a module": ("model.fates", r"def (find_fates|fate_of)\b"),
+    "what became of a module": ("lineage.fates", r"def (find_fates|fate_of)\b"),
     "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
     "merged work at boundaries": ("model.boundaries", r".*(?<!planned)\.others\("),  # a plan has others of its own
     "sessions of ONNX Runtime": ("runtime.sessions", r".*\.InferenceSession\("),
@@ -352,7 +353,7 @@ def test_files_that_the_documentation_names_are_there():
         for file in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
     }
     missing = {each for each in named if not ((PACKAGE / each[1]).is_file() or (root / each[1]).is_file())}
-    assert ("architecture.md", "model/fates.py") in named - missing
+    assert ("architecture.md", "lineage/fates.py") in named - missing
     assert not missing
 
 

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from htp_export.capabilities.carry.graph_summary import summarize
-from htp_export.capabilities.optimize.merging import Snapshot
+from htp_export.lineage.difference import Snapshot
 from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.regions import all_nodes
 from tests.handmade import branching

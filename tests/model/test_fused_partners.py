@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.optimize.bookkeeping import SignatureEvidence
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.lineage.fates import FateEvidence, Outcome, find_fates, fused_with
+from htp_export.lineage.settling import SignatureEvidence
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.model.fates import FateEvidence, Outcome, find_fates, fused_with
 from htp_export.tools import onnxscript, onnxslim
 from tests.exporting import BOTH, exported
 from tests.graphs import Builder

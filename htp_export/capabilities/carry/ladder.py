@@ -16,11 +16,12 @@ from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
 from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
 from htp_export.capabilities.carry.name_scopes import scope_of
 from htp_export.capabilities.carry.origins import Origin
-from htp_export.capabilities.carry.ownership import Owned, owners_after
+from htp_export.capabilities.carry.ownership import OwnersAfter
 from htp_export.capabilities.carry.proved_owners import ProvedOwners
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
 from htp_export.format.tags import Reason, below
+from htp_export.lineage.owner_rule import Owned
 from htp_export.runtime.inputs import Inputs
 
 _KEPT = 0.5
@@ -77,7 +78,7 @@ def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) ->
 
         weights = renamed_weights((origin.model, before), (model, after))
         alignment = Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
-    owned = owners_after(before, after, replaced_nodes(alignment), origin.calls)
+    owned = OwnersAfter(alignment, replaced_nodes(alignment), origin.calls).decide()
     return Found(nodes, _with_root(owned), alignment)
 
 

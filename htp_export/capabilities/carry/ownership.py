@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -19,78 +20,101 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, is_unread
 from htp_export.format.tags import Reason
+from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
+from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
 from htp_export.model.boundaries import OUTSIDE, Boundaries
-from htp_export.model.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.tagged import TaggedModel
+from htp_export.shapes.operator_kinds import SIZES_ONLY, base_op
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
-    """The owners of one node after a tool."""
+class OwnersAfter:
+    """The owners of the nodes of a tool's result, by the rule of `htp_export.lineage`.
 
-    paths: tuple[str, ...]  # the owners' module paths, in order of execution
-    reason: str  # the evidence: the original ``htp.reason``, or one for a node that the tool changed
-    call: str = ""  # their calls, as of ``tags.encoded_calls``
-    kept: bool = False  # whether the tool left the node's tags, and they are correct
-
-
-def owners_after(
-    before: GraphSummary,
-    after: GraphSummary,
-    works: Sequence[ReplacedNodes],
-    tree: CallTree,
-    settled: Mapping[int, Owned] | None = None,
-) -> list[Owned]:
-    """The owners of every node after, in order; none for a node without neighbours that have owners.
-
-    ``settled``: Node after → owners that are known from elsewhere.
+    Args:
+        alignment: The counterparts of the result's tensors.
+        works: For each node of the result, the original nodes that it replaces.
+        tree: The calls of the modules.
     """
-    results: list[Owned | None] = [
-        _by_work(before, node, work, tree) for node, work in zip(after.nodes, works, strict=True)
-    ]
-    for index, owned in (settled or {}).items():
-        results[index] = owned
-    for index in range(len(after.nodes) - 1, -1, -1):
-        if results[index] is None:  # an inserted node serves its consumers
-            results[index] = _serving(tree, (results[reader] for reader in sorted({*after.consumers(index)})))
-    for index, node in enumerate(after.nodes):
-        if results[index] is None:  # without consumers: its producers, or the node that holds its subgraph
-            near = [results[maker] for maker in sorted({*after.producers(index)})]
-            calls = (
-                results[place] for place, caller in enumerate(after.nodes) if node.scope and caller.op == node.scope
-            )
-            held = [results[node.holder]] if node.holder != NOTHING else calls
-            results[index] = _serving(tree, near) or _serving(tree, held)
-    return [owned or Owned((), Reason.INSERTED) for owned in results]
+
+    def __init__(self, alignment: Alignment, works: Sequence[ReplacedNodes], tree: CallTree) -> None:
+        self.before, self.after, self._works = alignment.before, alignment.after, works
+        self._number = alignment.numbers.number
+        self._originals = [Work(node.owners, node.call, node.reason) for node in self.before.nodes]
+        order: dict[str, int] = {}
+        for place, node in enumerate(self.before.nodes):
+            for owner in node.owners:
+                order.setdefault(owner, place)
+        self._rule = OwnerRule(tree, order)
+
+    def decide(self, settled: Mapping[int, Owned] | None = None) -> list[Owned]:
+        """The owners of every node, in order; none for a node without neighbours that have owners.
+
+        ``settled``: Node → owners that are known from elsewhere.
+        """
+        known: dict[int, Owned] = {}
+        replacements: list[Replacement[int]] = []
+        for index, work in enumerate(self._works):
+            node = self.after.nodes[index]
+            if settled is not None and index in settled:
+                known[index] = settled[index]
+            elif node.owners and self._agrees(node, work):
+                known[index] = Owned(node.owners, node.reason or work.reason, node.call, kept=True)
+            elif work.nodes:
+                replacements.append(Replacement(index, self._results(work.nodes), work.reason))
+            elif work.ends and not node.owners:
+                known[index] = self.owned_by(work.ends, Reason.INSERTED)
+        owned = self._rule.owners(replacements, known, range(len(self._works)), _NodesAfter(self.after))
+        return [owned.get(index) or Owned((), Reason.INSERTED) for index in range(len(self._works))]
+
+    def owned_by(self, originals: Iterable[int], reason: str, paths: tuple[str, ...] | None = None) -> Owned:
+        """The owners of original nodes, or those of ``paths``, in the calls of these nodes."""
+        return self._rule.merged([self._originals[original] for original in originals], reason, paths)
+
+    def _agrees(self, node: SummaryNode, work: ReplacedNodes) -> bool:
+        """Whether the tags that a tool left on a node are those of the nodes that it replaces."""
+        originals = [self.before.nodes[index] for index in work.nodes]
+        if not originals or set(node.owners) == {path for old in originals for path in old.owners}:
+            return True
+        return work.coarse and any(old.op == node.op and old.owners == node.owners for old in originals)
+
+    def _results(self, originals: Sequence[int]) -> list[list[Work]]:
+        """Divide original nodes by owners if each of their steps was done by all owners; otherwise all together."""
+        steps = defaultdict[tuple[int, ...], set[tuple[str, ...]]](set)
+        by_owners = defaultdict[tuple[str, ...], list[Work]](list)
+        for index in originals:
+            node = self.before.nodes[index]
+            steps[tuple(self._number[value] for value in node.makes)].add(node.owners)
+            by_owners[node.owners].append(self._originals[index])
+        if all(owners == by_owners.keys() for owners in steps.values()):
+            return [*by_owners.values()]
+        return [[self._originals[index] for index in originals]]
 
 
-def _by_work(before: GraphSummary, node: SummaryNode, work: ReplacedNodes, tree: CallTree) -> Owned | None:
-    nodes = [before.nodes[index] for index in work.nodes]
-    if not nodes and work.ends and not node.owners:
-        return owned_by(tree, [before.nodes[end] for end in work.ends], Reason.INSERTED)
-    if node.owners:
-        same = not nodes or set(node.owners) == {path for old in nodes for path in old.owners}
-        single = work.coarse and any(old.op == node.op and old.owners == node.owners for old in nodes)
-        if same or single:
-            return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
-    return owned_by(tree, nodes, work.reason) if nodes else None
+@dataclass(frozen=True)
+class _NodesAfter:
+    """A tool's result, as the rule of owners reads it."""
 
+    after: GraphSummary
 
-def owned_by(tree: CallTree, nodes: Sequence[SummaryNode], reason: str, paths: tuple[str, ...] | None = None) -> Owned:
-    """The owners of original nodes, or those of them that are named, in the calls of these nodes."""
-    if paths is None:
-        paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
-    return Owned(paths, reason, tree.encode_merged_calls(paths, [(old.owners, old.call) for old in nodes]))
+    def consumers(self, node: int) -> list[int]:
+        return sorted({*self.after.consumers(node)})
 
+    def producers(self, node: int) -> list[int]:
+        return sorted({*self.after.producers(node)})
 
-def _serving(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
-    """The owners of all nodes next to an inserted one."""
-    owned = [entry for entry in near if entry is not None]
-    if not owned:
-        return None
-    paths = tuple(dict.fromkeys(path for entry in owned for path in entry.paths))
-    calls = tree.encode_merged_calls(paths, [(entry.paths, entry.call) for entry in owned])
-    return Owned(paths, Reason.INSERTED, calls)
+    def holders(self, node: int) -> list[int]:
+        summary = self.after.nodes[node]
+        if summary.holder != NOTHING:
+            return [summary.holder]
+        if not summary.scope:
+            return []
+        return [place for place, caller in enumerate(self.after.nodes) if caller.op == summary.scope]
+
+    def is_live(self, node: int) -> bool:
+        return self.after.depends(node)
+
+    def reads_size(self, node: int) -> bool:
+        return base_op(self.after.nodes[node].op) in SIZES_ONLY
 
 
 # --- without tags ---
@@ -108,7 +132,8 @@ def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, N
         summarized.owners, summarized.call = work.owners, tagged.calls.encode_calls(work.owners, work.calls)
     for summarized in after.nodes:
         summarized.owners = ()
-    owned = owners_after(before, after, replaced_nodes(Alignment(before, after)), tagged.calls)
+    alignment = Alignment(before, after)
+    owned = OwnersAfter(alignment, replaced_nodes(alignment), tagged.calls).decide()
     return {node: tagged.calls.work(entry.paths, entry.call) for node, entry in zip(after_nodes, owned, strict=True)}
 
 

@@ -14,11 +14,12 @@ from functools import cached_property
 from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
 from htp_export.capabilities.carry.name_scopes import NameScopes, Scope
 from htp_export.capabilities.carry.numbering import FLOATS, LEVELS
-from htp_export.capabilities.carry.ownership import Owned, owned_by, owners_after
+from htp_export.capabilities.carry.ownership import OwnersAfter
 from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
 from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason, common_ancestor, is_under
+from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_op, moves, resembles
 
 
@@ -38,12 +39,13 @@ class ProvedOwners:
     def __init__(
         self, alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
     ) -> None:
-        self._known, self._scopes, self._tree, self._holders = alignment, scopes, tree, holders
+        self._known, self._scopes, self._holders = alignment, scopes, holders
         self._before, self._after, self._numbers = alignment.before, alignment.after, alignment.numbers
         self._works = [
             replace(work, nodes=self._on_the_way(node, work.nodes), among=self._on_the_way(node, work.among))
             for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True)
         ]
+        self._decisions = OwnersAfter(alignment, self._works, tree)
         self._passing = defaultdict[int, list[int]](list)  # number → the nodes that give this tensor back
         for index, node in enumerate(self._after.nodes):
             if self._gives_back(index):
@@ -53,7 +55,7 @@ class ProvedOwners:
         """The owners of every node; those that are not known have the reason ``unknown``."""
         settled = self._by_parameters()
         open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
-        first = owners_after(self._before, self._after, self._works, self._tree, settled)
+        first = self._decisions.decide(settled)
         by_weight = {index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None}
         names = self._names([by_weight.get(k, entry) for k, entry in enumerate(first)], {*open_nodes} - {*by_weight})
         named = {index: self._module_by_name(index, names) for index in open_nodes if index not in by_weight}
@@ -63,7 +65,7 @@ class ProvedOwners:
         for index in open_nodes:
             evident = by_weight.get(index) or self._by_name(index, named[index], paths)
             settled[index] = evident or _unknown(self._candidates(index))
-        found = owners_after(self._before, self._after, self._works, self._tree, settled)
+        found = self._decisions.decide(settled)
         for index, entry in enumerate(found):
             if entry.reason not in (Reason.UNKNOWN, Reason.INSERTED):
                 found[index] = self._of_whole_work(found, index)
@@ -149,7 +151,7 @@ class ProvedOwners:
                 products.append(old)
         if not products or not self._reads_no_more(index, products):
             return None
-        return owned_by(self._tree, [self._before.nodes[old] for old in products], Reason.INITIALIZER)
+        return self._decisions.owned_by(products, Reason.INITIALIZER)
 
     # --- names ---
 
@@ -176,7 +178,7 @@ class ProvedOwners:
         inside = {other for other, owners in paths.items() if owners == (module,)}
         if not self._reads_no_more(index, mine, inside) or not all(near):
             return None
-        return owned_by(self._tree, [self._before.nodes[old] for old in mine], Reason.NODE, (module,))
+        return self._decisions.owned_by(mine, Reason.NODE, (module,))
 
     def _reads_no_more(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
         """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too.

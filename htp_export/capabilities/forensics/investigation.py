@@ -23,8 +23,8 @@ from htp_export.model.regions import name_of_node, twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.optimize.merging import PassDifference
     from htp_export.capabilities.optimize.registry import Declined, Level, PassInfo
+    from htp_export.lineage.difference import PassDifference
 
 
 _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")

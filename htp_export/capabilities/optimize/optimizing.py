@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.bookkeeping import Bookkeeping
-from htp_export.capabilities.optimize.merging import PassDifference
+from htp_export.capabilities.optimize.attribution import AttributedModel
 from htp_export.capabilities.optimize.registry import Level, PassInfo, choose
 from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
 from htp_export.editing.editing import insert_behind, stand_in
@@ -24,6 +23,7 @@ from htp_export.errors import FileError, InputError, PassError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
+from htp_export.lineage.difference import PassDifference
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.progress import counted
@@ -233,7 +233,7 @@ class Pipeline:
         Raises:
             PassError: If a pass fails; the model is as that pass left it, and of no use any more.
         """
-        books, state = Bookkeeping(tagged), 0
+        books, state = AttributedModel(tagged), 0
         for _ in range(_MOST_ROUNDS):
             started = state
             for account in counted(self._accounts, "passes"):
@@ -247,7 +247,9 @@ class Pipeline:
                 break
         return books.finish()
 
-    def _step(self, account: _Account, books: Bookkeeping, kept: Bookkeeping | None) -> tuple[Bookkeeping, bool]:
+    def _step(
+        self, account: _Account, books: AttributedModel, kept: AttributedModel | None
+    ) -> tuple[AttributedModel, bool]:
         """Run one pass once; the books afterwards (the kept ones if it was undone), and whether it changed anything."""
         began = time.perf_counter()
         modified, changes, fused = self._run(account, books)
@@ -270,7 +272,9 @@ class Pipeline:
             self._watch(account.info, books.difference, books.model)
         return books, True
 
-    def _run(self, account: _Account, books: Bookkeeping) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
+    def _run(
+        self, account: _Account, books: AttributedModel
+    ) -> tuple[bool, dict[str, Change], dict[str, tuple[str, ...]]]:
         """Run a pass, with barriers at tensors that it may not cross; whether it changed anything, and its changes."""
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
@@ -280,7 +284,10 @@ class Pipeline:
             _take_barriers(result.model.graph)
             give_defaults(result.model.graph)
             books.model = result.model
-            return result.modified, *(books.settle() if result.modified else ({}, {}))
+            if not result.modified:
+                return False, {}, {}
+            fused = books.settle()
+            return True, books.changes(), fused
         except InputError:  # weights that cannot be read: no fault of the pass
             raise
         except Exception as error:

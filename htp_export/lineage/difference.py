@@ -1,19 +1,14 @@
-"""Owners of the nodes that a pass changed: a node has the owners of all nodes that it replaces.
+"""The difference of two states of a graph: which nodes replace which, for passes that record nothing.
 
-Passes do not know about tags. The graph is compared with the previous one. A node that stays computes what it did: if
-it reads another value than before, the two values are equal, and so are values with the same name. Between these pairs
-are the removed nodes, and the nodes that replace them.
-
-- A new node has the owners of all nodes that it replaces: ``fused``, if these are several modules.
-- A node that is read in place of an equal one has the owners of both: ``shared``.
-- A removed node that returned its input unchanged leaves nothing.
-- A new node that replaces none has the owners of its consumers: ``flow``.
+A node that stays computes what it did: if it reads another value than before, the two values are equal, and so are
+values with the same name. Between these pairs are the removed nodes, and the nodes that replace them. A node that is
+read in place of an equal one does the work of both. A removed node that returned its input unchanged leaves nothing.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -21,15 +16,12 @@ import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
-from htp_export.format.call_tree import CallTree
-from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
 from htp_export.shapes.schemas import settings
 
 _Slots = Sequence[ir.Value | None]
-_Groups = list[list[Mapping[str, str]]]
-"""Metadata of the nodes that one node replaces, those of one value together."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +42,7 @@ class Snapshot:
         self.makers: dict[ir.Value, ir.Node] = {}
         self.names: dict[ir.Value, str | None] = {}
         self._holders: dict[ir.Node, ir.Node] = {}
+        self._works: dict[ir.Node, Work] = {}
         self._ends = {
             "inputs": [value.name for value in model.graph.inputs],
             "outputs": [value.name for value in model.graph.outputs],
@@ -68,6 +61,16 @@ class Snapshot:
     def is_live(self, node: ir.Node) -> bool:
         """Whether a result of a node depends on values of the model's inputs."""
         return any(value in self.live for value in self.nodes[node].outputs)
+
+    def work_of(self, node: ir.Node) -> Work:
+        """The tags that a node had, always the same object for a node."""
+        if node not in self._works:
+            self._works[node] = Work.of(self.nodes[node].metadata)
+        return self._works[node]
+
+    def holders(self, node: ir.Node) -> tuple[ir.Node, ...]:
+        """The node that holds the subgraph in which a node is, if it is in one."""
+        return (self._holders[node],) if node in self._holders else ()
 
     def holds(self, holder: ir.Node, node: ir.Node) -> bool:
         """Whether a node was in a subgraph of another one."""
@@ -157,6 +160,14 @@ class PassDifference:
             if was is not now and was is not None and now is not None:
                 self.equal[was] = now
 
+    def neighbours_of(self, nodes: Iterable[ir.Node]) -> dict[ir.Node, None]:
+        """The nodes that compute what some nodes read, that read what these compute, and that hold them."""
+        around: dict[ir.Node, None] = {}
+        for node in nodes:
+            for near in (node.successors(), node.predecessors(), self.after.holders(node)):
+                around.update(dict.fromkeys(near))
+        return around
+
     def same(self, gone: ir.Node, remaining: ir.Node) -> bool:
         """Whether a removed node and a remaining one have the same operator and equal inputs."""
         old, new = self.before.nodes[gone], self.after.nodes[remaining]
@@ -197,102 +208,76 @@ def _slice(
 
 
 @dataclass(frozen=True)
-class Tagging:
-    """Tags nodes that replace others."""
+class _NodesAfter:
+    """The graph after a change, as the rule of owners reads it."""
 
-    order: Mapping[str, int]  # owner → its place in the order of execution
-    called: Collection[str]  # paths of the modules that ran
-    calls: CallTree
+    snapshot: Snapshot
 
-    def update(self, difference: PassDifference) -> None:
-        """Tag the nodes that a pass added or merged others into, and set ``merged`` of its changes."""
-        work: defaultdict[ir.Node, _Groups] = defaultdict(list)
-        results: Counter[int] = Counter()  # results for which the work of a removed node is done anew, by its metadata
-        before, after = difference.before, difference.after
-        for old, new in list(difference.equal.items()):
-            maker = after.makers.get(new)
-            if maker is None:  # an input or an initializer now
-                continue
-            replaced, ends = difference.replaced(old)
-            if maker in difference.added:
-                # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
-                live = [*filter(before.is_live, replaced)] or replaced
-                done = [before.nodes[gone].metadata for gone in live]
-                results.update(map(id, done))
-                for node in difference.replacing(new):
-                    work[node].append(done)
-                new = without_copies(new)  # a result of the model keeps its name
-            if replaced and new not in ends and after.makers.get(new) not in difference.added:
-                for gone, remaining in _twins(difference, old, new):
-                    if not before.is_live(gone) and not difference.same(gone, remaining):
-                        continue  # sizes may come from any equal tensor
-                    if before.holds(gone, remaining):
-                        continue  # an inlined branch: the node that held it only returned its results
-                    if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
-                        work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
-                        difference.merged[remaining] = None
-        for node in difference.added:
-            if len(work.get(node, ())) > 1 and not after.is_live(node):  # sizes for results whose work it does not do
-                del work[node]
-        for groups in work.values():
-            groups[:] = [_for_one_result(group, results) for group in groups]
-        tagged = {node for node, groups in work.items() if self._tag_as_replaced(node, groups)}
-        self._tag_by_neighbours([node for node in reversed([*difference.added]) if node not in tagged], difference)
+    def consumers(self, node: ir.Node) -> Iterable[ir.Node]:
+        return node.successors()
 
-    def _tag_as_replaced(self, node: ir.Node, merged: _Groups) -> bool:
-        """Tag a node that replaces others; False if none of them has owners."""
-        entries = [entry for group in merged for entry in group if tags.MODULE in entry]
-        if not entries:
-            return False
-        of_groups = [{owner for entry in group for owner in tags.owners_of(entry)} for group in merged]
-        owners = set(map(tags.owners_of, entries))
-        reasons = {entry.get(tags.REASON, Reason.FLOW) for entry in entries}
-        if len(owners) == len(reasons) == 1:
-            reason = reasons.pop()
-        elif len(set().union(*of_groups)) == 1:
-            reason = Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
-        else:
-            reason = Reason.FUSED if any(len(group) > 1 for group in of_groups) else Reason.SHARED
-        self._tag(node, entries, reason)
-        return True
+    def producers(self, node: ir.Node) -> Iterable[ir.Node]:
+        return node.predecessors()
 
-    def _tag_by_neighbours(self, nodes: Sequence[ir.Node], difference: PassDifference) -> None:
-        """Tag new nodes that replace none, from the last: by their consumers, or else by their producers.
+    def holders(self, node: ir.Node) -> Iterable[ir.Node]:
+        return self.snapshot.holders(node)
 
-        What is computed of sizes for several modules belongs to the module above them, as in an export.
-        """
-        for node in nodes:
-            tags.tag_node(node.metadata_props, {})
-        for neighbours, ordered in ((ir.Node.successors, nodes), (ir.Node.predecessors, nodes[::-1])):
-            for node in ordered:
-                around = [neighbour.metadata_props for neighbour in neighbours(node)]
-                entries = [metadata for metadata in around if tags.MODULE in metadata]
-                if entries and tags.MODULE not in node.metadata_props:
-                    self._tag(node, entries, Reason.FLOW)
-                    owners = tags.owners_of(node.metadata_props)
-                    if len(owners) > 1 and not difference.after.is_live(node):
-                        above = tags.common_ancestor(owners)
-                        module = above if above in self.called else tags.nearest_above(above, self.called) or ""
-                        tags.tag_node(node.metadata_props, tags.node_tags([module], Reason.FLOW, self.called))
+    def is_live(self, node: ir.Node) -> bool:
+        return self.snapshot.is_live(node)
 
-    def _tag(self, node: ir.Node, entries: Sequence[Mapping[str, str]], reason: str) -> None:
-        """Give a node the owners and calls of some others."""
-        works = dict.fromkeys((tags.owners_of(entry), tags.encoded_calls(entry)) for entry in entries)
-        every = dict.fromkeys(owner for owners, _ in works for owner in owners)
-        owners = sorted(every, key=lambda path: self.order.get(path, 0))
-        calls = self.calls.encode_merged_calls(tuple(owners), works)
-        tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self.called, calls))
+    def reads_size(self, node: ir.Node) -> bool:
+        return node.op_type in SIZES_ONLY
 
 
-def _for_one_result(group: list[Mapping[str, str]], results: Mapping[int, int]) -> list[Mapping[str, str]]:
-    """What one result needs of replaced nodes: of a node that several modules shared, the work for its own module.
+def update_owners(difference: PassDifference, rule: OwnerRule) -> None:
+    """Tag the nodes that a change added or merged others into, and set ``merged`` of the difference."""
+    replacements = _replacements(difference)
+    graph = _NodesAfter(difference.after)
+    new = dict.fromkeys(difference.added)
+    for each in replacements:
+        new.setdefault(each.node)
+    known = {
+        node: Owned(work.owners, work.reason, work.calls)
+        for node in difference.neighbours_of(new)
+        if node not in new and (work := Work.of(node.metadata_props)).owners
+    }
+    owned = rule.owners(replacements, known, [*difference.added], graph)
+    for node in new:
+        entry = owned.get(node)
+        found = {} if entry is None else tags.node_tags(entry.paths, entry.reason, rule.calls.called, entry.call)
+        tags.tag_node(node.metadata_props, found)
 
-    A shared node that is done anew for several results is left out if what else is replaced says whose result this is.
-    """
-    shared = [entry for entry in group if results[id(entry)] > 1 and entry.get(tags.REASON) == Reason.SHARED]
-    own = {owner for entry in group if all(entry is not each for each in shared) for owner in tags.owners_of(entry)}
-    left_out = {id(entry) for entry in shared if own.intersection(tags.owners_of(entry))}
-    return [entry for entry in group if id(entry) not in left_out]
+
+def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
+    """For each node after a change, the nodes that it replaces."""
+    results: defaultdict[ir.Node, list[list[Work]]] = defaultdict(list)
+    before, after = difference.before, difference.after
+    for old, new in list(difference.equal.items()):
+        maker = after.makers.get(new)
+        if maker is None:  # an input or an initializer now
+            continue
+        replaced, ends = difference.replaced(old)
+        if maker in difference.added:
+            # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
+            live = [*filter(before.is_live, replaced)] or replaced
+            works = [before.work_of(gone) for gone in live]
+            for node in difference.replacing(new):
+                results[node].append(works)
+            new = without_copies(new)  # a result of the model keeps its name
+        if replaced and new not in ends and after.makers.get(new) not in difference.added:
+            for gone, remaining in _twins(difference, old, new):
+                if not before.is_live(gone) and not difference.same(gone, remaining):
+                    continue  # sizes may come from any equal tensor
+                if before.holds(gone, remaining):
+                    continue  # an inlined branch: the node that held it only returned its results
+                work, other = before.work_of(gone), before.work_of(remaining)
+                if work.owners != other.owners:
+                    results[remaining] += [[other], [work]]
+                    difference.merged[remaining] = None
+    for node in difference.added:
+        if len(results.get(node, ())) > 1 and not after.is_live(node):
+            del results[node]  # sizes for results whose work it does not do
+    return [Replacement(node, works) for node, works in results.items()]
 
 
 def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:

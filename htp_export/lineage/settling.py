@@ -1,17 +1,14 @@
-"""Owners of nodes, tensors of module signatures, fates and weights, kept up to date while passes change a model."""
+"""Owners of nodes, tensors of module signatures, and fates, kept up to date while a model changes."""
 
 from __future__ import annotations
 
 import copy
-from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import TypeAlias
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Self
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.merging import PassDifference, Snapshot, Tagging
-from htp_export.capabilities.optimize.results import Change
-from htp_export.editing.editing import BOUNDARY, bytes_of
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import NodeCalls
@@ -19,8 +16,11 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, is_unread
-from htp_export.model.fates import FateEvidence, Outcome, find_fates
-from htp_export.model.regions import GraphIndex, all_nodes
+from htp_export.lineage.difference import PassDifference, Snapshot, update_owners
+from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
+from htp_export.lineage.owner_rule import OwnerRule
+from htp_export.model.boundaries import BOUNDARY
+from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import without_copies
 
@@ -113,7 +113,7 @@ class Bookkeeping:
         for place, node in enumerate(tagged.nodes):
             for owner in tags.owners_of(node.metadata_props):
                 order.setdefault(owner, place)
-        self._tagging = Tagging(order, tagged.hierarchy.called, tagged.calls)
+        self._rule = OwnerRule(tagged.calls, order)
         self._signatures = tagged.signatures if tagged.source == "htp" else {}
         self._taps = tagged.taps
         calls = [call for calls in self._signatures.values() for call in calls]
@@ -125,13 +125,12 @@ class Bookkeeping:
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
-        self._weights = _weights(tagged.model, {})
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
             evidence = SignatureEvidence(tagged.index, self.hierarchy, self._signatures)
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
-    def twin(self) -> Bookkeeping:
+    def twin(self) -> Self:
         """The same of a copy of the model: what passes do to one, the other does not see."""
         twin = copy.copy(self)
         twin.model = self.model.clone()
@@ -142,7 +141,6 @@ class Bookkeeping:
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
         twin._note_boundary()
         twin._snapshot = Snapshot(twin.model)
-        twin._weights = dict(zip(_weights(twin.model, {}), self._weights.values(), strict=True))
         return twin
 
     def _crossing(self) -> set[str]:
@@ -165,22 +163,21 @@ class Bookkeeping:
             if value is not None and name not in self._unread:
                 value.meta[BOUNDARY] = True
 
-    def settle(self) -> tuple[dict[str, Change], dict[str, tuple[str, ...]]]:
-        """Tag new nodes, follow tensors, find fates: the changes by module, and new fused modules → their partners."""
+    def settle(self) -> dict[str, tuple[str, ...]]:
+        """Tag new nodes, follow tensors, find fates: modules that became fused → their partners."""
         before, after = self._snapshot, Snapshot(self.model)
         after.check(before)
         difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
-            self._tagging.update(difference)
+            update_owners(difference, self._rule)
             if bare := [node for node in after.nodes if tags.MODULE not in node.metadata_props]:
                 listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
                 raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
-        weights, self._weights = self._weights, _weights(self.model, self._weights)
-        return _changes_of(difference, _saved(weights, self._weights)), fused
+        return fused
 
     def tensor(self, name: str) -> ir.Value | None:
         """The tensor that a signature of the original model calls so; None if it is gone."""
@@ -218,7 +215,7 @@ class Bookkeeping:
 
     def _work(self, node: ir.Node) -> NodeCalls:
         metadata = node.metadata_props
-        return self._tagging.calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
+        return self._rule.calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
 
     def _follow(self, difference: PassDifference) -> None:
         """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
@@ -283,56 +280,3 @@ class Bookkeeping:
         if self._source == "htp" and tags.MODULES in self.model.metadata_props:
             write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
         return TaggedModel(self.model, self.hierarchy, self._source)
-
-
-_Weights: TypeAlias = Mapping[Hashable, tuple[int, str]]
-"""Weight → its bytes and its module."""
-
-
-def _weights(model: ir.Model, before: _Weights) -> _Weights:
-    """The weights of a model: of the module that reads it, of the deepest above several, or of the one before."""
-    weights: dict[Hashable, tuple[int, str]] = {}
-    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
-    for node in all_nodes(model):
-        module = _module(node)
-        for value in node.inputs:
-            if value is not None and value.const_value is not None:
-                readers[value][module] = None
-        for name, attribute in node.attributes.data.items():
-            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                weights[node, name] = bytes_of(attribute.as_tensor()), module
-    for graph in model.graphs():
-        for value in graph.initializers.values():
-            if value.const_value is not None:
-                module = tags.common_ancestor(readers[value]) if value in readers else before.get(value, (0, ""))[1]
-                weights[value] = bytes_of(value.const_value), module
-    return weights
-
-
-def _saved(before: _Weights, after: _Weights) -> Counter[str]:
-    """Module → bytes by which its weights shrank."""
-    saved: Counter[str] = Counter()
-    for key in {**before, **after}:
-        (was, module), (now, new_module) = before.get(key, (0, "")), after.get(key, (0, ""))
-        if was != now:
-            saved[module if key in before else new_module] += was - now
-    return saved
-
-
-def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
-    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
-    before, after = difference.before.nodes, difference.after.nodes
-    in_place = difference.removed.keys() & difference.added.keys()
-    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
-    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
-    added = Counter(_module(node) for node in difference.added if node not in in_place)
-    changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
-    changes = {
-        path: Change(removed[path], changed[path], added[path], saved[path])
-        for path in {**removed, **changed, **added, **saved}
-    }
-    return {path: change for path, change in changes.items() if change != Change()}
-
-
-def _module(node: ir.Node) -> str:
-    return node.metadata_props.get(tags.MODULE, "")

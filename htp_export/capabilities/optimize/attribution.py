@@ -1,0 +1,87 @@
+"""The changes of nodes and weights by a pass, attributed to modules."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping
+from typing import TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.capabilities.optimize.results import Change
+from htp_export.editing.editing import bytes_of
+from htp_export.format import tags
+from htp_export.lineage.difference import PassDifference
+from htp_export.lineage.settling import Bookkeeping
+from htp_export.model.regions import all_nodes
+from htp_export.model.tagged import TaggedModel
+
+_Weights: TypeAlias = Mapping[Hashable, tuple[int, str]]
+"""Weight → its bytes and its module."""
+
+
+class AttributedModel(Bookkeeping):
+    """A model that passes change, with the changes by module."""
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        super().__init__(tagged)
+        self._weights = _weights(tagged.model, {})
+
+    def twin(self) -> AttributedModel:
+        twin = super().twin()
+        twin._weights = dict(zip(_weights(twin.model, {}), self._weights.values(), strict=True))
+        return twin
+
+    def changes(self) -> dict[str, Change]:
+        """Module path → the changes since the previous call, after `settle`."""
+        weights, self._weights = self._weights, _weights(self.model, self._weights)
+        return _changes_of(self.difference, _saved(weights, self._weights))
+
+
+def _weights(model: ir.Model, before: _Weights) -> _Weights:
+    """The weights of a model: of the module that reads it, of the deepest above several, or of the one before."""
+    weights: dict[Hashable, tuple[int, str]] = {}
+    readers: defaultdict[ir.Value, dict[str, None]] = defaultdict(dict)
+    for node in all_nodes(model):
+        module = _module(node)
+        for value in node.inputs:
+            if value is not None and value.const_value is not None:
+                readers[value][module] = None
+        for name, attribute in node.attributes.data.items():
+            if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
+                weights[node, name] = bytes_of(attribute.as_tensor()), module
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            if value.const_value is not None:
+                module = tags.common_ancestor(readers[value]) if value in readers else before.get(value, (0, ""))[1]
+                weights[value] = bytes_of(value.const_value), module
+    return weights
+
+
+def _saved(before: _Weights, after: _Weights) -> Counter[str]:
+    """Module → bytes by which its weights shrank."""
+    saved: Counter[str] = Counter()
+    for key in {**before, **after}:
+        (was, module), (now, new_module) = before.get(key, (0, "")), after.get(key, (0, ""))
+        if was != now:
+            saved[module if key in before else new_module] += was - now
+    return saved
+
+
+def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Change]:
+    """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
+    before, after = difference.before.nodes, difference.after.nodes
+    in_place = difference.removed.keys() & difference.added.keys()
+    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
+    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
+    added = Counter(_module(node) for node in difference.added if node not in in_place)
+    changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
+    changes = {
+        path: Change(removed[path], changed[path], added[path], saved[path])
+        for path in {**removed, **changed, **added, **saved}
+    }
+    return {path: change for path, change in changes.items() if change != Change()}
+
+
+def _module(node: ir.Node) -> str:
+    return node.metadata_props.get(tags.MODULE, "")
