@@ -18,7 +18,7 @@ from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
+from htp_export.shapes.operator_kinds import LAYOUT, SIZES_ONLY, base_op, moves, operator_of, subgraphs, without_copies
 from htp_export.shapes.schemas import settings
 
 _Slots = Sequence[ir.Value | None]
@@ -152,6 +152,21 @@ class PassDifference:
             for value in self.after.nodes[node].outputs:
                 if value.name in gone:
                     self.equal.setdefault(gone[value.name], value)
+        self._pair_by_node_names()
+
+    def _pair_by_node_names(self) -> None:
+        """Pair the results of a removed node with those of a new node of its name and operator, if nothing else does.
+
+        A quantizer lets the node give another precision of the tensor, under another name.
+        """
+        named = {(node.name, node.op_type): node for node in self.removed if node.name and node not in self.added}
+        for node in self.added:
+            gone = named.get((node.name, node.op_type))
+            if gone is None:
+                continue
+            for was, now in zip(self.before.nodes[gone].outputs, self.after.nodes[node].outputs, strict=False):
+                if was not in self.equal and now.uses():
+                    self.equal[was] = now
 
     def _pair_slots(self, old: _Slots, new: _Slots) -> None:
         if old == new:
@@ -212,12 +227,16 @@ class _NodesAfter:
     """The graph after a change, as the rule of owners reads it."""
 
     snapshot: Snapshot
+    scope: Collection[ir.Node] | None = None  # the nodes that count as neighbours; all if None
 
     def consumers(self, node: ir.Node) -> Iterable[ir.Node]:
-        return node.successors()
+        return self._in_scope(node.successors())
 
     def producers(self, node: ir.Node) -> Iterable[ir.Node]:
-        return node.predecessors()
+        return self._in_scope(node.predecessors())
+
+    def _in_scope(self, nodes: Iterable[ir.Node]) -> Iterable[ir.Node]:
+        return nodes if self.scope is None else [node for node in nodes if node in self.scope]
 
     def holders(self, node: ir.Node) -> Iterable[ir.Node]:
         return self.snapshot.holders(node)
@@ -229,10 +248,16 @@ class _NodesAfter:
         return node.op_type in SIZES_ONLY
 
 
-def update_owners(difference: PassDifference, rule: OwnerRule) -> None:
-    """Tag the nodes that a change added or merged others into, and set ``merged`` of the difference."""
+def update_owners(difference: PassDifference, rule: OwnerRule, part: Collection[ir.Node] | None = None) -> None:
+    """Tag the nodes that a change added or merged others into, and set ``merged`` of the difference.
+
+    Args:
+        difference: The change.
+        rule: The rule of owners.
+        part: The nodes that were to be changed, if only some were: a new node that replaces none serves its neighbours
+            among these and the new nodes, and others only if there are none.
+    """
     replacements = _replacements(difference)
-    graph = _NodesAfter(difference.after)
     new = dict.fromkeys(difference.added)
     for each in replacements:
         new.setdefault(each.node)
@@ -241,7 +266,12 @@ def update_owners(difference: PassDifference, rule: OwnerRule) -> None:
         for node in difference.neighbours_of(new)
         if node not in new and (work := Work.of(node.metadata_props)).owners
     }
-    owned = rule.owners(replacements, known, [*difference.added], graph)
+    added = [*difference.added]
+    owned = known
+    if part is not None:
+        owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after, {*part, *added}))
+        replacements = []
+    owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after))
     for node in new:
         entry = owned.get(node)
         found = {} if entry is None else tags.node_tags(entry.paths, entry.reason, rule.calls.called, entry.call)
@@ -262,7 +292,8 @@ def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
             live = [*filter(before.is_live, replaced)] or replaced
             works = [before.work_of(gone) for gone in live]
             for node in difference.replacing(new):
-                results[node].append(works)
+                if node is maker or not _is_inserted(node, replaced):
+                    results[node].append(works)
             new = without_copies(new)  # a result of the model keeps its name
         if replaced and new not in ends and after.makers.get(new) not in difference.added:
             for gone, remaining in _twins(difference, old, new):
@@ -278,6 +309,15 @@ def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
         if len(results.get(node, ())) > 1 and not after.is_live(node):
             del results[node]  # sizes for results whose work it does not do
     return [Replacement(node, works) for node, works in results.items()]
+
+
+def _is_inserted(node: ir.Node, replaced: Collection[ir.Node]) -> bool:
+    """Whether a new node only moves numbers, or changes their precision, and none of the replaced nodes did that."""
+    operator = operator_of(node)
+    if not moves(operator):
+        return False
+    kinds = LAYOUT if base_op(operator) in LAYOUT else {base_op(operator)}
+    return not any(base_op(operator_of(gone)) in kinds for gone in replaced)
 
 
 def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:

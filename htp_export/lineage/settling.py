@@ -163,15 +163,18 @@ class Bookkeeping:
             if value is not None and name not in self._unread:
                 value.meta[BOUNDARY] = True
 
-    def settle(self) -> dict[str, tuple[str, ...]]:
-        """Tag new nodes, follow tensors, find fates: modules that became fused → their partners."""
+    def settle(self, part: Collection[ir.Node] | None = None) -> dict[str, tuple[str, ...]]:
+        """Tag new nodes, follow tensors, find fates: modules that became fused → their partners.
+
+        ``part``: The nodes that were to be changed, if only some were.
+        """
         before, after = self._snapshot, Snapshot(self.model)
         after.check(before)
         difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
-            update_owners(difference, self._rule)
+            update_owners(difference, self._rule, part)
             if bare := [node for node in after.nodes if tags.MODULE not in node.metadata_props]:
                 listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
                 raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
@@ -225,10 +228,12 @@ class Bookkeeping:
         here = set(values.values())
         lost: dict[str, ir.Value] = {}
         for name, value in self._where.items():
-            if value is None or value in here:
+            if value is None:
                 continue
-            now = difference.equal.get(value)
             before = difference.before.names.get(value, value.name)
+            if value in here and (value.name == before or before not in values):
+                continue
+            now = None if value in here else difference.equal.get(value)  # a value that lost its name to another one
             counterpart = now if now in here else values.get(before) if before else None
             is_needed = name not in self._unread and value in difference.before.live  # constants may come and go
             if counterpart is None and is_needed:

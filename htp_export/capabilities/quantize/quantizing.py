@@ -22,6 +22,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, ToolError, described
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
+from htp_export.lineage.settling import Bookkeeping
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
@@ -172,13 +173,12 @@ def _changed(
 
     Those that a metric controls are applied after others of their method: it is measured with these.
     """
-    from htp_export.capabilities.carry.carrying import carry_in_place
-
     original = choice.tagged
     changed = original.clone()
     twin = twins_of(original.model, changed.model)
     twins = {copy: node for node, copy in twin.items()}
     planned = {twin[node]: precision for node, precision in choice.found.nodes.items()}
+    changes = Bookkeeping(changed)
     work = Work(changed, original, choice.facts, twins, planned, samples, name, control)
     stayed: list[str] = []
     try:
@@ -191,12 +191,8 @@ def _changed(
         if not _is_raised_by(error, ENGINE):
             raise
         raise ToolError("onnxruntime.quantization", f"failed on {name}: {described(error)}") from error
-    carry_in_place(original, changed.model)
-    for node, same in twin.items():
-        if node not in choice.precision_of:  # nothing happened to it
-            same.metadata_props.clear()
-            same.metadata_props.update(node.metadata_props)
-    return changed, stayed
+    changes.settle(planned)
+    return changes.finish(), stayed
 
 
 def _order(precision: Precision) -> tuple[int, float]:
