@@ -175,6 +175,9 @@ class OwnerRule:
     def merged(self, works: Iterable[Work], reason: str, paths: Sequence[str] | None = None) -> Owned:
         """All owners of some nodes, or those of ``paths``, in the calls of these nodes."""
         parts = dict.fromkeys((work.owners, work.calls) for work in works)
+        if paths is None and len(parts) == 1:  # the number of a call is that of the last owner: the order stays
+            [(owners, calls)] = parts
+            return Owned(owners, reason, calls)
         if paths is None:
             paths = list(dict.fromkeys(path for owners, _ in parts for path in owners))
         ordered = tuple(sorted(paths, key=lambda path: self.order.get(path, 0)))

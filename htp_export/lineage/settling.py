@@ -119,6 +119,7 @@ class Bookkeeping:
         calls = [call for calls in self._signatures.values() for call in calls]
         values = tagged.values
         self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
+        self._stored = {name for name, value in self._where.items() if value is not None and value.is_initializer()}
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._unread = self._where.keys() - self._crossing()
         self._unread_modules = {path for path, calls in self._signatures.items() if is_unread(calls)}
@@ -278,7 +279,9 @@ class Bookkeeping:
 
     def _now(self, name: str) -> str | None:
         value = self._where.get(name)
-        return None if value is None or value.is_initializer() else value.name
+        if value is None or (value.is_initializer() and name not in self._stored):
+            return None
+        return value.name
 
     def finish(self) -> TaggedModel:
         """The model with its modules, fates and signatures, which are written into its metadata."""
