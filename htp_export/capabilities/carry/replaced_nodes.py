@@ -49,8 +49,16 @@ class _Division:
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
         self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
+        # Unmatched value → nodes before it that share their original nodes with others, and compute something
+        self._sharing: dict[int, frozenset[int]] = {}
+        self._pointed: dict[int, set[int]] = defaultdict(set)  # such a node → original nodes that others point at
         self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
+        for index, pointed in self._pointed.items():
+            work = self.result[index]
+            left = tuple(n for n in work.nodes if n not in pointed)
+            if left:
+                self.result[index] = replace(work, nodes=left)
 
     def _is_made(self, value: int) -> bool:
         """Whether an original value that remains under its name is still computed: not given back from an equal one."""
@@ -103,6 +111,7 @@ class _Division:
         part = self._between(self._ahead[index], self._behind[index])
         inner = [v for v in node.reads if counterpart[v] == NOTHING]
         done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
+        sharing = _SHARED.union(*(self._sharing.get(v, _SHARED) for v in inner))
         if any(v in self.known.also for v in node.makes):
             done = _SHARED  # it may be any of several equal tensors
         rest = tuple(n for n in part if n not in done) if done else part
@@ -113,8 +122,8 @@ class _Division:
             work = self._moved(index, node, rest, bool(unknown))
         elif not rest:
             work = self._inserted(index, node)
-        elif unknown and self.before.with_several_owners(rest):
-            work = self._pointed_at(index, node, rest)
+        elif (unknown or sharing) and self.before.with_several_owners(rest):
+            work = self._pointed_at(index, node, rest, sharing)
         else:
             work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
         if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # an inlined branch
@@ -122,7 +131,12 @@ class _Division:
         work = replace(work, among=part)
         if unknown:
             replaced = done if work.coarse else done.union(work.nodes)
+            if sharing and not work.coarse and not moves(node.op):  # what is before belongs to those that share it
+                replaced = replaced.union(self._up_to(work.nodes, rest))
             self._done.update(dict.fromkeys(unknown, replaced))
+            if work.coarse and not moves(node.op):
+                sharing |= {index}
+            self._sharing.update(dict.fromkeys(unknown, sharing))
         return work
 
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
@@ -174,15 +188,27 @@ class _Division:
             return False
         return bool(same) or known.counterpart[value] not in self._behind[index]
 
-    def _pointed_at(self, index: int, node: SummaryNode, part: tuple[int, ...]) -> ReplacedNodes:
-        """The part of the nodes shared by several nodes that the node's name, weights or operator indicates."""
+    def _pointed_at(
+        self, index: int, node: SummaryNode, part: tuple[int, ...], sharing: frozenset[int]
+    ) -> ReplacedNodes:
+        """The part of the nodes shared by several nodes that the node's name, weights or operator indicates.
+
+        What is before these nodes belongs to the node, too, unless nodes before it share the part (``sharing``), and
+        nothing indicates which of it they replace.
+        """
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
         reading = self._reading(index, part)
         alike = [n for n in self._alike.get(index, ()) if n in part]
         for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
-            if selected:
+            if not selected:
+                continue
+            if not sharing or selected is alike:
                 return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
+            own = self._between_each_other(selected, part)
+            for other in sharing:
+                self._pointed[other].update(own)
+            return ReplacedNodes(own, reason)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
     def _reading(self, index: int, part: tuple[int, ...]) -> list[int]:
@@ -211,7 +237,16 @@ class _Division:
             readers[ahead, self._weights_of(index)].append(index)
         return readers
 
-    def _up_to(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
+    def _between_each_other(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
+        """Some nodes, and those of a part that depend on one of them and on which another one depends."""
+        found = set(ends)
+        for node in self._up_to(ends, part):  # in order of execution
+            makers = {self.before.maker[value] for value in self.before.nodes[node].reads}
+            if not found.isdisjoint(makers):
+                found.add(node)
+        return tuple(sorted(found))
+
+    def _up_to(self, ends: Iterable[int], part: tuple[int, ...]) -> tuple[int, ...]:
         """Some nodes, and those of a part on which they depend."""
         inside, queue, behind = set(part), list(ends), set(ends)
         while queue:
@@ -265,7 +300,9 @@ class _Division:
         if origin == NOTHING:
             return []
         if known.counterpart[value] in behind:  # its output is its input
-            return [origin] if known.keeps_name(value) and known.numbers.idle[self.before.maker[origin]] else []
+            if known.keeps_name(value) and known.numbers.idle[self.before.maker[origin]]:
+                return [origin, *self._merged_copies(value, origin)]
+            return []
         equal = [
             member
             for member in known.numbers.members.get(known.counterpart[value], ())
@@ -279,13 +316,33 @@ class _Division:
             return self._read_by_consumers(value, [*dict.fromkeys((equal or [origin]) + also)])
         return [*dict.fromkeys((self._read_alike(value, equal) or [origin]) + also)]
 
+    def _merged_copies(self, value: int, origin: int) -> list[int]:
+        """Equal outputs of eliminated nodes that gave back their input as the node does, and that its consumers read.
+
+        Two casts to the type that a tensor has are such nodes: common-subexpression elimination leaves one of them.
+        """
+        node = self.before.nodes[self.before.maker[origin]]
+        copies = []
+        for member in self.known.numbers.members[self.known.numbers.current(self.known.counterpart[value])]:
+            maker = self.before.maker[member]
+            if maker == NOTHING or member == origin or member in self._taken or not self.known.numbers.idle[maker]:
+                continue
+            other = self.before.nodes[maker]
+            if (other.op, other.attributes) == (node.op, node.attributes):
+                copies.append(member)
+        return self._read_by_counterparts(value, copies)
+
     def _read_alike(self, value: int, equal: list[int]) -> list[int]:
         """Of equal constants, those that the counterparts of its consumers read; all if there is none."""
         if len(equal) < 2 or any(self.before.nodes[self.before.maker[one]].inputs for one in equal):
             return equal
+        return self._read_by_counterparts(value, equal) or equal
+
+    def _read_by_counterparts(self, value: int, originals: list[int]) -> list[int]:
+        """The original tensors among some that the counterparts of a value's consumers read."""
         outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].makes)
         consumers = {*map(self.known.original, outputs)}
-        return [one for one in equal if not consumers.isdisjoint(self.before.readers[one])] or equal
+        return [original for original in originals if not consumers.isdisjoint(self.before.readers[original])]
 
     def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
         """Of equal tensors, those that the counterparts of its consumers read; all if that is not known of one."""
