@@ -16,11 +16,10 @@ from htp_export.discovery import imported_when_used
 from htp_export.version import __version__ as __version__
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
+    from htp_export.alignment.origin_map import embed_map
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.capabilities.attention_report.attention_reporting import attention_report
-    from htp_export.capabilities.carry.carrying import carry, embed_map
-    from htp_export.capabilities.cost.costing import cost
-    from htp_export.capabilities.cost.work import Work
+    from htp_export.capabilities.carry.carrying import carry
     from htp_export.capabilities.diff.differing import diff
     from htp_export.capabilities.extract.extraction import extract, splice
     from htp_export.capabilities.fingerprint.families import fingerprint
@@ -48,6 +47,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.verify.file_comparing import compare
     from htp_export.capabilities.verify.verifying import verify
     from htp_export.capabilities.view.viewing import view
+    from htp_export.cost.costing import cost
+    from htp_export.cost.work import Work
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
     from htp_export.exporter.repair_report import contamination

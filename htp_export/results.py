@@ -9,7 +9,6 @@ from htp_export.discovery import imported_when_used
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
     from htp_export.capabilities.carry.carrying import Carried, CarriedModule
-    from htp_export.capabilities.cost.result import Cost
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice
     from htp_export.capabilities.fingerprint.families import Block, Fingerprint
@@ -34,6 +33,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.tap.tapping import Tapped, TappedTensor
     from htp_export.capabilities.verify.results import Comparison, ModuleResult, Verification
     from htp_export.capabilities.view.viewing import View
+    from htp_export.cost.result import Cost
     from htp_export.exporter.repair_report import Contamination
     from htp_export.reporting.tables import CompressedModule
 

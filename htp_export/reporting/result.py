@@ -185,14 +185,15 @@ def drawn_html(result: object) -> str | None:
     """A result as HTML: what ``drawn`` in ``drawing.py`` of its capability makes of it, colours included, or None.
 
     Examples:
-        >>> from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
+        >>> from htp_export.cost.result import ModuleRow, ModuleTree
         >>> drawn = drawn_html(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", nodes=1200),)))
         >>> "1,200" in drawn, "<b>" in drawn
         (True, False)
     """
-    capability = ".".join(type(result).__module__.split(".")[:3])
+    parts = type(result).__module__.split(".")
+    room = ".".join(parts[: 3 if parts[1] == "capabilities" else 2])
     try:
-        drawing = importlib.import_module(f"{capability}.drawing")
+        drawing = importlib.import_module(f"{room}.drawing")
     except ModuleNotFoundError:
         return None
     table = drawing.drawn(result) if hasattr(drawing, "drawn") else None

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.alignment.graph_summary import summarize
 from htp_export.capabilities.carry import likenesses, origins
-from htp_export.capabilities.carry.graph_summary import summarize
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo

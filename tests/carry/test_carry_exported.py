@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.carry.evidence import rounded_weight
-from htp_export.capabilities.carry.likenesses import EXACT, Originals, largest_error
-from htp_export.capabilities.carry.name_scopes import NameScopes
+from htp_export.alignment.evidence import rounded_weight
+from htp_export.alignment.name_scopes import NameScopes
+from htp_export.alignment.weight_similarity import EXACT, Originals, largest_error
 from htp_export.capabilities.huggingface.models import spread_parameters
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError

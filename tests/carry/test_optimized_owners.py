@@ -4,7 +4,7 @@ import onnx.parser
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry.ownership import optimized_works
+from htp_export.alignment.carried_owners import optimized_works
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tagged import TaggedModel
 

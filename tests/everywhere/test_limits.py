@@ -15,13 +15,13 @@ from onnxscript.rewriter import pattern
 from rich.console import Console
 
 import htp_export
-from htp_export.capabilities.cost.drawing import render
-from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
 from htp_export.capabilities.verify import locating, same_model
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import drawing
+from htp_export.cost.drawing import render
+from htp_export.cost.result import ModuleRow, ModuleTree
 from htp_export.editing.function_records import Expectations
 from htp_export.errors import InputError
 from htp_export.format import call_tree, tags

@@ -15,8 +15,8 @@ from htp_export.discovery import plug_in
 from htp_export.errors import InputError
 
 NEW_FILES = {
-    "capabilities/cost/formulas/mine.py": """
-from htp_export.capabilities.cost.work import Work
+    "cost/formulas/mine.py": """
+from htp_export.cost.work import Work
 
 FORMULAS = {("my.own", "Mystery"): lambda step: Work(macs=7)}
 """,

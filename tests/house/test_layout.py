@@ -28,7 +28,7 @@ ROWS = [
     ["model"],
     ["lineage"],
     ["weights", "editing", "runtime"],
-    ["plans"],
+    ["alignment", "cost", "plans"],
     ["exporter"],
     ["attention"],
     ["command"],
@@ -40,25 +40,22 @@ ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".lora", ".passes", ".results", ".tools")}
 # The other capabilities that each may import, inside of functions. There is no circle.
 MAY_IMPORT: dict[str, set[str]] = {
-    "attention_report": {"cost"},
     "diff": {"view"},
-    "export": {"carry", "cost", "huggingface", "quantize", "verify"},
+    "export": {"huggingface", "quantize", "verify"},
     "fingerprint": {"forensics"},
     "forensics": {"optimize"},
     "huggingface": {"carry"},
     "info": {"fingerprint"},
     "optimize": {"huggingface"},
-    "partition": {"cost", "huggingface"},
+    "partition": {"huggingface"},
     "pipeline": {"carry", "huggingface"},
-    "place": {"carry", "cost"},
-    "profile": {"carry", "cost", "verify"},
+    "profile": {"verify"},
     "prune": {"quantize"},
-    "quantize": {"carry", "cost", "huggingface", "verify"},
-    "rename": {"carry", "functions"},
+    "quantize": {"huggingface", "verify"},
+    "rename": {"functions"},
     "search": {"fingerprint", "prune", "quantize", "verify"},
-    "tap": {"carry"},
     "verify": {"huggingface", "optimize"},
-    "view": {"cost", "inspect", "profile", "search"},
+    "view": {"inspect", "profile", "search"},
 }
 
 
@@ -242,13 +239,12 @@ def test_public_functions_stand_in_the_capability_of_their_name():
     found = {name: parts[1] for name, parts in folders.items() if parts[0] == "capabilities"}
     assert {name: folder for name, folder in found.items() if name != folder} == IN_ANOTHER_FOLDER
     assert {name for name, parts in folders.items() if parts[0] != "capabilities"} == {
-        *("contamination", "decomposed_attention", "export", "load", "tagging")
+        *("contamination", "cost", "decomposed_attention", "embed_map", "export", "load", "tagging")
     }
 
 
 IN_ANOTHER_FOLDER = {
     "compare": "verify",
-    "embed_map": "carry",
     "export_plan": "quantize",
     "frozen_fake_quantize": "quantize",
     "inline": "functions",

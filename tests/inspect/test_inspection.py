@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.cost.costing import cost
 from htp_export.command.main import main
+from htp_export.cost.costing import cost
 from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
 from tests import traceless

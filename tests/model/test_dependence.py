@@ -4,7 +4,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from htp_export.capabilities.carry.graph_summary import summarize
+from htp_export.alignment.graph_summary import summarize
 from htp_export.lineage.difference import Snapshot
 from htp_export.model.boundaries import input_dependent_values
 from htp_export.model.regions import all_nodes

@@ -17,7 +17,8 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
-from htp_export.capabilities.carry.carrying import Carried, carry_in_place, tagged_model
+from htp_export.alignment.origin_map import tagged_model
+from htp_export.capabilities.carry.carrying import Carried, carry_in_place
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import HtpExportError, InputError, ResultError, ToolError, in_one_line
 from htp_export.files.filesystem import temporary_folder

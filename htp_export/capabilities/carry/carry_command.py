@@ -86,9 +86,9 @@ def carry_command(
 
 def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
     """A fresh export of the model, and the inputs with which it was exported."""
-    from htp_export.capabilities.carry.feeds import inputs_of_call
     from htp_export.exporter.exporting import export
     from htp_export.model.tagged import model_of
+    from htp_export.runtime.carried_inputs import inputs_of_call
 
     foreign = model_of(after)  # a file that cannot be read is refused before anything is exported
     calls = model.calls_by_task(two_files=False)

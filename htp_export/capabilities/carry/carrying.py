@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 import onnx
 import onnx_ir as ir
 
+from htp_export.alignment.carried_owners import tag
+from htp_export.alignment.ladder import Found, find_owners
+from htp_export.alignment.origin_map import Origin, from_map, from_model, map_of, module_functions
+from htp_export.alignment.stored_weights import carry_recipes
 from htp_export.capabilities.carry import LEAST_KNOWN
-from htp_export.capabilities.carry.ladder import Found, find_owners
-from htp_export.capabilities.carry.origins import Origin, exported, from_map, from_model, map_of, module_functions
-from htp_export.capabilities.carry.ownership import tag
-from htp_export.capabilities.carry.stored_weights import carry_recipes
 from htp_export.editing.flattening import dissolve
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
@@ -25,9 +25,10 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import name_of_node
-from htp_export.model.tagged import HoldsModel, ModelSource, load, model_of, name_of
+from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load, model_of, name_of
 from htp_export.process.argument_types import is_torch_module
 from htp_export.process.restoring import no_collection
+from htp_export.runtime.carried_inputs import inputs_of_call
 from htp_export.runtime.data import Data, single_run
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def carry(
         if is_torch_module(before):
             if data is not None:
                 raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
-            before, inputs = exported(before, args, kwargs)
+            before, inputs = _exported(before, args, kwargs)
         elif args or kwargs:
             raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give data")
         else:
@@ -211,53 +212,16 @@ def carry_in_place(before: ModelSource, after: ir.Model) -> Carried:
     return _carried(_origin(before, after), after, sure=True)
 
 
-@names_model_faults("model")
-def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
-    """Write what `carry` needs to know about a tagged model into its metadata.
+def _exported(
+    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[TaggedModel, dict[str, Any]]:
+    """A fresh export of a PyTorch model, and the example inputs by the names of its inputs."""
+    from htp_export.exporter.exporting import export
 
-    `carry` can then restore the tags without this model. The map takes about 30 bytes a node: operators, names and
-    shapes of tensors, and owners; no weights. Nearly all tools keep it. `carry` and the adapters in
-    ``htp_export.tools`` rewrite it; passes and ``splice`` remove it, because it describes the graph as it is now.
-
-    Thread-safe, also for calls on the same model.
-
-    Args:
-        model: The tagged model; a model in memory is not changed.
-        output: The file to write; None to only return the model.
-
-    Returns:
-        The model with the map.
-
-    Raises:
-        UntaggedModelError: The model has no tags of htp_export.
-        FileError: A file cannot be read or written.
-
-    Examples:
-        >>> import torch, htp_export
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
-        >>> mapped = embed_map(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
-        >>> for node in mapped.graph:
-        ...     node.metadata_props.clear()
-        >>> carry(mapped).recovered
-        {'tensor': 2}
-    """
-    check_target(output)
-    mapped = tagged_model(model)
-    mapped.metadata_props[tags.MAP] = map_of(mapped)
-    if output is not None:
-        write_model(mapped, output)
-    return mapped
-
-
-def tagged_model(source: ModelSource) -> ir.Model:
-    """A tagged model that may be changed: that of a file, or a copy of one in memory.
-
-    Raises:
-        UntaggedModelError: It has no tags of htp_export, or lost some.
-    """
-    tagged = load(source)
-    tagged.require_exact_tags()
-    return tagged.model if isinstance(source, str | os.PathLike) else tagged.model.clone()
+    program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
+    assert program is not None
+    tagged = load(program)
+    return tagged, inputs_of_call([str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {})
 
 
 def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:

@@ -1,1 +1,1 @@
-"""What a model costs, by module and by node, and the shapes that this follows from."""
+"""`cost` and `tree`: the commands that print what a model costs."""

@@ -314,7 +314,7 @@ def _placement(
     remarks: tuple[str, ...],
     needs: Needs | None,
 ) -> Placement:
-    from htp_export.capabilities.carry.ownership import optimized_works
+    from htp_export.alignment.carried_owners import optimized_works
 
     works = optimized_works(tagged, assignment.graph)
     sizes = {} if needs is None else needs.sizes

@@ -171,7 +171,7 @@ def _explain(kernels: Sequence[Kernel], run_ms: float) -> bool:
 
 def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> tuple[Kernel, ...]:
     """The kernels of a trace by first launch; without the optimised graph, those that kept their names have owners."""
-    from htp_export.capabilities.carry.ownership import optimized_works
+    from htp_export.alignment.carried_owners import optimized_works
 
     graph = tagged.model if optimized is None else optimized
     works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)

@@ -99,7 +99,7 @@ def rename(
         >>> dict(named.nodes), dict(named.tensors)
         ({'node_linear': '/0/Gemm', 'node_relu': '/1/Relu'}, {'linear': '/0/Gemm_output_0'})
     """
-    from htp_export.capabilities.carry.carrying import embed_map
+    from htp_export.alignment.origin_map import embed_map
     from htp_export.capabilities.functions.nesting import functions
 
     check_style(style)

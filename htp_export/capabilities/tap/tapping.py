@@ -283,7 +283,7 @@ def written(
     share_weights: bool,
 ) -> Tapped:
     """The changed model with its tensors, which is written if there is an output."""
-    from htp_export.capabilities.carry.carrying import embed_map
+    from htp_export.alignment.origin_map import embed_map
 
     model = tagged.model
     if tags.MAP in model.metadata_props:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, content_of
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, content_of
 from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RANDOM, RESHAPING
 
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from htp_export.capabilities.cost.execution import RunStep, UnknownShapeError
+from htp_export.cost.execution import RunStep, UnknownShapeError
 from htp_export.discovery import names_in
 from htp_export.errors import InputError
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 
-_FOLDER = "htp_export.capabilities.cost.formulas"
+_FOLDER = "htp_export.cost.formulas"
 
 
 @dataclass(frozen=True, slots=True)

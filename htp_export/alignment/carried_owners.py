@@ -9,10 +9,10 @@ from functools import cache
 
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Alignment
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, summarize
-from htp_export.capabilities.carry.origins import Origin
-from htp_export.capabilities.carry.replaced_nodes import ReplacedNodes, replaced_nodes
+from htp_export.alignment.alignment import Alignment
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, summarize
+from htp_export.alignment.origin_map import Origin
+from htp_export.alignment.replaced_nodes import ReplacedNodes, replaced_nodes
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.fates import Fate

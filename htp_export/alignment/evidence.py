@@ -14,10 +14,11 @@ from typing import Any, TypeAlias
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import AlignmentEvidence
-from htp_export.capabilities.carry.feeds import feed_original, feed_other, simpler_feeds
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary
-from htp_export.capabilities.carry.likenesses import (
+from htp_export.alignment.alignment import AlignmentEvidence
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary
+from htp_export.alignment.stored_weights import WeightNumbers, weight_numbers
+from htp_export.alignment.unnamed_alignment import input_pairs
+from htp_export.alignment.weight_similarity import (
     Likeness,
     Originals,
     is_distinctive,
@@ -25,11 +26,10 @@ from htp_export.capabilities.carry.likenesses import (
     relative_error,
     turned,
 )
-from htp_export.capabilities.carry.stored_weights import WeightNumbers, weight_numbers
-from htp_export.capabilities.carry.unnamed_alignment import input_pairs
 from htp_export.errors import FileError, InputError
 from htp_export.model.hashes import array_hash
 from htp_export.runtime.arrays import PORTION_BYTES, Array, ArrayStore
+from htp_export.runtime.carried_inputs import feed_original, feed_other, simpler_feeds
 from htp_export.runtime.inputs import infer_bound
 from htp_export.runtime.runner import Runner, portions
 from htp_export.runtime.sessions import SessionSettings

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from htp_export.capabilities.carry.alignment import Alignment
-from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
-from htp_export.capabilities.carry.numbering import repeats
+from htp_export.alignment.alignment import Alignment
+from htp_export.alignment.graph_summary import NOTHING, SummaryNode
+from htp_export.alignment.numbering import repeats
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 

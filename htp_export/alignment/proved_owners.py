@@ -11,12 +11,12 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, SummaryNode
-from htp_export.capabilities.carry.name_scopes import NameScopes, Scope
-from htp_export.capabilities.carry.numbering import FLOATS, LEVELS
-from htp_export.capabilities.carry.ownership import OwnersAfter
-from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
-from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment
+from htp_export.alignment.carried_owners import OwnersAfter
+from htp_export.alignment.graph_summary import NOTHING, SummaryNode
+from htp_export.alignment.name_scopes import NameScopes, Scope
+from htp_export.alignment.numbering import FLOATS, LEVELS
+from htp_export.alignment.replaced_nodes import replaced_nodes
+from htp_export.alignment.unnamed_alignment import UnnamedAlignment
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason, common_ancestor, is_under
 from htp_export.lineage.owner_rule import Owned

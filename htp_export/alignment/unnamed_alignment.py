@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
-from htp_export.capabilities.carry.feeds import pair_names
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.capabilities.carry.likenesses import Likeness
+from htp_export.alignment.alignment import Alignment, AlignmentEvidence
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.alignment.weight_similarity import Likeness
 from htp_export.format.tags import Reason
+from htp_export.runtime.carried_inputs import pair_names
 from htp_export.shapes.operator_kinds import moves, resembles
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.alignment import Alignment, AlignmentEvidence
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, summarize
-from htp_export.capabilities.carry.name_scopes import scope_of
-from htp_export.capabilities.carry.origins import Origin
-from htp_export.capabilities.carry.ownership import OwnersAfter
-from htp_export.capabilities.carry.proved_owners import ProvedOwners
-from htp_export.capabilities.carry.replaced_nodes import replaced_nodes
-from htp_export.capabilities.carry.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
+from htp_export.alignment.alignment import Alignment, AlignmentEvidence
+from htp_export.alignment.carried_owners import OwnersAfter
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, summarize
+from htp_export.alignment.name_scopes import scope_of
+from htp_export.alignment.origin_map import Origin
+from htp_export.alignment.proved_owners import ProvedOwners
+from htp_export.alignment.replaced_nodes import replaced_nodes
+from htp_export.alignment.unnamed_alignment import UnnamedAlignment, input_pairs, without_names
 from htp_export.format.tags import Reason, below
 from htp_export.lineage.owner_rule import Owned
 from htp_export.runtime.inputs import Inputs
@@ -74,7 +74,7 @@ def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) ->
     if not sure and not names_hold(alignment):
         return None
     if origin.model is not None:
-        from htp_export.capabilities.carry.evidence import renamed_weights  # it loads numpy, and ONNX Runtime
+        from htp_export.alignment.evidence import renamed_weights  # it loads numpy, and ONNX Runtime
 
         weights = renamed_weights((origin.model, before), (model, after))
         alignment = Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
@@ -95,7 +95,7 @@ def _without_names(
         inputs = AlignmentEvidence(inputs=input_pairs(before, after))
         rungs = iter([(inputs, "of the original, only its map is known")])
     else:
-        from htp_export.capabilities.carry.evidence import weights_then_values
+        from htp_export.alignment.evidence import weights_then_values
 
         rungs = weights_then_values((origin.model, before), (model, after), data, seed)
     unnamed = without_names(after)

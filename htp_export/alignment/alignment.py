@@ -13,13 +13,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.capabilities.carry.numbering import FLOATS, Numbering, repeats
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
+from htp_export.alignment.numbering import FLOATS, Numbering, repeats
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.carry.likenesses import Likeness
+    from htp_export.alignment.weight_similarity import Likeness
 
 _FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
 

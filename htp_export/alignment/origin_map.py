@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
 import zlib
 from collections import Counter, defaultdict
@@ -14,20 +15,22 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnx_ir as ir
 
-from htp_export.capabilities.carry.feeds import inputs_of_call
-from htp_export.capabilities.carry.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue, summarize
+from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue, summarize
 from htp_export.editing.flattening import InlinedCall, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
+from htp_export.files.model_files import write_model
+from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
-from htp_export.model.tagged import TaggedModel, load
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, load
 
 if TYPE_CHECKING:
-    from torch import nn
+    pass
 
 
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
@@ -162,18 +165,6 @@ class Origin:
     has_map: bool = False  # whether its metadata has a map
 
 
-def exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
-) -> tuple[TaggedModel, dict[str, Any]]:
-    """A fresh export of a PyTorch model, and the example inputs by the names of its inputs."""
-    from htp_export.exporter.exporting import export
-
-    program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
-    assert program is not None
-    tagged = load(program)
-    return tagged, inputs_of_call([str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {})
-
-
 def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
     """From a tagged model; if the tool inlined functions that were made of modules, from its flat graph.
 
@@ -205,6 +196,55 @@ def from_map(model: ir.Model) -> Origin:
     return Origin(
         *(summary, hierarchy, signatures, _calls(props, hierarchy), _lasting(props), parameters), has_map=True
     )
+
+
+@names_model_faults("model")
+def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
+    """Write what `carry` needs to know about a tagged model into its metadata.
+
+    `carry` can then restore the tags without this model. The map takes about 30 bytes a node: operators, names and
+    shapes of tensors, and owners; no weights. Nearly all tools keep it. `carry` and the adapters in
+    ``htp_export.tools`` rewrite it; passes and ``splice`` remove it, because it describes the graph as it is now.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The tagged model; a model in memory is not changed.
+        output: The file to write; None to only return the model.
+
+    Returns:
+        The model with the map.
+
+    Raises:
+        UntaggedModelError: The model has no tags of htp_export.
+        FileError: A file cannot be read or written.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> mapped = htp_export.embed_map(htp_export.export(net, (torch.randn(2, 4),), verbose=False))
+        >>> for node in mapped.graph:
+        ...     node.metadata_props.clear()
+        >>> htp_export.carry(mapped).recovered
+        {'tensor': 2}
+    """
+    check_target(output)
+    mapped = tagged_model(model)
+    mapped.metadata_props[tags.MAP] = map_of(mapped)
+    if output is not None:
+        write_model(mapped, output)
+    return mapped
+
+
+def tagged_model(source: ModelSource) -> ir.Model:
+    """A tagged model that may be changed: that of a file, or a copy of one in memory.
+
+    Raises:
+        UntaggedModelError: It has no tags of htp_export, or lost some.
+    """
+    tagged = load(source)
+    tagged.require_exact_tags()
+    return tagged.model if isinstance(source, str | os.PathLike) else tagged.model.clone()
 
 
 def map_of(model: ir.Model) -> str:

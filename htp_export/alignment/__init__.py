@@ -1,0 +1,1 @@
+"""Alignment: the changes that another tool made of a graph, found by names, structure, weights and values."""
