@@ -68,13 +68,23 @@ class UnnamedAlignment(Alignment):
             return
         like = self.evidence.weights[weights[0]]
         products = [self._product(node, each) for each in (like.originals if like.joined else like.originals[:1])]
-        if products and NOTHING not in products:
+        if products and NOTHING not in products and not self._has_absorbed(node, products[0]):
             number = self.numbers.number
             if len({self.read_by(self.before.maker[product]) for product in products}) == 1:
                 exact = not like.joined and self.alike(value, products[0])
                 self.match(value, number[products[0]], exact, Reason.INITIALIZER)
                 if like.joined and self.counterpart[value] != NOTHING:
                     self.parts[value] = tuple(products)
+
+    def _has_absorbed(self, node: SummaryNode, product: int) -> bool:
+        """Whether a node of the operator of an original product reads a further weight that the original has not.
+
+        It is the bias that a BatchNormalization left: the node does the work of what follows the product, too.
+        """
+        if self.before.nodes[self.before.maker[product]].op != node.op:
+            return False
+        stored = (v for v in node.inputs if v != NOTHING and not self.after.live[v])
+        return any(self.counterpart[v] == NOTHING for v in stored)
 
     def _product(self, node: SummaryNode, weight: int) -> int:
         """The output of the one original node that a node resembles and that reads a weight."""

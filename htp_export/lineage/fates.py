@@ -136,7 +136,7 @@ def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> 
     First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
     without a node (they cancelled out) take one beside them that has nodes. If there are many, the innermost module
     around it whose boundary is known is named in their place; so it is if there are none, as calls of the module itself
-    were merged with each other.
+    were merged with each other. The root has none around it.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
@@ -148,6 +148,8 @@ def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> 
         group.extend(fresh)
     if 1 < len(group) <= _MOST_PARTNERS:
         return tuple(group[1:])
+    if not path:  # nothing is around the root
+        return ()
     return (next((up for up in tags.ancestors(path) if up != path and evidence.is_closed(up)), ""),)
 
 
