@@ -58,7 +58,9 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
         shape = known.shape(node.outputs[0])
         sizes = [size for size in shape or () if isinstance(size, int)]
         growth = 0 if all(use.node is node for use in weight.uses()) else bytes_of(tensor)
-        if node.outputs[0].is_graph_output() or shape is None or len(sizes) < len(shape) or growth > room_left(model):
+        if node.outputs[0].is_graph_output() or shape is None or len(sizes) < len(shape):
+            continue
+        if growth and growth > room_left(model):
             continue
         perm = node.attributes.get_ints("perm") or list(reversed(range(len(sizes))))
         view = _view(tensor, sizes, perm if node.op_type == "Transpose" else None)
@@ -82,13 +84,14 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Fold the groups of constant nodes of a graph, within the limit of growth."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_constant_nodes(graph, room_left(model), left_out, model.opset_imports):
+    while works := find_constant_nodes(graph, room := room_left(model), left_out, model.opset_imports):
         looked_at, nodes = len(left_out), len(graph)
         for work, results, fault in computed(model, works):
             if fault is not None:
                 left_out.add(fault)
-            else:
-                folded |= _keep(model, graph, work, results, left_out)
+                continue
+            stored, room = _keep(graph, work, results, left_out, room)
+            folded |= stored
         remove_unused(model)
         if len(left_out) == looked_at and len(graph) == nodes:
             break
@@ -96,14 +99,18 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
 
 
 def _keep(
-    model: ir.Model,
     graph: ir.Graph,
     work: ConstantNodes,
     results: Mapping[ir.Value, ir.TensorProtocol],
     left_out: set[ir.Node],
-) -> bool:
-    """Replace values by their results; values that are too large, or no tensors, keep their nodes."""
-    room, folded, recipes = room_left(model), False, dict[ir.Value, Recipe]()
+    room: int,
+) -> tuple[bool, int]:
+    """Replace values by their results; values that are too large, or no tensors, keep their nodes.
+
+    Returns:
+        Whether a value was replaced, and what is left of ``room``, the bytes by which the constants may grow.
+    """
+    folded, recipes = False, dict[ir.Value, Recipe]()
     follow(graph, work.nodes, recipes)
     freed = work.freed if len(results) == len(work.results) else 0
     if sum(map(bytes_of, results.values())) - freed > room:
@@ -121,7 +128,7 @@ def _keep(
             folded = True
             if subgraphs(maker) and not any(v.uses() or v.is_graph_output() for v in maker.outputs):
                 release(maker)
-    return folded
+    return folded, room
 
 
 def _store(
