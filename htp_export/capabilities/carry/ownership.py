@@ -32,6 +32,7 @@ class Owned:
     reason: str  # the evidence: the original ``htp.reason``, or one for a node that the tool changed
     call: str = ""  # their calls, as of ``tags.encoded_calls``
     kept: bool = False  # whether the tool left the node's tags, and they are correct
+    is_fused: bool = False  # whether the owners did the node's work one after the other, not each the same
 
 
 def owners_after(
@@ -72,7 +73,8 @@ def _by_work(before: GraphSummary, node: SummaryNode, work: ReplacedNodes, tree:
         same = not nodes or set(node.owners) == {path for old in nodes for path in old.owners}
         single = work.coarse and any(old.op == node.op and old.owners == node.owners for old in nodes)
         if same or single:
-            return Owned(node.owners, node.reason or work.reason, node.call, kept=True)
+            reason, is_fused = node.reason or work.reason, _are_fused(nodes)
+            return Owned(node.owners, reason, node.call, kept=True, is_fused=is_fused)
     return owned_by(tree, nodes, work.reason) if nodes else None
 
 
@@ -80,7 +82,17 @@ def owned_by(tree: CallTree, nodes: Sequence[SummaryNode], reason: str, paths: t
     """The owners of original nodes, or those of them that are named, in the calls of these nodes."""
     if paths is None:
         paths = tuple(dict.fromkeys(path for old in nodes for path in old.owners))
-    return Owned(paths, reason, tree.encode_merged_calls(paths, [(old.owners, old.call) for old in nodes]))
+    calls = tree.encode_merged_calls(paths, [(old.owners, old.call) for old in nodes])
+    return Owned(paths, reason, calls, is_fused=reason != Reason.INSERTED and _are_fused(nodes))
+
+
+def _are_fused(nodes: Sequence[SummaryNode]) -> bool:
+    """Whether one of some original nodes reads what another made for other owners, or was fused before."""
+    made = {value: node.owners for node in nodes for value in node.makes}
+    for node in nodes:
+        if node.reason == Reason.FUSED or any(made.get(value, node.owners) != node.owners for value in node.reads):
+            return True
+    return False
 
 
 def _serving(tree: CallTree, near: Iterable[Owned | None]) -> Owned | None:
@@ -120,7 +132,8 @@ def tag(
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
     """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
-    evidence = _CarriedEvidence(alignment, origin, works)
+    fused = {place for place, entry in enumerate(owned) if entry.is_fused}
+    evidence = _CarriedEvidence(alignment, origin, works, fused)
     hierarchy, crossing = find_fates(origin.hierarchy, evidence)
     names = [value.name for value in alignment.after.values]
     contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
@@ -140,11 +153,15 @@ def tag(
 class _CarriedEvidence(FateEvidence[int]):
     """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model.
 
+    ``fused`` are the places of nodes that several modules were fused into.
+
     ``known`` has the numbers of original tensors.
     """
 
-    def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
-        super().__init__(_boundaries_of(alignment.after, works))
+    def __init__(
+        self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls], fused: Collection[int]
+    ) -> None:
+        super().__init__(_boundaries_of(alignment.after, works, fused))
         self._alignment, self._signatures, self._old = alignment, origin.signatures, origin.hierarchy
         self._number = alignment.numbers.number
         before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
@@ -235,7 +252,9 @@ class _CarriedEvidence(FateEvidence[int]):
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls]) -> Boundaries[int]:
+def _boundaries_of(
+    summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()
+) -> Boundaries[int]:
     """What crosses the boundaries of modules in a summary's main graph."""
     passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
-    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs))
+    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused)

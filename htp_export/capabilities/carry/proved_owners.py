@@ -284,7 +284,8 @@ class ProvedOwners:
         if not theirs or len(theirs) != len(mine):
             return None
         original = self._before.nodes[theirs[mine.index(index)]]
-        return Owned(original.owners, Reason.VALUES, original.call)
+        is_fused = original.reason == Reason.FUSED
+        return Owned(original.owners, Reason.VALUES, original.call, is_fused=is_fused)
 
     def _idle(self, number: int) -> list[int]:
         """The original nodes that give back a tensor."""

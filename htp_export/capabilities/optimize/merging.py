@@ -24,7 +24,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import SIZES_ONLY, subgraphs, without_copies
+from htp_export.shapes.operator_kinds import RANDOM, SIZES_ONLY, is_standard, subgraphs, without_copies
 from htp_export.shapes.schemas import settings
 
 _Slots = Sequence[ir.Value | None]
@@ -149,6 +149,25 @@ class PassDifference:
             for value in self.after.nodes[node].outputs:
                 if value.name in gone:
                     self.equal.setdefault(gone[value.name], value)
+        self._pair_chains()
+
+    def _pair_chains(self) -> None:
+        """Pair what removed nodes computed with what remains, where equal nodes read equal values.
+
+        Of two equal chains of nodes, only the last results are paired by their consumers: those within had none other.
+        """
+        twins: dict[ir.Node, ir.Node] = {}
+        for old, new in list(self.equal.items()):
+            for was, now in _twins(self, old, new):
+                twins.setdefault(self.before.makers[was], self.after.makers[now])
+        for gone in self.removed:  # in order, so that what a node reads is paired before
+            remaining = twins.get(gone)
+            if remaining is None or is_standard(gone, *RANDOM):
+                continue
+            seen, twin = self.before.nodes[gone], self.after.nodes[remaining]
+            if seen.operator == twin.operator and self.same(gone, remaining):
+                for old, new in zip(seen.outputs, twin.outputs, strict=False):
+                    self.equal.setdefault(old, new)
 
     def _pair_slots(self, old: _Slots, new: _Slots) -> None:
         if old == new:
@@ -223,12 +242,18 @@ class Tagging:
                     work[node].append(done)
                 new = without_copies(new)  # a result of the model keeps its name
             if replaced and new not in ends and after.makers.get(new) not in difference.added:
-                for gone, remaining in _twins(difference, old, new):
+                for was, now in _twins(difference, old, new):
+                    gone, remaining = before.makers[was], after.makers[now]
+                    if remaining in difference.added:  # it replaces the nodes of one chain, and stands for all
+                        done = [before.nodes[node].metadata for node in difference.replaced(was)[0]]
+                        for node in difference.replacing(now):
+                            work[node].append(done)
+                        continue
                     if not before.is_live(gone) and not difference.same(gone, remaining):
                         continue  # sizes may come from any equal tensor
                     if before.holds(gone, remaining):
                         continue  # an inlined branch: the node that held it only returned its results
-                    if tags.owners_of(before.nodes[gone].metadata) != tags.owners_of(remaining.metadata_props):
+                    if _work_of(before.nodes[gone].metadata) != _work_of(remaining.metadata_props):
                         work[remaining] += [[remaining.metadata_props], [before.nodes[gone].metadata]]
                         difference.merged[remaining] = None
         for node in difference.added:
@@ -277,11 +302,16 @@ class Tagging:
 
     def _tag(self, node: ir.Node, entries: Sequence[Mapping[str, str]], reason: str) -> None:
         """Give a node the owners and calls of some others."""
-        works = dict.fromkeys((tags.owners_of(entry), tags.encoded_calls(entry)) for entry in entries)
+        works = dict.fromkeys(map(_work_of, entries))
         every = dict.fromkeys(owner for owners, _ in works for owner in owners)
         owners = sorted(every, key=lambda path: self.order.get(path, 0))
         calls = self.calls.encode_merged_calls(tuple(owners), works)
         tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self.called, calls))
+
+
+def _work_of(metadata: Mapping[str, str]) -> tuple[tuple[str, ...], str]:
+    """The owners of a node, and their calls."""
+    return tags.owners_of(metadata), tags.encoded_calls(metadata)
 
 
 def _for_one_result(group: list[Mapping[str, str]], results: Mapping[int, int]) -> list[Mapping[str, str]]:
@@ -295,8 +325,8 @@ def _for_one_result(group: list[Mapping[str, str]], results: Mapping[int, int]) 
     return [entry for entry in group if id(entry) not in left_out]
 
 
-def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
-    """A removed node and the remaining one with an equal output; and those before them, while they are alike."""
+def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """An output of a removed node and the equal one of another; and those before them, while the nodes are alike."""
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
@@ -304,7 +334,7 @@ def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator
         if gone is None or remaining is None or gone is remaining or gone not in difference.removed or gone in seen:
             continue
         seen.add(gone)
-        yield gone, remaining
+        yield was, now
         if (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type) and gone.op_type not in SIZES_ONLY:
             inputs = zip(difference.before.nodes[gone].inputs, difference.after.nodes[remaining].inputs, strict=False)
             queue.extend(
