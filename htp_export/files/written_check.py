@@ -352,9 +352,7 @@ def _shapes(inferred: onnx.ModelProto) -> dict[str, _Shape]:
     return found
 
 
-def _empty(
-    proto: onnx.ModelProto, inferred: onnx.ModelProto, shapes: Mapping[str, _Shape]
-) -> dict[str, Fault]:
+def _empty(proto: onnx.ModelProto, inferred: onnx.ModelProto, shapes: Mapping[str, _Shape]) -> dict[str, Fault]:
     """Tensors of the main graph without elements that a node makes of others, all of which have some."""
     found: dict[str, Fault] = {}
     for node in inferred.graph.node:

@@ -147,10 +147,10 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
 def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> tuple[str, ...]:
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
-    First those on the other side of its boundary, then those on the other side of the common one, and so on; and before
-    these the modules around it that do a part of the work of the same node themselves. Modules without a node (they cancelled out) take one beside them that has nodes. If there are many, the innermost module
-    around it whose boundary is known is named in their place; so it is if there are none, as calls of the module itself
-    were merged with each other.
+    First those on the other side of its boundary, then those on the other side of the common one, and so on. Before
+    these come modules around it that do a part of the work of the same node. Modules without a node (they cancelled
+    out) take one beside them that has nodes. If there are many, the innermost module around it whose boundary is known
+    is named in their place; so it is if there are none, as calls of the module itself were merged with each other.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:

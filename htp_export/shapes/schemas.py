@@ -155,7 +155,9 @@ def misfit(node: ir.Node, version: int) -> str:
     unknown = next((name for name in node.attributes if name not in schema.attributes), None)
     if unknown is not None:
         return f"{node.op_type} with {unknown}"
-    absent = next((name for name, each in schema.attributes.items() if each.required and name not in node.attributes), None)
+    absent = next(
+        (name for name, each in schema.attributes.items() if each.required and name not in node.attributes), None
+    )
     if absent is not None:
         return f"{node.op_type} without {absent}"
     if not schema.min_input <= len(node.inputs) <= schema.max_input:

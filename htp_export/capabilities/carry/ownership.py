@@ -252,9 +252,7 @@ class _CarriedEvidence(FateEvidence[int]):
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries_of(
-    summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()
-) -> Boundaries[int]:
+def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()) -> Boundaries[int]:
     """What crosses the boundaries of modules in a summary's main graph."""
     passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
     return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused)

@@ -1,6 +1,6 @@
 """onnxscript's rewriter as `optimize` runs it: limits of what its rules match, and nodes that it cannot handle.
 
-Its rules are written for recent opsets and for any graph; some of them fail, or write what an older opset does not have.
+Its rules are written for recent opsets. Of an older one, some fail, misread nodes, or write what it does not have.
 """
 
 from __future__ import annotations
@@ -61,9 +61,7 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
     from onnxscript.rewriter.ort_fusions import _core
 
     matcher, folder = pattern.SimplePatternMatcher, _constant_folding.FoldConstantsPass
-    originals = _Originals(
-        matcher.match, matcher._match_constant, pattern.RewriteRule.try_rewrite, folder.process_node
-    )
+    originals = _Originals(matcher.match, matcher._match_constant, pattern.RewriteRule.try_rewrite, folder.process_node)
     changes = _Changes(originals)
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (matcher, "match", lambda *args, **options: changes.match(*args, **options)),

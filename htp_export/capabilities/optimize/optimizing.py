@@ -306,7 +306,9 @@ class Pipeline:
     def reports(self) -> tuple[PassReport, ...]:
         """What each pass did."""
         return tuple(
-            PassReport(a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back, dict(a.left))
+            PassReport(
+                a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back, dict(a.left)
+            )
             for a in self._accounts
         )
 
