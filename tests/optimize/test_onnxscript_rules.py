@@ -183,6 +183,28 @@ def test_no_message_has_the_address_of_an_object(passes):
     assert str(HtpExportError(f"{object()} in stage at 0x10")) == "<object object> in stage at 0x10"
 
 
+@pytest.mark.parametrize("level", ["exact", "tolerant", "fused"])
+@pytest.mark.parametrize("opset", [10, 17, 20])
+def test_numbers_near_zero_and_one_count_as_what_they_are(level, opset):
+    """onnxscript's rules remove an addition of what is below 1e-8: the logarithm of a zero becomes infinite."""
+    numbers = {"tiny": 1e-15, "small": 5e-9, "large": 1e8, "near": 1 + 5e-6}
+    model = tagged(
+        """(float[3] x) => (float y, float z, float v, float w) {
+            a = Add (x, tiny) y = Log (a)
+            b = Add (tiny, x) z = Sqrt (b)
+            c = Sub (x, small) d = Mul (c, large) v = Identity (d)
+            e = Mul (x, near) f = Sub (e, x) w = Mul (f, large) }""",
+        opset=opset,
+        **{name: np.float32(number) for name, number in numbers.items()},
+    )
+    x = np.float32([0, 1e-12, 3])
+    found = run(htp_export.optimize(model, level=level).model, x=x)
+    expected = [np.log(x + np.float32(1e-15)), np.sqrt(x + np.float32(1e-15))]
+    expected += [(x - np.float32(5e-9)) * np.float32(1e8), (x * np.float32(1 + 5e-6) - x) * np.float32(1e8)]
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
 def test_onnxscript_is_as_it_was_afterwards():
     from onnx_ir.passes.common import shape_inference
     from onnxscript.optimizer._constant_folding import FoldConstantsPass

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 
@@ -44,8 +45,9 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
     There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
     for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
 
-    A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
-    a zero becomes infinite. Here, numbers match by their relative difference alone.
+    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5: ``x + 1e-15`` counts
+    as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers that half precision has match exactly, and
+    others, as the square root of 2, by their relative difference alone.
 
     onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for each of its nodes: the
     time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so those
@@ -127,9 +129,14 @@ class _Changes:
         return pattern.MatchResult().fail(why)
 
     def match_constant(self, matcher: Any, constant: Any, value: ir.Value) -> bool:
-        """``SimplePatternMatcher._match_constant``, without an absolute tolerance."""
-        relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
-        return bool(self.originals.match_constant(matcher, relative, value))
+        """``SimplePatternMatcher._match_constant``, without tolerance for what a floating-point number can be."""
+        number = constant.value
+        is_exact = False
+        if isinstance(number, int | float):
+            with np.errstate(over="ignore"):
+                is_exact = float(np.float16(number)) == number
+        closer = type(constant)(number, rel_tol=0.0 if is_exact else constant._rel_tol, abs_tol=0.0)
+        return bool(self.originals.match_constant(matcher, closer, value))
 
     def try_rewrite(self, rule: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
         """``RewriteRule.try_rewrite``: what replaces a match; None if the rule fails, or for what the opset has not."""
