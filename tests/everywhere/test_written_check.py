@@ -273,6 +273,19 @@ def test_what_another_domain_computes_needs_no_type(where):
     assert [fault.node for fault in faults_of(ir.from_proto(model))] == ["joined"]
 
 
+@pytest.mark.parametrize("typed", ["graph output", "value info"])
+def test_what_reads_a_typed_result_of_another_domain_is_looked_at(typed):
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20, "my": 1]>
+        g (float[4] x) => (float[4] a, float[4] z) { a = my.Op (x) [joined] z = Concat <axis = 0> (a, a) }"""
+    )
+    if typed == "value info":
+        model.graph.value_info.append(model.graph.output[0])
+        del model.graph.output[0]
+    onnx.checker.check_model(model, full_check=True)  # it excuses all faults of such a graph
+    assert [fault.node for fault in faults_of(ir.from_proto(model))] == ["joined"]
+
+
 def test_functions_of_another_domains_operators_are_valid(given, tmp_path):
     """Inference alone knows no types in a function that calls such an operator in another function."""
     htp_export.quantize(given["net"], {"body": "int4"}, tmp_path / "int4.onnx")
@@ -314,7 +327,9 @@ def test_a_fault_that_a_model_had_is_none_of_functions_that_are_made_of_it(given
 
 def test_what_is_computed_of_an_empty_constant_may_be_empty(given, tmp_path):
     htp_export.lora.insert(given["net"], "**", tmp_path / "lora.onnx", rank=2)  # an adapter of no rank by default
-    assert htp_export.extract(tmp_path / "lora.onnx", "body", tmp_path / "part.onnx").model.graph.inputs
+    htp_export.functions(tmp_path / "lora.onnx", "**", tmp_path / "nested.onnx")
+    for file in ("lora.onnx", "nested.onnx"):
+        assert htp_export.extract(tmp_path / file, "body", tmp_path / "part.onnx").model.graph.inputs
     model = onnx.parser.parse_model(
         """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3] x) => (float[2, 3] y) {
             none = Constant <value = float[0, 3] {}> () h = Abs (none) y = Concat <axis = 0> (x, h) }"""
