@@ -47,8 +47,8 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.verify.file_comparing import compare
     from htp_export.capabilities.verify.verifying import verify
     from htp_export.capabilities.view.viewing import view
-    from htp_export.cost.costing import cost
-    from htp_export.cost.work import Work
+    from htp_export.costs.costing import cost
+    from htp_export.costs.work import Work
     from htp_export.errors import HtpExportError, InputError
     from htp_export.exporter.exporting import export, tagging
     from htp_export.exporter.repair_report import contamination

@@ -33,7 +33,7 @@ def names_in(package: str, suffix: str = "") -> list[str]:
     """The modules of a package by name, in alphabetical order; of those that end in a suffix, without it.
 
     Examples:
-        >>> "products" in names_in("htp_export.cost.formulas")
+        >>> "products" in names_in("htp_export.costs.formulas")
         True
     """
     names = [file.stem for file in _folder(package).glob(f"[!_]*{suffix}.py")]

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -52,6 +53,19 @@ __all__ = [
 ]
 
 
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # of an object, as Python's default ``repr`` has it
+
+
+def without_addresses(text: str) -> str:
+    """A message without addresses of objects, which differ in each run and help nobody.
+
+    Examples:
+        >>> without_addresses("<onnx_ir.passes.PassManager object at 0x7f26e6886c50> failed at 0x10")
+        '<onnx_ir.passes.PassManager object> failed at 0x10'
+    """
+    return _ADDRESS.sub("", text)
+
+
 def in_one_line(error: BaseException) -> str:
     r"""The message of an error of another library, as part of a message of ours.
 
@@ -59,7 +73,7 @@ def in_one_line(error: BaseException) -> str:
         >>> in_one_line(ValueError("no such size\n  in this tensor"))
         'no such size in this tensor'
     """
-    return " ".join(str(error).split())
+    return without_addresses(" ".join(str(error).split()))
 
 
 def first_line(error: BaseException, lines: int = 1) -> str:
@@ -72,11 +86,15 @@ def first_line(error: BaseException, lines: int = 1) -> str:
         'no such size'
     """
     said = [line.strip() for line in str(_innermost(error)).splitlines() if line.strip()]
-    return " ".join(said[:lines]) or type(_innermost(error)).__name__
+    return without_addresses(" ".join(said[:lines])) or type(_innermost(error)).__name__
+
+
+# onnx_ir says first, level by level, what it was doing: of its files, and of its passes.
+_OUTER = ("Error calling", "An error occurred when running the ")
 
 
 def _innermost(error: BaseException) -> BaseException:
-    if "Error calling" in str(error):  # onnx_ir says first, level by level, what it was doing
+    if any(said in str(error) for said in _OUTER):
         while deeper := error.__cause__ or error.__context__:
             error = deeper
     while isinstance(error, ImportError) and error.__cause__:  # lazy imports name the object that they could not give
@@ -96,7 +114,10 @@ def described(error: BaseException, lines: int = 1) -> str:
 
 
 class HtpExportError(Exception):
-    """Base class of the errors that htp_export raises."""
+    """Base class of the errors that htp_export raises; its messages have no addresses of objects."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(without_addresses(each) if isinstance(each, str) else each for each in args))
 
 
 class InputError(HtpExportError):

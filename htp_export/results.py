@@ -33,7 +33,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.tap.tapping import Tapped, TappedTensor
     from htp_export.capabilities.verify.results import Comparison, ModuleResult, Verification
     from htp_export.capabilities.view.viewing import View
-    from htp_export.cost.result import Cost
+    from htp_export.costs.result import Cost
     from htp_export.exporter.repair_report import Contamination
     from htp_export.reporting.tables import CompressedModule
 

@@ -145,7 +145,8 @@ def tag(
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
     """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
-    evidence = _CarriedEvidence(alignment, origin, works)
+    fused = {place for place, entry in enumerate(owned) if entry.reason == Reason.FUSED}
+    evidence = _CarriedEvidence(alignment, origin, works, fused)
     hierarchy, crossing = find_fates(origin.hierarchy, evidence)
     names = [value.name for value in alignment.after.values]
     contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
@@ -165,11 +166,15 @@ def tag(
 class _CarriedEvidence(FateEvidence[int]):
     """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model.
 
+    ``fused`` are the places of nodes that several modules were fused into.
+
     ``known`` has the numbers of original tensors.
     """
 
-    def __init__(self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls]) -> None:
-        super().__init__(_boundaries_of(alignment.after, works))
+    def __init__(
+        self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls], fused: Collection[int]
+    ) -> None:
+        super().__init__(_boundaries_of(alignment.after, works, fused))
         self._alignment, self._signatures, self._old = alignment, origin.signatures, origin.hierarchy
         self._number = alignment.numbers.number
         before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
@@ -260,7 +265,7 @@ class _CarriedEvidence(FateEvidence[int]):
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls]) -> Boundaries[int]:
+def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()) -> Boundaries[int]:
     """What crosses the boundaries of modules in a summary's main graph."""
     passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
-    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs))
+    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused)

@@ -286,7 +286,8 @@ class ProvedOwners:
         if not theirs or len(theirs) != len(mine):
             return None
         original = self._before.nodes[theirs[mine.index(index)]]
-        return Owned(original.owners, Reason.VALUES, original.call)
+        reason = original.reason if len(original.owners) > 1 else Reason.VALUES
+        return Owned(original.owners, reason, original.call)
 
     def _idle(self, number: int) -> list[int]:
         """The original nodes that give back a tensor."""

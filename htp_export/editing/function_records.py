@@ -129,7 +129,7 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
             graph.name = str(graph_name)
             for value, name in zip(given_values(graph), names, strict=True):
                 rename(value, str(name))
-    except (AttributeError, IndexError, TypeError, ValueError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
 
 
@@ -141,12 +141,52 @@ def _change(metadata: dict[str, str], changes: Mapping[str, str | None]) -> None
             metadata[str(key)] = str(value)
 
 
-def _set_type(value: ir.Value, written: Sequence[Any] | None) -> None:
+_KINDS: Mapping[str, type[ir.SequenceType | ir.OptionalType]] = {
+    "sequence": ir.SequenceType,
+    "optional": ir.OptionalType,
+}
+"""What a value may hold besides a tensor, as records name it."""
+
+
+def written_type(value: ir.Value) -> Any:
+    """The type of a value, as plain data: element type and dimensions of a tensor; None if it is not known.
+
+    Of a sequence or an optional value, its kind and the same of what it holds.
+
+    Examples:
+        >>> written_type(ir.Value(type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, "n"])))
+        [1, [2, 'n']]
+        >>> written_type(ir.Value(type=ir.SequenceType(ir.TensorType(ir.DataType.FLOAT))))
+        {'sequence': [1, None]}
+    """
+    shape = value.shape
+    dimensions = None if shape is None else [dim if isinstance(dim, int) else dim.value for dim in shape]
+    return _plain(value.type, dimensions)
+
+
+def _plain(kind: ir.TypeProtocol | None, dimensions: list[Any] | None) -> Any:
+    if isinstance(kind, ir.TensorType):
+        return [int(kind.dtype), dimensions]
+    for name, holder in _KINDS.items():
+        if isinstance(kind, holder):
+            return {name: _plain(kind.elem_type, dimensions)}
+    return None
+
+
+def _set_type(value: ir.Value, written: Any) -> None:
+    """Give a value the type that ``written_type`` wrote."""
+    kinds: list[type[ir.SequenceType | ir.OptionalType]] = []
+    while isinstance(written, dict):
+        ((name, written),) = written.items()
+        kinds.append(_KINDS[name])
     if written is None:
         value.type = value.shape = None
         return
     dtype, dimensions = written
-    value.type = ir.TensorType(ir.DataType(dtype))
+    kind: ir.TypeProtocol = ir.TensorType(ir.DataType(dtype))
+    for holder in reversed(kinds):
+        kind = holder(kind)
+    value.type = kind
     value.shape = None if dimensions is None else ir.Shape(dimensions)
 
 

@@ -20,6 +20,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.model.boundaries import Boundaries
 
@@ -65,12 +66,15 @@ def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
 
 
 class ExportEvidence(FateEvidence[Key]):
-    """What the capture says of the boundaries of modules; ``works`` says whose work each node does."""
+    """What the capture says of the boundaries of modules; ``works`` says whose work each node does.
 
-    def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow) -> None:
+    ``fused`` are the places of nodes that several modules were fused into.
+    """
+
+    def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow, fused: Collection[int]) -> None:
         live = varying(record.nodes, record.graph_inputs)
         nodes = [(node.inputs, node.outputs) for node in record.nodes]
-        super().__init__(Boundaries(nodes, works, live.__contains__, record.graph_outputs))
+        super().__init__(Boundaries(nodes, works, live.__contains__, record.graph_outputs, fused=fused))
         self._record = record
         self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
@@ -213,7 +217,8 @@ def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Mod
     owners = assign(record, flow)
     hierarchy = _with_calls(hierarchy, record.log)
     calls, works = _works_of(record.log, owners, hierarchy)
-    evidence = ExportEvidence(record, works, flow)
+    fused = {place for place, owner in enumerate(owners) if owner.reason == Reason.FUSED}
+    evidence = ExportEvidence(record, works, flow, fused)
     tree, unknown = find_fates(hierarchy, evidence)
     metadata: dict[str, str] = {}
     write_model_metadata(

@@ -11,12 +11,14 @@ import functools
 import itertools
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 import onnx
+import onnx.inliner
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
@@ -34,6 +36,7 @@ _NODE = re.compile(r"\(op_type:([^,)]+)(?:, node name: (.*?))?\): (.*)")  # of s
 _CONTEXT = re.compile(r"[Nn]ame: (.*?) OpType: (\S+)")  # of the checker
 _KIND = re.compile(r"^(\[\w+Error\] ?|Inference error\(s\): ?)+")
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+_INLINED = re.compile(r"__\d+$")  # what onnx's inliner adds to a name
 _NODE_NAME = re.compile(r", node name: [^)]*")  # of an inner node, which may have got one
 _OPAQUE = "htp_export.opaque"
 _LONGEST = 500  # characters of onnx's message
@@ -75,21 +78,19 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
     It is written all the same if the models that it was made of had the same faults. Where nobody has said what it was
     made of (`made_from`), its faults are logged. ``proto`` is what `hollow_proto` makes, and is used up.
     """
-    found, empty = _examined(_without_weights(proto, marks))
-    if not found and not empty:
+    found = _examined(_without_weights(proto, marks))
+    if not found.faults and not found.empty:
         return
-    known, empty_before = dict[Fault, None](), dict[tuple[int | str, ...], Fault]()
     sources = _sources.get()
-    for source in () if sources is None else sources():
-        its_faults, its_empty = _examined(_without_weights(*hollow_proto(source.clone())[:2]))
-        known.update(dict.fromkeys(its_faults))
-        empty_before.update(its_empty)
-    new = [fault for fault in found if fault not in known]
+    made_of = [] if sources is None else sources()
+    before = [_examined(_without_weights(*hollow_proto(source.clone())[:2])) for source in made_of]
+    known = dict.fromkeys(fault for each in before for fault in each.faults)
+    new = [fault for fault in found.faults if fault not in known]
     if sources is None:
         if new:  # a model that somebody else made in memory
             _log.warning("%s: the model is not valid, and is written as it is: %s", target, new[0])
         return
-    new += [fault for shape, fault in empty.items() if shape not in empty_before]
+    new += [fault for name, fault in found.empty.items() if not any(each.may_have(name, found) for each in before)]
     if new:
         raise ResultError(target, str(new[0]), new[0].node, new[0].modules, before=next(map(str, known), ""))
 
@@ -105,7 +106,7 @@ def faults_of(model: ir.Model) -> list[Fault]:
         >>> [(fault.op_type, fault.node) for fault in faults_of(ir.Model(graph, ir_version=10))]
         [('Transpose', 'turn')]
     """
-    return _examined(_without_weights(*hollow_proto(model.clone())[:2]))[0]
+    return _examined(_without_weights(*hollow_proto(model.clone())[:2])).faults
 
 
 def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.TensorProtocol]]:
@@ -228,44 +229,92 @@ def _hide(node: onnx.NodeProto, imports: Iterable[onnx.OperatorSetIdProto]) -> N
 # --- what onnx says ----------------------------------------------------------------------------------------
 
 
-def _examined(proto: onnx.ModelProto) -> tuple[list[Fault], dict[tuple[int | str, ...], Fault]]:
-    """The faults of a model, and the shapes in it without elements, each with a tensor that has it."""
+_Shape: TypeAlias = tuple[int | str, ...]
+
+
+@dataclass(frozen=True)
+class _Examination:
+    """What onnx says of a model: its faults, tensors that become empty, and shapes in the main graph."""
+
+    faults: list[Fault]
+    empty: dict[str, Fault] = field(default_factory=dict)
+    shapes: dict[str, _Shape] = field(default_factory=dict)
+
+    def may_have(self, name: str, other: _Examination) -> bool:
+        """Whether this model has an empty tensor as another model has, or a tensor of that name that may be so."""
+        wanted, own = other.shapes[name], self.shapes.get(name)
+        if wanted in self.shapes.values():
+            return True
+        if own is None or len(own) != len(wanted):
+            return False
+        return all(not isinstance(was, int) or was == now for was, now in zip(own, wanted, strict=True))
+
+
+def _examined(proto: onnx.ModelProto) -> _Examination:
+    """Check a model with onnx's checker and its shape inference."""
     data = proto.SerializeToString()
-    found: list[Fault] = []
+    faults: list[Fault] = []
     try:
         onnx.checker.check_model(data)
     except Exception as error:  # onnx's errors share no base but this
         node = _CONTEXT.search(str(error))
         problem = _CONTEXT.sub("", str(error).partition("==> Context:")[0])
         fault = _fault(problem, *((node[2], node[1]) if node else ()))
-        found.append(_located(proto, fault))
+        faults.append(_located(proto, fault))
     known = _without_unknown(proto)
+    inferred = _inferred(known)
+    if isinstance(inferred, list) and proto.functions:
+        # What a body reads of an operator that onnx does not know has no type there: the flat graph may tell it.
+        with contextlib.suppress(Exception):  # functions that cannot be inlined, as onnx has several errors for it
+            inferred = _inferred(_without_unknown(onnx.inliner.inline_local_functions(proto)))
+    if isinstance(inferred, list):
+        return _Examination([*faults, *(_located(proto, fault) for fault in inferred)])
+    shapes = _shapes(inferred)
+    return _Examination(faults, _empty(known, inferred, shapes), shapes)
+
+
+def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto | list[Fault]:
+    """A model with all types and shapes, or the faults that its inference finds."""
     try:
-        inferred = onnx.shape_inference.infer_shapes(known, check_type=True, strict_mode=True, data_prop=True)
+        return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
     except Exception as error:
         named = _NODE.findall(str(error))
-        faults = [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
-        return [*found, *(_located(known, fault) for fault in faults)], {}
-    return found, _empty(inferred, known)
+        return [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
 
 
 def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A model without nodes of other domains: onnx excuses all faults of a graph that has one.
 
-    What they make becomes inputs of the types that the model says. Where it does not say one, they all stay.
+    What they make becomes inputs of the types that the model says. Where it says none, nodes that read them are left
+    out as well, and so are nodes with such nodes in their subgraphs.
     """
     known = {"", "ai.onnx", "ai.onnx.ml", *(function.domain for function in proto.functions)}
-    places = [place for place, node in enumerate(proto.graph.node) if node.domain not in known]
-    said = {value.name: value for value in proto.graph.value_info if _has_shape(value)}
-    names = [name for place in places for name in proto.graph.node[place].output if name]
-    if not places or any(name not in said for name in names):
+    said = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output) if _has_shape(value)}
+    given, untyped = list[str](), set[str]()
+    left_out: list[int] = []
+    for place, node in enumerate(proto.graph.node):
+        is_known = all(inner.domain in known for inner in _nodes(node))
+        if is_known and untyped.isdisjoint(name for inner in _nodes(node) for name in inner.input):
+            continue
+        left_out.append(place)
+        given += [name for name in node.output if name in said]
+        untyped.update(name for name in node.output if name and name not in said)
+    if not left_out:
         return proto
     part = onnx.ModelProto()
     part.CopyFrom(proto)
-    for place in reversed(places):
+    for place in reversed(left_out):
         del part.graph.node[place]
-    part.graph.input.extend(said[name] for name in names)
+    part.graph.input.extend(said[name] for name in given)
     return part
+
+
+def _nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """A node, and those of its subgraphs."""
+    yield node
+    for inner in subgraph_protos(node):
+        for graph in _graphs(inner):
+            yield from graph.node
 
 
 def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
@@ -274,30 +323,43 @@ def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
 
 
 def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
-    """A fault with the modules of the node that it names."""
+    """A fault with the modules of the node that it names; one of a function may have the name of an inlined copy."""
     nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
-    node = next((node for node in nodes if fault.node and node.name == fault.node), None)
+    names = (fault.node, _INLINED.sub("", fault.node))
+    node = next((node for name in names for node in nodes if name and node.name == name), None)
     if node is None:
         return fault
     owners = tags.owners_of({entry.key: entry.value for entry in node.metadata_props})
     return Fault(fault.kind, fault.op_type or node.op_type, fault.problem, node.name, tuple(owners))
 
 
-def _empty(inferred: onnx.ModelProto, proto: onnx.ModelProto) -> dict[tuple[int | str, ...], Fault]:
-    """The shapes of the main graph without elements, but for vectors of integers: they may be a part of a shape."""
-    types = {value.name: value.type.tensor_type for value in (*inferred.graph.value_info, *inferred.graph.output)}
-    shapes = {
-        name: kind.shape.dim
-        for name, kind in types.items()
-        if len(kind.shape.dim) != 1 or kind.elem_type not in (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
-    }
-    found: dict[tuple[int | str, ...], Fault] = {}
-    for node, name in ((maker, name) for maker in proto.graph.node for name in maker.output):
-        dims = shapes.get(name, ())
-        if any(dim.HasField("dim_value") and dim.dim_value == 0 for dim in dims):
-            shape = tuple(dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in dims)
-            if shape not in found:
-                text = f"{name!r} has the shape [{', '.join(map(str, shape))}], without elements"
-                found[shape] = _located(proto, _fault(text, node.op_type, node.name))
+def _shapes(inferred: onnx.ModelProto) -> dict[str, _Shape]:
+    """The shapes of the main graph's tensors, as far as they are known; not of vectors of integers.
+
+    These may be a part of a shape, and empty.
+    """
+    graph = inferred.graph
+    found = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    for value in (*graph.input, *graph.value_info, *graph.output):
+        kind = value.type.tensor_type
+        is_vector = len(kind.shape.dim) == 1 and kind.elem_type in (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+        if kind.HasField("shape") and not is_vector and value.name not in found:
+            sizes = kind.shape.dim
+            found[value.name] = tuple(
+                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in sizes
+            )
+    return found
+
+
+def _empty(proto: onnx.ModelProto, inferred: onnx.ModelProto, shapes: Mapping[str, _Shape]) -> dict[str, Fault]:
+    """Tensors of the main graph without elements that a node makes of others, all of which have some."""
+    found: dict[str, Fault] = {}
+    for node in inferred.graph.node:
+        if not node.input or any(0 in shapes.get(name, ()) for name in node.input):
+            continue  # a constant, or what is computed of one
+        for name in node.output:
+            if 0 in shapes.get(name, ()):
+                text = f"{name!r} has the shape [{', '.join(map(str, shapes[name]))}], without elements"
+                found[name] = _located(proto, _fault(text, node.op_type, node.name))
     return found

@@ -18,7 +18,17 @@ from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
-from htp_export.shapes.operator_kinds import LAYOUT, SIZES_ONLY, base_op, moves, operator_of, subgraphs, without_copies
+from htp_export.shapes.operator_kinds import (
+    LAYOUT,
+    RANDOM,
+    SIZES_ONLY,
+    base_op,
+    is_standard,
+    moves,
+    operator_of,
+    subgraphs,
+    without_copies,
+)
 from htp_export.shapes.schemas import settings
 
 _Slots = Sequence[ir.Value | None]
@@ -153,6 +163,25 @@ class PassDifference:
                 if value.name in gone:
                     self.equal.setdefault(gone[value.name], value)
         self._pair_by_node_names()
+        self._pair_chains()
+
+    def _pair_chains(self) -> None:
+        """Pair what removed nodes computed with what remains, where equal nodes read equal values.
+
+        Of two equal chains of nodes, only the last results are paired by their consumers: those within had none other.
+        """
+        twins: dict[ir.Node, ir.Node] = {}
+        for old, new in list(self.equal.items()):
+            for was, now in _twins(self, old, new):
+                twins.setdefault(self.before.makers[was], self.after.makers[now])
+        for gone in self.removed:  # in order, so that what a node reads is paired before
+            remaining = twins.get(gone)
+            if remaining is None or is_standard(gone, *RANDOM):
+                continue
+            seen, twin = self.before.nodes[gone], self.after.nodes[remaining]
+            if seen.operator == twin.operator and self.same(gone, remaining):
+                for old, new in zip(seen.outputs, twin.outputs, strict=False):
+                    self.equal.setdefault(old, new)
 
     def _pair_by_node_names(self) -> None:
         """Pair the results of a removed node with those of a new node of its name and operator, if nothing else does.
@@ -296,13 +325,19 @@ def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
                     results[node].append(works)
             new = without_copies(new)  # a result of the model keeps its name
         if replaced and new not in ends and after.makers.get(new) not in difference.added:
-            for gone, remaining in _twins(difference, old, new):
+            for was, now in _twins(difference, old, new):
+                gone, remaining = before.makers[was], after.makers[now]
+                if remaining in difference.added:  # it replaces the nodes of one chain, and stands for all
+                    works = [before.work_of(node) for node in difference.replaced(was)[0]]
+                    for node in difference.replacing(now):
+                        results[node].append(works)
+                    continue
                 if not before.is_live(gone) and not difference.same(gone, remaining):
                     continue  # sizes may come from any equal tensor
                 if before.holds(gone, remaining):
                     continue  # an inlined branch: the node that held it only returned its results
                 work, other = before.work_of(gone), before.work_of(remaining)
-                if work.owners != other.owners:
+                if (work.owners, work.calls) != (other.owners, other.calls):
                     results[remaining] += [[other], [work]]
                     difference.merged[remaining] = None
     for node in difference.added:
@@ -320,8 +355,8 @@ def _is_inserted(node: ir.Node, replaced: Collection[ir.Node]) -> bool:
     return not any(base_op(operator_of(gone)) in kinds for gone in replaced)
 
 
-def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Node, ir.Node]]:
-    """A removed node and the remaining one with an equal output; and those before them, while they are alike."""
+def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+    """An output of a removed node and the equal one of another; and those before them, while the nodes are alike."""
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
@@ -329,7 +364,7 @@ def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator
         if gone is None or remaining is None or gone is remaining or gone not in difference.removed or gone in seen:
             continue
         seen.add(gone)
-        yield gone, remaining
+        yield was, now
         if (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type) and gone.op_type not in SIZES_ONLY:
             inputs = zip(difference.before.nodes[gone].inputs, difference.after.nodes[remaining].inputs, strict=False)
             queue.extend(

@@ -88,6 +88,20 @@ class FateEvidence(ABC, Generic[Key]):
             self._closed[path] = ran and next(self.unknown([path]), None) is None
         return self._closed[path]
 
+    def around_fused(self, group: Sequence[str]) -> Iterator[str]:
+        """The modules around members of a group that do a part of the work of a fused node in their regions.
+
+        The result of the node is what such a module computed: the boundary of the group alone would have it as equal
+        work of that module, see ``NodeCalls.others``.
+        """
+        for node in sorted({node for path in group for node in self.boundaries.below.get(path, ())}):
+            if node not in self.boundaries.fused:
+                continue
+            for owner in self.boundaries.owners(node):
+                is_around = any(tags.is_under(path, owner) for path in group)
+                if is_around and not any(tags.is_under(owner, path) for path in group):
+                    yield owner
+
     def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
         """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
 
@@ -133,14 +147,17 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
 def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> tuple[str, ...]:
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
-    First those on the other side of its boundary, then those on the other side of the common one, and so on. Modules
-    without a node (they cancelled out) take one beside them that has nodes. If there are many, the innermost module
-    around it whose boundary is known is named in their place; so it is if there are none, as calls of the module itself
-    were merged with each other. The root has none around it.
+    First those on the other side of its boundary, then those on the other side of the common one, and so on. Before
+    these come modules around it that do a part of the work of the same node. Modules without a node (they cancelled
+    out) take one beside them that has nodes. If there are many, the innermost module around it whose boundary is known
+    is named in their place; so it is if there are none, as calls of the module itself were merged with each other. The
+    root has none around it.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
-        fresh = [partner for partner in dict.fromkeys(evidence.behind_unknown(group)) if partner not in group]
+        fresh = list(dict.fromkeys(evidence.around_fused(group)))
+        if not fresh:
+            fresh = [partner for partner in dict.fromkeys(evidence.behind_unknown(group)) if partner not in group]
         if not fresh and not any(map(evidence.has_nodes, group)):
             fresh = _beside(group, evidence)
         if not fresh:

@@ -51,9 +51,11 @@ class Boundaries(Generic[Key]):
         results: The tensors that the graph returns.
         holders: For each node, the one in whose subgraph it stands and with which it belongs to a module, or
             `OUTSIDE`; empty where all nodes stand for themselves.
+        fused: Nodes that do the work of several modules one after the other, not equal work of each.
 
     Attributes:
         works: Whose work each node does.
+        fused: As above.
         below: Module path → the nodes in its region, in order; without those that they hold.
 
     Examples:
@@ -73,8 +75,9 @@ class Boundaries(Generic[Key]):
         counts: Callable[[Key], bool],
         results: Container[Key],
         holders: Sequence[int] = (),
+        fused: Container[int] = (),
     ) -> None:
-        self.works = works
+        self.works, self.fused = works, fused
         listed = ((k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each))
         self.below: Mapping[str, Sequence[int]] = nodes_below(listed)
         self._holders, self._counts = holders, counts

@@ -156,7 +156,9 @@ class GraphIndex:
         taps = {node for node in inserted if all(value.name in made for value in node.outputs)}
         passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
         tapped = {value for node in taps for value in node.outputs}
-        return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders)
+        reasons = (node.metadata_props.get(tags.REASON) for node in self.nodes)
+        fused = {place for place, reason in enumerate(reasons) if reason == Reason.FUSED}
+        return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders, fused)
 
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
         """What a node reads and makes, with what its subgraphs and the function that it calls give and take."""

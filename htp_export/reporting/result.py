@@ -185,7 +185,7 @@ def drawn_html(result: object) -> str | None:
     """A result as HTML: what ``drawn`` in ``drawing.py`` of its capability makes of it, colours included, or None.
 
     Examples:
-        >>> from htp_export.cost.result import ModuleRow, ModuleTree
+        >>> from htp_export.costs.result import ModuleRow, ModuleTree
         >>> drawn = drawn_html(ModuleTree((ModuleRow("", "net.<b>", 1, "computed", nodes=1200),)))
         >>> "1,200" in drawn, "<b>" in drawn
         (True, False)

@@ -53,7 +53,7 @@ class Inference(Known):
             self._conclude(operation, ())
         elif function is not None and function not in self._calling:
             self.call(function, operation)
-        elif operation.op_type in CONTROL_FLOW and operation.domain == "":
+        elif operation.domain == "" and (operation.op_type in CONTROL_FLOW or operation.op_type == "SequenceMap"):
             self._control_flow(operation)
         elif operation.op_type == "Constant" and operation.domain == "":
             self._constant(operation)
@@ -182,8 +182,15 @@ class Inference(Known):
 
         return self.repeat(state, run), results
 
+    def _sequence_map(self, operation: Operation) -> list[Fact]:
+        graph = operation.attributes["body"].as_graph()
+        given = [_element(self.fact(value)) for value in operation.inputs]
+        results = self.body("body", graph, given, None)
+        return [Fact() if fact.type is None else Fact(ir.SequenceType(fact.type)) for fact in results]
+
     def _control_flow(self, operation: Operation) -> None:
-        run = {"If": self._if, "Loop": self._loop, "Scan": self._scan}[operation.op_type]
+        runs = {"If": self._if, "Loop": self._loop, "Scan": self._scan, "SequenceMap": self._sequence_map}
+        run = runs[operation.op_type]
         try:
             results = run(operation)
         except _NOT_VALID:
@@ -292,6 +299,13 @@ def _safely(rule: Callable[[Operation, Known], _T | None] | None, node: Operatio
 
 def _forgetful(fact: Fact | None) -> Fact:
     return Fact() if fact is None else fact.forgetting_values()
+
+
+def _element(fact: Fact | None) -> Fact:
+    """What is known of each element of a sequence; of a tensor, which every run of the body gets, all but values."""
+    if fact is None or not isinstance(fact.type, ir.SequenceType):
+        return _forgetful(fact)
+    return Fact(fact.type.elem_type)
 
 
 def _without_axis(fact: Fact, axis: int) -> Fact:

@@ -116,6 +116,61 @@ def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
     ]
 
 
+def is_written_as(node: ir.Node, version: int, later: int) -> bool:
+    """Whether a node of one opset means the same in a later one: attributes that it has, and defaults of the others.
+
+    True for operators that have no schema in the later opset, or in this one. The higher of both is the later one.
+
+    Examples:
+        >>> pad = ir.node("Pad", [ir.val("x")], attributes={"pads": [0, 1]})
+        >>> is_written_as(pad, 10, 18), is_written_as(ir.node("Relu", [ir.val("x")]), 10, 18)
+        (False, True)
+    """
+    if node.domain not in ("", "ai.onnx") or version >= later:
+        return True
+    now, then = _schema(node.op_type, version, ""), _schema(node.op_type, later, "")
+    if now is None or then is None or now.since_version == then.since_version:
+        return True
+    written = node.attributes.keys()
+    if not written <= then.attributes.keys():
+        return False
+    before, after = _defaults(node.op_type, version, ""), _defaults(node.op_type, later, "")
+    shared = (now.attributes.keys() & then.attributes.keys()) - written
+    return all(before.get(name) == after.get(name) for name in shared)
+
+
+def misfit(node: ir.Node, version: int) -> str:
+    """What an opset does not have of a node of ONNX's own operators; empty if it has all.
+
+    Examples:
+        >>> clip = ir.node("Clip", [ir.val("x"), ir.val("low")])
+        >>> misfit(clip, 10), misfit(clip, 11)
+        ('Clip of 2 inputs', '')
+    """
+    if node.domain not in ("", "ai.onnx") or not onnx.defs.has(node.op_type):
+        return ""
+    schema = _schema(node.op_type, version, "")
+    if schema is None or schema.deprecated:
+        return node.op_type
+    unknown = next((name for name in node.attributes if name not in schema.attributes), None)
+    if unknown is not None:
+        return f"{node.op_type} with {unknown}"
+    absent = next(
+        (name for name, each in schema.attributes.items() if each.required and name not in node.attributes), None
+    )
+    if absent is not None:
+        return f"{node.op_type} without {absent}"
+    if not schema.min_input <= len(node.inputs) <= schema.max_input:
+        return f"{node.op_type} of {len(node.inputs)} inputs"
+    for formal, value in zip(schema.inputs, node.inputs, strict=False):  # further ones are of the kind of the last
+        if value is None:
+            if formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
+                return f"{node.op_type} without {formal.name}"
+        elif isinstance(value.type, ir.TensorType) and f"tensor({value.type.dtype.name.lower()})" not in formal.types:
+            return f"{node.op_type} of {value.type.dtype.name}"
+    return ""
+
+
 @lru_cache(maxsize=4096)
 def _defaults(op_type: str, version: int, domain: str) -> Mapping[str, tuple[ir.AttributeType, Any]]:
     schema = _schema(op_type, version, domain)

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.alignment import origin_map, weight_similarity
 from htp_export.alignment.graph_summary import summarize
-from htp_export.capabilities.carry import likenesses, origins
 from htp_export.errors import FileError, InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
@@ -307,7 +307,7 @@ def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
 
 
 def test_values_are_taken_in_portions(monkeypatch):
-    from htp_export.capabilities.carry import evidence
+    from htp_export.alignment import evidence
 
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
     after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
@@ -419,9 +419,9 @@ def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path
 
 
 def test_values_outside_of_the_sample_count_too():
-    array = np.zeros(likenesses._PLACES * 4, dtype=np.float32)
+    array = np.zeros(weight_similarity._PLACES * 4, dtype=np.float32)
     array[1:4] = 1, 2, 3
-    assert likenesses.is_distinctive(array)
+    assert weight_similarity.is_distinctive(array)
 
 
 def test_constants_of_many_plain_numbers_are_told_apart():
@@ -436,7 +436,7 @@ def test_constants_of_many_plain_numbers_are_told_apart():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_map_in_a_file_is_unfolded_up_to_a_size(monkeypatch, beyond):
     mapped = stripped(htp_export.embed_map(encoder()))
-    size = len(origins.zlib.decompress(origins.base64.b85decode(mapped.metadata_props["htp.map"])))
-    monkeypatch.setattr(origins, "_LARGEST", size - beyond)
+    size = len(origin_map.zlib.decompress(origin_map.base64.b85decode(mapped.metadata_props["htp.map"])))
+    monkeypatch.setattr(origin_map, "_LARGEST", size - beyond)
     with pytest.raises(InputError, match="it is too large") if beyond else contextlib.nullcontext():
         assert owners(htp_export.carry(mapped).model) == owners(encoder())

@@ -15,8 +15,8 @@ from rich.console import Console
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.cost.drawing import render
-from htp_export.cost.result import ModuleRow, ModuleTree, tree_rows
+from htp_export.costs.drawing import render
+from htp_export.costs.result import ModuleRow, ModuleTree, tree_rows
 from htp_export.errors import InputError, SelectorError
 from htp_export.model.module_facts import visible
 from htp_export.model.tagged import load

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import htp_export
-from htp_export.cost.result import Cost
+from htp_export.costs.result import Cost
 from htp_export.format.hierarchy import ModuleInfo
 from tests.handmade import model, tagged_node, value, weight
 

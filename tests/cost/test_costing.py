@@ -14,8 +14,8 @@ from onnxruntime.quantization import quantize_dynamic
 from torch import nn
 
 import htp_export
-from htp_export.cost.execution import RunStep
-from htp_export.cost.result import Cost
+from htp_export.costs.execution import RunStep
+from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.format.parameters import ModuleParameters, parameters_from_json, parameters_of, parameters_to_json

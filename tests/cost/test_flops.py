@@ -5,8 +5,8 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
-from htp_export.cost.execution import RunStep, Tensor
-from htp_export.cost.work import all_formulas, work_of
+from htp_export.costs.execution import RunStep, Tensor
+from htp_export.costs.work import all_formulas, work_of
 
 Shape = tuple[int, ...] | None
 

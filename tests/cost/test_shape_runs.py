@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import htp_export
-from htp_export.cost.execution import Run, run_by_shapes
+from htp_export.costs.execution import Run, run_by_shapes
 from htp_export.errors import InputError
 from htp_export.model.tagged import load
 from tests.exporting import open_sizes

@@ -20,8 +20,8 @@ from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, n
 from htp_export.capabilities.verify import locating, same_model
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import drawing
-from htp_export.cost.drawing import render
-from htp_export.cost.result import ModuleRow, ModuleTree
+from htp_export.costs.drawing import render
+from htp_export.costs.result import ModuleRow, ModuleTree
 from htp_export.editing.function_records import Expectations
 from htp_export.errors import InputError
 from htp_export.format import call_tree, tags

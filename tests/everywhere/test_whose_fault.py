@@ -116,7 +116,7 @@ def test_python_takes_seeds_and_numbers_of_runs_in_their_range_only(folder):
 def test_a_fault_of_our_own_is_no_fault_of_the_model_or_of_a_tool(folder, monkeypatch, capsys):
     from htp_export.capabilities.carry import adapting
     from htp_export.capabilities.quantize.work import Work
-    from htp_export.cost import costing
+    from htp_export.costs import costing
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")

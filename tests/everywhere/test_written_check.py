@@ -1,6 +1,9 @@
 """What is not valid ONNX is not written, whichever function made it, and the error names node and module."""
 
 import ast
+import contextlib
+import functools
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
+import onnxruntime
 import pytest
 from safetensors.numpy import save_file
 from torch import nn
@@ -18,8 +23,9 @@ from htp_export import tools
 from htp_export.errors import InputError, ResultError, StepError, ToolError
 from htp_export.files import model_files
 from htp_export.files.written_check import faults_of
+from tests.exporting import quick
 from tests.extract.test_cutting import exported_to
-from tests.nets import spread, x
+from tests.nets import EXPORTERS, NETS, spread, x
 
 PACKAGE = Path(htp_export.__file__).parent
 
@@ -230,6 +236,196 @@ def test_a_part_of_a_shape_may_be_empty(given, tmp_path):
     tagged.model.graph.insert_after(act, [shape, cut])
     tagged.save(tmp_path / "out.onnx")
     assert {"shape", "cut"} <= {node.name for node in onnx.load(tmp_path / "out.onnx").graph.node}
+
+
+# --- what is valid is not refused ---
+
+OPAQUE: dict[str, str] = {
+    "flat": "a = my.Op (x) y = Relu (a)",
+    "in a branch": """a = If (k) <
+            then_branch = t () => (b) { b = my.Op (x) }, else_branch = e () => (c) { c = Neg (x) }>
+        y = Relu (a)""",
+    "inside of a branch": """a = If (k) <
+            then_branch = t () => (b) { m = my.Op (x) b = Relu (m) }, else_branch = e () => (c) { c = Neg (x) }>
+        y = Relu (a)""",
+    "before a branch": """m = my.Op (x)
+        a = If (k) <then_branch = t () => (b) { b = Exp (m) }, else_branch = e () => (c) { c = Neg (m) }>
+        y = Relu (a)""",
+    "in a loop": """a = Loop (n, k, x) <body = b (int64 i, bool go, float[4] s) => (bool on, float[4] t) {
+            on = Identity (go) t = my.Op (s) }>
+        y = Relu (a)""",
+}
+"""Nodes of another domain whose results have no type."""
+
+
+@pytest.mark.parametrize("where", OPAQUE)
+def test_what_another_domain_computes_needs_no_type(where):
+    model = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20, "my": 1]>
+        g (float[4] x, bool k, int64 n) => (float[4] y, float[3] z) {{ {OPAQUE[where]} z = Concat <axis = 0> (w, v) }}
+        """
+    )
+    for name, size in (("w", 2), ("v", 1)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(size, np.float32), name))
+    onnx.checker.check_model(model)
+    assert faults_of(ir.from_proto(model)) == []
+    model.graph.node[-1].name, model.graph.initializer[-1].dims[:] = "joined", [1, 1]  # the rest is looked at
+    assert [fault.node for fault in faults_of(ir.from_proto(model))] == ["joined"]
+
+
+@pytest.mark.parametrize("typed", ["graph output", "value info"])
+def test_what_reads_a_typed_result_of_another_domain_is_looked_at(typed):
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20, "my": 1]>
+        g (float[4] x) => (float[4] a, float[4] z) { a = my.Op (x) [joined] z = Concat <axis = 0> (a, a) }"""
+    )
+    if typed == "value info":
+        model.graph.value_info.append(model.graph.output[0])
+        del model.graph.output[0]
+    onnx.checker.check_model(model, full_check=True)  # it excuses all faults of such a graph
+    assert [fault.node for fault in faults_of(ir.from_proto(model))] == ["joined"]
+
+
+def test_functions_of_another_domains_operators_are_valid(given, tmp_path):
+    """Inference alone knows no types in a function that calls such an operator in another function."""
+    htp_export.quantize(given["net"], {"body": "int4"}, tmp_path / "int4.onnx")
+    htp_export.functions(tmp_path / "int4.onnx", "**", tmp_path / "nested.onnx")
+    inputs = {"input": x(2, 3, 64).numpy()}
+    one, other = (
+        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(None, inputs)[0]
+        for name in ("int4.onnx", "nested.onnx")
+    )
+    np.testing.assert_array_equal(one, other)
+
+    tagged = htp_export.load(tmp_path / "int4.onnx")
+    for node in tagged.nodes:  # nor are they known outside
+        for value in node.outputs:
+            if not value.is_graph_output():
+                value.type = value.shape = None
+    assert htp_export.functions(tagged, "**", tmp_path / "untyped.onnx").functions
+
+
+def test_a_fault_in_a_function_is_found_beside_operators_of_another_domain(given, tmp_path):
+    htp_export.quantize(given["net"], {"body": "int4"}, tmp_path / "int4.onnx")
+    htp_export.functions(tmp_path / "int4.onnx", "**", tmp_path / "nested.onnx")
+    nested = htp_export.load(tmp_path / "nested.onnx")
+    (act,) = (node for function in nested.model.functions.values() for node in function if node.op_type == "Relu")
+    wrong = ir.node("Concat", [act.inputs[0], act.inputs[0]], {"axis": 7}, name="wrong")
+    wrong.metadata_props.update(act.metadata_props)
+    act.graph.insert_before(act, wrong)
+    act.replace_input_with(0, wrong.outputs[0])
+    with pytest.raises(ResultError, match=r"Concat 'wrong' of 'act'") as raised:
+        nested.save(tmp_path / "out.onnx")
+    assert (raised.value.node, raised.value.modules) == ("wrong", ("act",))
+
+
+def test_a_fault_that_a_model_had_is_none_of_functions_that_are_made_of_it(given, tmp_path):
+    tagged = htp_export.load(given["net"])
+    a_wrong_shape(tagged.model.graph)
+    htp_export.functions(tagged, "**", tmp_path / "nested.onnx")
+
+
+def test_what_is_computed_of_an_empty_constant_may_be_empty(given, tmp_path):
+    htp_export.lora.insert(given["net"], "**", tmp_path / "lora.onnx", rank=2)  # an adapter of no rank by default
+    htp_export.functions(tmp_path / "lora.onnx", "**", tmp_path / "nested.onnx")
+    for file in ("lora.onnx", "nested.onnx"):
+        assert htp_export.extract(tmp_path / file, "body", tmp_path / "part.onnx").model.graph.inputs
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3] x) => (float[2, 3] y) {
+            none = Constant <value = float[0, 3] {}> () h = Abs (none) y = Concat <axis = 0> (x, h) }"""
+    )
+    htp_export.optimize(model, tmp_path / "folded.onnx")
+
+
+def test_a_size_that_is_found_to_be_zero_was_zero_before(tmp_path):
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3] x) => (float[n, m] y) {
+            s = Shape (x) size = Gather (s, i) none = Sub (size, size) y = Slice (x, none, none, axis) }"""
+    )
+    for name, number in (("i", [0]), ("axis", [0])):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(number), name))
+    htp_export.optimize(model, tmp_path / "out.onnx")
+    found = onnx.shape_inference.infer_shapes(onnx.load(tmp_path / "out.onnx")).graph.output[0].type
+    assert [dim.dim_value for dim in found.tensor_type.shape.dim] in ([0, 3], [0, 0])
+
+
+CHANGES: dict[str, Callable[[Path, Path], Any]] = {
+    "exact": lambda file, out: htp_export.optimize(file, out),
+    "tolerant": lambda file, out: htp_export.optimize(file, out, level="tolerant"),
+    "fused": lambda file, out: htp_export.optimize(file, out, level="fused"),
+    "functions": lambda file, out: htp_export.functions(file, "**", out),
+    "inline": lambda file, out: htp_export.inline(file, out),
+    "int4": lambda file, out: htp_export.quantize(file, "int4", out),
+    "fp16": lambda file, out: htp_export.quantize(file, "fp16", out),
+    "int8": lambda file, out: htp_export.quantize(file, "int8", out),
+    "int8-dynamic": lambda file, out: htp_export.quantize(file, "int8-dynamic", out),
+    "sparse": lambda file, out: htp_export.prune(file, {"**": 0.5}, out),
+    "channels": lambda file, out: htp_export.prune(file, {"**": "channels:0.5"}, out),
+    "rank": lambda file, out: htp_export.prune(file, {"**": "rank:1"}, out),
+    "lora": lambda file, out: htp_export.lora.insert(file, "**", out, rank=1),
+    "rename": lambda file, out: htp_export.rename(file, output=out),
+    "carry": lambda file, out: htp_export.carry(file, file, out),
+    "place": lambda file, out: htp_export.place(file, {"**": "cpu"}, out),
+    "stages": lambda file, out: htp_export.partition(file, 2, out.with_suffix("")),
+}
+"""What is done to a whole file."""
+
+_SEVERAL = 6  # modules of each file that are cut out, put back and tapped; they take as long as all the rest
+
+
+def parts_of(file: Path, out: Path) -> dict[str, Callable[[], Any]]:
+    """What is done to single modules of a file."""
+    tree, part = htp_export.load(file).hierarchy, out.with_suffix(".part.onnx")
+    work: dict[str, Callable[[], Any]] = {}
+    for path in [path for path in tree if path and tree[path].fate.is_exact][:_SEVERAL]:
+
+        def splice(path: str = path) -> None:
+            htp_export.extract(file, path, part)
+            htp_export.splice(file, path, part, out)
+
+        work[f"splice {path}"] = splice
+        work[f"tap {path}"] = functools.partial(htp_export.tap, file, f"{path}:out", out)
+    return work
+
+
+def tried(file: Path, folder: Path) -> list[str]:
+    """What could be done to a file: alone, and after what makes nodes of another domain, functions, or inputs.
+
+    Where an input is refused, as there is no layer for it, nothing is written.
+    """
+    made, done = {"": file}, list[str]()
+    for change, make in CHANGES.items():
+        out = folder / f"{change}.onnx"
+        with contextlib.suppress(InputError):
+            make(file, out)
+            made[change] = out
+    for first in ("", "fused", "functions", "int4", "int8-dynamic", "lora"):
+        if first not in made:
+            continue
+        second = folder / "second.onnx"
+        again = {change: functools.partial(make, made[first], second) for change, make in CHANGES.items() if first}
+        for change, work in {**again, **parts_of(made[first], second)}.items():
+            with contextlib.suppress(InputError, ToolError):
+                work()
+                done.append(f"{first}, {change}")
+            shutil.rmtree(second.with_suffix(""), ignore_errors=True)
+    return [*made, *done]
+
+
+def test_no_command_refuses_what_it_made_of_a_valid_file(given, tmp_path):
+    done = tried(given["net"], tmp_path)
+    assert {*CHANGES, "int4, functions", "functions, int4", "lora, functions", "int8-dynamic, splice head"} <= {*done}
+
+
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    quick(
+        ((name, exporter) for name in NETS for exporter in EXPORTERS if exporter not in NETS[name].skip),
+        ("conv_bn_relu", "torchscript"),
+    ),
+)
+def test_no_command_refuses_what_it_made_of_a_net(name, exporter, shared_files, tmp_path):
+    assert len(tried(shared_files.net(name, exporter), tmp_path)) > 20
 
 
 def test_no_function_writes_a_model_without_the_check():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.cost.result import tree_rows
+from htp_export.costs.result import tree_rows
 from htp_export.errors import InputError
 from htp_export.exporter import owners
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Operation, Record

@@ -318,7 +318,7 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place, tmp_pa
 
 
 def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(tmp_path, monkeypatch):
-    from htp_export.cost import costing
+    from htp_export.costs import costing
 
     def fails(*_: object, **__: object) -> None:
         raise LookupError("no such axis")
@@ -339,7 +339,7 @@ def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fa
 )
 def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(monkeypatch, valid, error):
     """ONNX Runtime cannot load an operator that it does not have, and the model is valid all the same."""
-    from htp_export.cost import costing
+    from htp_export.costs import costing
 
     def fails(*_: object, **__: object) -> None:
         raise error

@@ -12,7 +12,7 @@ import htp_export
 from htp_export.capabilities.functions import placing
 from htp_export.command.main import main
 from htp_export.errors import InputError, UntaggedModelError
-from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from tests import graphs, handmade
 from tests.exporting import exported, tiny_bert
 from tests.handmade import tagged_node, value
@@ -501,6 +501,33 @@ def test_models_without_tags_of_this_package_are_refused():
         htp_export.functions(bare, "**")
 
 
+@pytest.mark.parametrize("kind", ["sequence", "optional"])
+def test_a_body_that_calls_share_gives_sequences_and_optional_values_back_with_their_types(kind):
+    middle = {
+        "sequence": "SplitToSequence <axis = 0> ({0}) {1} = ConcatFromSequence <axis = 0>",
+        "optional": "Optional ({0}) {1} = OptionalGetElement",
+    }[kind]
+    first, second = (f"m{k} = {middle.format(given, made)} (m{k})" for k, given, made in ((0, "x", "y"), (1, "z", "w")))
+    proto = onnx.parser.parse_model(
+        f"""<ir_version: 10, opset_import: ["": 20]>
+        Net (float[3, 4] x, double[3, 4] z) => (float[3, 4] y, double[3, 4] w) {{ {first} {second} }}"""
+    )
+    model = ir.from_proto(onnx.shape_inference.infer_shapes(proto))
+    for place, node in enumerate(model.graph):
+        node.name = f"node_{place}"
+        node.metadata_props.update({"htp.module": f"part.{place // 2}", "htp.reason": "scope"})
+    modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("part", "torch.nn.ModuleList")]
+    modules += [ModuleInfo(f"part.{place}", "net.Part", 1, "computed") for place in range(2)]
+    model.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()})
+    nested = htp_export.functions(model, "**")
+    assert list(nested.functions) == ["htp::Part"]
+    back = htp_export.inline(nested.model).model
+    types = [(value.type, value.shape) for node in model.graph for value in node.outputs]
+    assert types == [(value.type, value.shape) for node in back.graph for value in node.outputs]
+    assert types[0][0] != types[2][0]
+    assert isinstance(types[0][0], ir.SequenceType if kind == "sequence" else ir.OptionalType)
+
+
 @pytest.mark.parametrize(
     "record",
     [
@@ -511,6 +538,8 @@ def test_models_without_tags_of_this_package_are_refused():
         '{"order": "x"}',
         '{"calls": {"block": {"fc": 1}}}',
         '{"calls": {"block": {"fc": {"inside": {"node_fc0": {"outputs": {"7": {}}}}}}}}',
+        '{"calls": {"block": {"fc": {"inside": {"node_fc0": {"outputs": {"0": {"type": {"map": [1, null]}}}}}}}}}',
+        '{"calls": {"block": {"fc": {"inside": {"node_fc0": {"outputs": {"0": {"type": {}}}}}}}}}',
     ],
 )
 def test_broken_record_is_refused(record):

@@ -16,7 +16,7 @@ from htp_export.errors import InputError
 
 NEW_FILES = {
     "cost/formulas/mine.py": """
-from htp_export.cost.work import Work
+from htp_export.costs.work import Work
 
 FORMULAS = {("my.own", "Mystery"): lambda step: Work(macs=7)}
 """,

@@ -28,7 +28,7 @@ ROWS = [
     ["model"],
     ["lineage"],
     ["weights", "editing", "runtime"],
-    ["alignment", "cost", "plans"],
+    ["alignment", "costs", "plans"],
     ["exporter"],
     ["attention"],
     ["command"],

@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 
 import htp_export
-from htp_export.cost.drawing import render, render_cost
-from htp_export.cost.result import tree_rows
+from htp_export.costs.drawing import render, render_cost
+from htp_export.costs.result import tree_rows
 from tests import screens
 
 NOTEBOOK = Path(__file__).parents[2] / "docs" / "view.ipynb"

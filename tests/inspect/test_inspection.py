@@ -12,7 +12,7 @@ from torch import nn
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.cost.costing import cost
+from htp_export.costs.costing import cost
 from htp_export.errors import FileError, InputError
 from htp_export.exporter.torch_programs import exported_graph
 from tests import traceless

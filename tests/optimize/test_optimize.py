@@ -54,15 +54,6 @@ def doing(change: Callable[[ir.Model], object]) -> Callable[[], ir.passes.PassBa
     return Does
 
 
-@pytest.fixture
-def passes():
-    """Passes that a test registers are forgotten afterwards."""
-    before = dict(registry._registered)
-    yield register
-    registry._registered.clear()
-    registry._registered.update(before)
-
-
 def small_net() -> ir.Model:
     graph = "{ [drop] a = Identity (x) [layer__act] b = Relu (a) [layer] y = Neg (b) }"
     signatures = {"drop": (["x"], ["a"]), "layer": (["a"], ["y"]), "layer.act": (["a"], ["b"])}

@@ -18,7 +18,7 @@ from htp_export import results
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.page.document import page_data
 from htp_export.command.main import main
-from htp_export.cost.result import tree_rows
+from htp_export.costs.result import tree_rows
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, UnknownModuleError
 from htp_export.format import tags

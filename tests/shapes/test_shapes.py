@@ -261,3 +261,17 @@ def test_a_file_that_says_a_wrong_shape_is_not_believed():
     model = parsed("net (float[n, 4] x) => (float[a, b] y) { y = Transpose(x) }")
     model.graph.outputs[0].shape = ir.Shape([7, 7])
     assert [str(dim) for dim in Symbolic(model.graph).shape(model.graph.outputs[0])] == ["4", "n"]
+
+
+def test_a_map_over_sequences_has_the_type_that_its_body_makes():
+    model = parsed(
+        """net (float[n, 4] x, float[4] w, int64 i) => (y) {
+            s = SplitToSequence <axis = 0> (x)
+            t, u = SequenceMap (s, w) <body = b (float[r, 4] e, float[4] v) => (f, g) {
+                f = Cast <to = 11> (e) g = Greater (e, v) }>
+            y = SequenceAt (t, i) }"""
+    )
+    known = Symbolic(model.graph)
+    made = {value.name: known.type(value) for node in model.graph for value in node.outputs}
+    double, boolean = ir.TensorType(ir.DataType.DOUBLE), ir.TensorType(ir.DataType.BOOL)
+    assert (made["t"], made["u"], made["y"]) == (ir.SequenceType(double), ir.SequenceType(boolean), double)

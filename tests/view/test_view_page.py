@@ -380,8 +380,8 @@ def selected(page: Page) -> str:
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     from rich.console import Console
 
-    from htp_export.cost.drawing import render
-    from htp_export.cost.result import tree_rows
+    from htp_export.costs.drawing import render
+    from htp_export.costs.result import tree_rows
 
     start(page, stack)
     console = Console(width=200, record=True, file=io.StringIO())

@@ -19,7 +19,7 @@ from htp_export.reporting.result import Result, Table
 if TYPE_CHECKING:
     import torch
 
-    from htp_export.cost.memory import FusedCost
+    from htp_export.costs.memory import FusedCost
 
 _ATTENTION = "attention"
 _MODEL = "model"
@@ -156,7 +156,7 @@ def _numbers(
     tagged: TaggedModel, operations: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
 ) -> dict[str, AttentionRow]:
     """The rows of an export: the whole model, then groups of modules."""
-    from htp_export.cost.memory import cost_of_fusing
+    from htp_export.costs.memory import cost_of_fusing
 
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)

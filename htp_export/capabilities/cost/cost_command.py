@@ -7,7 +7,7 @@ from typing import Annotated
 from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.options import JSON_HAS_ALL, DataOption, DimsOption, Idle, TableOptions, runs_on
 from htp_export.command.terminal import Steps, split_names
-from htp_export.cost.columns import COST_COLUMNS, FUSED
+from htp_export.costs.columns import COST_COLUMNS, FUSED
 from htp_export.reporting.columns import names_of
 
 EXAMPLE = "bert.onnx --dims batch=1,sequence=16"
@@ -38,8 +38,8 @@ def cost_command(
 
     The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
     """
-    from htp_export.cost.costing import cost
-    from htp_export.cost.drawing import modules_csv, nodes_csv, render_cost
+    from htp_export.costs.costing import cost
+    from htp_export.costs.drawing import modules_csv, nodes_csv, render_cost
     from htp_export.model.module_facts import visible
     from htp_export.model.tagged import load
 

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 from htp_export.command.model_options import FILE_IDLE, LookOptions
 from htp_export.command.options import DataOption, DimsOption, TableOptions, runs_on
 from htp_export.command.terminal import split_names
-from htp_export.cost.columns import TREE_COLUMNS
+from htp_export.costs.columns import TREE_COLUMNS
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
 from htp_export.reporting.columns import names_of
 
 if TYPE_CHECKING:
-    from htp_export.cost.result import Cost
+    from htp_export.costs.result import Cost
     from htp_export.model.tagged import TaggedModel
 
 EXAMPLE = "bert.onnx --depth 3"
@@ -39,8 +39,8 @@ def tree_command(
     Of an ONNX file, or of a PyTorch model, which need not export to ONNX.
     Times and errors, too, where the results of profile, verify or compare are given.
     """
-    from htp_export.cost.drawing import modules_csv, render, usual_columns
-    from htp_export.cost.result import tree_rows
+    from htp_export.costs.drawing import modules_csv, render, usual_columns
+    from htp_export.costs.result import tree_rows
     from htp_export.editing.flattening import read_flat
 
     looked = model.look(quiet=table.as_json or table.as_csv)
@@ -60,7 +60,7 @@ def tree_command(
 
 def _cost(tagged: TaggedModel, given: Mapping[str, Any]) -> tuple[Cost | None, str]:
     """What the model costs; else why that is not known."""
-    from htp_export.cost.costing import cost
+    from htp_export.costs.costing import cost
 
     try:
         return cost(tagged, **given), ""

@@ -20,7 +20,7 @@ from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning,
 from htp_export.files.targets import Kind, check_folder, check_parent, new_folder
 
 if TYPE_CHECKING:
-    from htp_export.cost.result import ModuleTree
+    from htp_export.costs.result import ModuleTree
     from htp_export.model.tagged import TaggedModel
 
 
@@ -164,7 +164,7 @@ class FileExports:
             files = {**written_files(output), **sizes}
             self._records[name] = {"file": str(output), "files": files, **facts, **tree.to_dict()}
             if self._shown:
-                from htp_export.cost.drawing import render
+                from htp_export.costs.drawing import render
 
                 show(render(tree))
                 show_written(files)
@@ -327,8 +327,8 @@ def _export_failed(error: Exception) -> str:
 
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
     """The module tree of the file, with the FLOPs of one run on the example inputs."""
-    from htp_export.cost.costing import cost
-    from htp_export.cost.result import tree_rows
+    from htp_export.costs.costing import cost
+    from htp_export.costs.result import tree_rows
 
     names = {str(value.name) for value in tagged.model.graph.inputs}
     given = {name: value for name, value in call.named_inputs.items() if name in names}

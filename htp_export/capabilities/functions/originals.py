@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import onnx_ir as ir
 
 from htp_export.capabilities.functions.bodies import Bodies, Occurrence, copy_value
-from htp_export.editing.function_records import Expectations, Record, given_values
+from htp_export.editing.function_records import Expectations, Record, given_values, written_type
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
@@ -97,7 +96,7 @@ def _share(shared: ir.Node, found: Sequence[ir.Node], hierarchy: Hierarchy) -> N
         others = [one.outputs[position] for one in found]
         if any(other.type != others[0].type for other in others):
             value.type = value.shape = None
-        elif any(_type_of(other) != _type_of(others[0]) for other in others):
+        elif any(written_type(other) != written_type(others[0]) for other in others):
             value.shape = None
 
 
@@ -121,8 +120,8 @@ def _difference(
         changes = _changes(value.metadata_props, before.metadata_props)
         if changes:
             written["metadata"] = changes
-        if _type_of(value) != _type_of(before):
-            written["type"] = _type_of(before)
+        if written_type(value) != written_type(before):
+            written["type"] = written_type(before)
         if written:
             outputs[str(position)] = written
     if outputs:
@@ -142,12 +141,3 @@ def _graph_names(node: ir.Node) -> list[list[str]]:
 def _changes(expected: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str | None]:
     gone = {key: None for key in expected if key not in found}
     return {**gone, **{key: value for key, value in found.items() if expected.get(key) != value}}
-
-
-def _type_of(value: ir.Value) -> list[Any] | None:
-    """The element type and the dimensions of a tensor, as plain data; None for what is no tensor, or not known."""
-    if not isinstance(value.type, ir.TensorType):
-        return None
-    shape = value.shape
-    dimensions = None if shape is None else [dim if isinstance(dim, int) else dim.value for dim in shape]
-    return [int(value.type.dtype), dimensions]

@@ -63,6 +63,10 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
     if result.fused:
         paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
         lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
+    if result.left:
+        (name, why), count = next(iter(result.left.items())), len(result.left)
+        others = f" and {count - 1} others are" if count > 1 else " is"
+        lines.append(Text(f"node {name!r}{others} left as before: {why}", style="yellow"))
     return Group(*lines, *tag_note(result.tags))
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attribution import AttributedModel
-from htp_export.capabilities.optimize.registry import Level, PassInfo, choose
+from htp_export.capabilities.optimize.registry import Level, LibraryResult, PassInfo, choose
 from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
 from htp_export.editing.editing import insert_behind, stand_in
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.outputs import without_defaults
-from htp_export.errors import FileError, InputError, PassError
+from htp_export.errors import FileError, InputError, PassError, described
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
@@ -139,6 +139,7 @@ class _Account:
     changes: defaultdict[str, Change] = field(default_factory=lambda: defaultdict(Change))
     fused: dict[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
+    left: Mapping[str, str] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)  # tensors of signatures that it may not work across
     seen: int = -1  # the state of the model after it ran last
 
@@ -239,7 +240,8 @@ class Pipeline:
             for account in counted(self._accounts, "passes"):
                 if account.seen == state or account.rolled_back:
                     continue
-                kept = books.twin() if self._check is not None or self._keep_exact else None
+                undoes = self._check is not None or self._keep_exact or account.info.may_fail
+                kept = books.twin() if undoes else None
                 books, modified = self._step(account, books, kept)
                 state += modified
                 account.seen = state
@@ -252,25 +254,36 @@ class Pipeline:
     ) -> tuple[AttributedModel, bool]:
         """Run one pass once; the books afterwards (the kept ones if it was undone), and whether it changed anything."""
         began = time.perf_counter()
-        modified, changes, fused = self._run(account, books)
-        while self._keep_exact and kept is not None and (across := books.worked_across(fused) - account.held):
-            account.held |= across
-            books, kept = kept, kept.twin()
+        try:
             modified, changes, fused = self._run(account, books)
-        account.seconds += time.perf_counter() - began
+            while self._keep_exact and kept is not None and (across := books.worked_across(fused) - account.held):
+                account.held |= across
+                books, kept = kept, kept.twin()
+                modified, changes, fused = self._run(account, books)
+        except PassError as error:
+            if kept is None or not account.info.may_fail:
+                raise
+            return self._undone(account, kept, f"it failed: {described(error.problem)}")
+        finally:
+            account.seconds += time.perf_counter() - began
         if not modified:
             return books, False
         if self._check is not None and kept is not None:
-            account.rolled_back = self._check.fault(books.model, account.info.level)
-            if account.rolled_back:
-                _log.warning("pass %s was undone: %s", account.info.name, account.rolled_back)
-                return kept, False
+            fault = self._check.fault(books.model, account.info.level)
+            if fault:
+                return self._undone(account, kept, fault)
         for path, change in changes.items():
             account.changes[path] += change
         account.fused.update(fused)
         if self._watch is not None:
             self._watch(account.info, books.difference, books.model)
         return books, True
+
+    def _undone(self, account: _Account, kept: AttributedModel, why: str) -> tuple[AttributedModel, bool]:
+        """Note that a pass was undone, and return the model from before it."""
+        account.rolled_back, account.left = why, {}
+        _log.warning("pass %s was undone: %s", account.info.name, why)
+        return kept, False
 
     def _run(
         self, account: _Account, books: AttributedModel
@@ -284,6 +297,8 @@ class Pipeline:
             _take_barriers(result.model.graph)
             give_defaults(result.model.graph)
             books.model = result.model
+            if isinstance(result, LibraryResult):
+                account.left = result.left
             if not result.modified:
                 return False, {}, {}
             fused = books.settle()
@@ -298,7 +313,9 @@ class Pipeline:
     def reports(self) -> tuple[PassReport, ...]:
         """What each pass did."""
         return tuple(
-            PassReport(a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back)
+            PassReport(
+                a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back, dict(a.left)
+            )
             for a in self._accounts
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal, TypeAlias, TypeVar
@@ -78,6 +78,11 @@ class PassInfo:
     def summary(self) -> str:
         """What it does: the first line of its documentation."""
         return (self.make.__doc__ or "").strip().partition("\n")[0]
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether the pass is undone if it fails, see `LibraryPass`; of any other pass, the error is raised."""
+        return isinstance(self.make, type) and issubclass(self.make, LibraryPass)
 
     def applies(self, model: ir.Model) -> bool:
         """Whether a model has what the pass requires, as far as it states that."""
@@ -232,6 +237,18 @@ class NodePass(ir.passes.InPlacePass):
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)
+
+
+class LibraryPass(ir.passes.InPlacePass):
+    """A pass whose work another library does: an error of it is no fault of the model, and the pass is undone then."""
+
+
+class LibraryResult(ir.passes.PassResult):
+    """The result of a `LibraryPass`; ``left`` has nodes that the library cannot handle → why they stay as they are."""
+
+    def __init__(self, model: ir.Model, modified: bool, left: Mapping[str, str]) -> None:
+        super().__init__(model, modified)
+        self.left = left
 
 
 def absorbed(value: ir.Value | None, *op_types: str) -> ir.Node | None:

@@ -59,6 +59,7 @@ class PassReport(PlainData):
         seconds: How long it took.
         fused: Modules that were exact before and are fused since → the modules with which.
         rolled_back: Why its work was undone; empty where it was not.
+        left: Nodes that the library that does its work cannot handle, and that stay as they are → why.
     """
 
     name: str
@@ -67,6 +68,7 @@ class PassReport(PlainData):
     seconds: float = 0.0
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rolled_back: str = ""
+    left: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def change(self) -> Change:
@@ -107,6 +109,11 @@ class Optimized(TaggedResult):
     def rolled_back(self) -> dict[str, str]:
         """Passes whose work was undone → why."""
         return {report.name: report.rolled_back for report in self.passes if report.rolled_back}
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Nodes that the library behind a pass cannot handle, and that the pass left as they are → why."""
+        return {name: why for report in self.passes for name, why in report.left.items()}
 
     @property
     def fused(self) -> dict[str, tuple[str, ...]]:

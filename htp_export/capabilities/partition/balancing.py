@@ -37,7 +37,7 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
 
     Where only some modules have a number, that of the nearest one above is spread over the nodes that it is left for.
     """
-    from htp_export.cost.costing import cost
+    from htp_export.costs.costing import cost
 
     if balance == "parameters":
         weights = [0.0] * chain.units

@@ -23,7 +23,7 @@ from htp_export.plans.rules import parts_of
 from htp_export.reporting.columns import si
 
 if TYPE_CHECKING:
-    from htp_export.cost.execution import Run, RunStep
+    from htp_export.costs.execution import Run, RunStep
 
 _MOST_STARTS = 256  # a model of thousands of parts takes seconds
 
@@ -114,7 +114,7 @@ def needs_of(
     required: bool = False,
 ) -> Needs | None:
     """What the nodes of a model without functions need; None if sizes are unknown, not required, and none was given."""
-    from htp_export.cost.execution import run_by_shapes
+    from htp_export.costs.execution import run_by_shapes
 
     try:
         run = run_by_shapes(tagged, inputs, dims, shapes)
@@ -129,8 +129,8 @@ class Needs:
     """What the nodes of a main graph need on a device; ``sizes``: tensor → bytes, where its shape is known."""
 
     def __init__(self, tagged: TaggedModel, run: Run) -> None:
-        from htp_export.cost.execution import walk
-        from htp_export.cost.memory import Timeline
+        from htp_export.costs.execution import walk
+        from htp_export.costs.memory import Timeline
 
         self.tagged, self.notes = tagged, run.notes
         tensors = (tensor for step, _ in walk(run.steps) for tensor in (*step.inputs, *step.outputs))
@@ -140,8 +140,8 @@ class Needs:
 
     def item(self, nodes: Iterable[ir.Node]) -> Item:
         """What nodes of the main graph need together, with their subgraphs."""
-        from htp_export.cost.execution import walk
-        from htp_export.cost.work import work_of
+        from htp_export.costs.execution import walk
+        from htp_export.costs.work import work_of
 
         weights: dict[object, int] = {}
         peak = work = 0

@@ -115,7 +115,7 @@ def memory_by_module(
 ) -> MeasuredMemory:
     """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``."""
     from htp_export.alignment.carried_owners import optimized_works
-    from htp_export.cost.costing import cost
+    from htp_export.costs.costing import cost
 
     nodes, optimized = measured_memory(model, settings, feed, temporary)
     works = optimized_works(tagged, tagged.model if optimized is None else optimized)
@@ -146,7 +146,7 @@ class _Sums:
         self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
 
     def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
-        from htp_export.cost.costing import divided
+        from htp_export.costs.costing import divided
 
         for path in modules:
             self.total[path] += size

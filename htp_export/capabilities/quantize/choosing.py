@@ -108,8 +108,8 @@ class Serving:
     @cached_property
     def _work(self) -> Mapping[ir.Node, int]:
         """The multiply-adds of nodes; the elements of their weights where sizes are not known."""
-        from htp_export.cost.execution import run_by_shapes, walk
-        from htp_export.cost.work import work_of
+        from htp_export.costs.execution import run_by_shapes, walk
+        from htp_export.costs.work import work_of
 
         work = Counter[ir.Node]()
         try:

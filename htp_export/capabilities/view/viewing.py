@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from htp_export.capabilities.inspect.inspected import Inspected, Stop
     from htp_export.capabilities.search.search_results import Search
-    from htp_export.cost.result import Cost
+    from htp_export.costs.result import Cost
 
 _COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
 _MEASURED = ("time", "cost")
@@ -173,7 +173,7 @@ def view(
         (3, 2, True)
     """
     from htp_export.capabilities.inspect.inspected import Inspected
-    from htp_export.cost.result import Cost
+    from htp_export.costs.result import Cost
 
     arguments = list(positional)
     if is_torch_module(model):
@@ -251,7 +251,7 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
 def measured(model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
     """The results of ``profile`` and ``cost``; ONNX Runtime runs the file itself, and not what was read of it."""
     from htp_export.capabilities.profile.latency import profile
-    from htp_export.cost.costing import cost
+    from htp_export.costs.costing import cost
 
     return [profile(model, **runs_on) if kind == "time" else cost(opened, **runs_on) for kind in kinds]
 
@@ -313,7 +313,7 @@ def shown_graph(
     model: ModelSource, file: str = "", *, statistics: bool = False, costs: Cost | None = None
 ) -> ShownGraph:
     """A graph with its FLOPs and activations; the note says which sizes were assumed, or why they are not known."""
-    from htp_export.cost.costing import cost
+    from htp_export.costs.costing import cost
 
     tagged = read_flat(model)
     inventory = take_inventory(tagged, Path(file).name, statistics)

@@ -8,6 +8,7 @@ from onnx_ir.passes.common import DeduplicateInitializersPass
 from htp_export.capabilities.optimize.registry import register
 from htp_export.format.recipes import Recipe
 from htp_export.model.recipes import lift_constants, merged, recipe_of, recorded
+from htp_export.process.quiet import quiet
 
 _LARGEST = 1024
 """Elements; the values of larger initializers would have to be read."""
@@ -23,7 +24,8 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
             for value in graph.initializers.values():
                 if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
                     found.append((recipe_of(value), next(iter(value.uses()))))
-        deduplicated = DeduplicateInitializersPass(_LARGEST)(model).modified
+        with quiet("onnx_ir"):  # it warns of each initializer that is an input or output, too: these stay
+            deduplicated = DeduplicateInitializersPass(_LARGEST)(model).modified
         stands_for: dict[ir.Value, list[Recipe]] = {}
         for recipe, (node, place) in found if deduplicated else ():
             kept = node.inputs[place]

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.optimize.onnxscript_rules import changed_rules
 from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import NodePass, integers, register
+from htp_export.capabilities.optimize.registry import LibraryPass, LibraryResult, NodePass, integers, register
 from htp_export.editing.editing import (
     constant_array,
     is_constant,
@@ -23,6 +20,7 @@ from htp_export.editing.editing import (
 )
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import replaced_by
+from htp_export.process.quiet import quiet
 from htp_export.shapes.operator_kinds import is_standard, without_copies
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic, written_shape
@@ -30,16 +28,9 @@ from htp_export.shapes.symbolic import Symbolic, written_shape
 _HIDDEN = "htp_export.hidden"
 _LARGE = 1 << 20  # values
 
-MOST = 64
-"""Nodes in which the further results are looked for; each takes 0.1 ms. A match has its results within a block."""
-
-_log = logging.getLogger(__name__)
-
-_ONE_AT_A_TIME = threading.Lock()  # the changed class is shared by the whole process
-
 
 @register("fuse_for_onnxruntime", level="fused")
-class FuseForOnnxruntime(ir.passes.InPlacePass):
+class FuseForOnnxruntime(LibraryPass):
     """Fuses attention, skip connections with normalisation, GELU and rotary embedding, with onnxscript's rules."""
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -49,7 +40,8 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         _Unflatten()(model)
         _WriteReciprocals()(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
-        with _hidden(model, [*hidden, *_growing(model.graph)]), near_matching():
+        growing = _growing(model.graph)
+        with quiet("onnx_ir", "onnxscript"), _hidden(model, [*hidden, *growing]), changed_rules() as unhandled:
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
@@ -57,7 +49,8 @@ class FuseForOnnxruntime(ir.passes.InPlacePass):
         replaced_by("onnxscript", rewritten, stored)
         _turn_batches(rewritten)
         _complete(rewritten)
-        return ir.passes.PassResult(rewritten, list(rewritten.graph) != before)
+        left = {str(node.name): why for node, why in unhandled.items() if node.graph is not None}
+        return LibraryResult(rewritten, list(rewritten.graph) != before, left)
 
 
 def _is_unsound(node: ir.Node) -> bool:
@@ -209,108 +202,3 @@ def _complete(model: ir.Model) -> None:
             shape, dtype = known.shape(value), known.dtype(value)
             if value.shape is None and shape is not None and dtype is not None:
                 value.shape, value.type = written_shape(shape), ir.TensorType(dtype)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some nodes of a graph, which stand in for the graph."""
-
-    graph: ir.Graph
-    nodes: list[ir.Node]
-
-    def __iter__(self) -> Iterator[ir.Node]:
-        return iter(self.nodes)
-
-
-@contextlib.contextmanager
-def near_matching() -> Iterator[None]:
-    """While it is open, numbers match equal numbers only, and several results of a pattern are near each other.
-
-    There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
-    for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
-
-    A pattern's 0 matches each number below 1e-8 in onnxscript: ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of
-    a zero becomes infinite. Here, numbers match by their relative difference alone.
-
-    onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for each of its nodes: the
-    time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so those
-    are enough that are as near as the pattern is large. If a tensor has very many consumers, they are all near each
-    other: at most `MOST` are searched, and a warning names the node.
-    """
-    from onnxscript.rewriter import pattern
-    from onnxscript.rewriter.ort_fusions import _core
-
-    matcher = pattern.SimplePatternMatcher
-    places = [(matcher, "match"), (matcher, "_match_constant"), (_core, "fuse_skip_layer_normalization")]
-    originals = [getattr(owner, name) for owner, name in places]
-    crowded: dict[ir.Node, None] = {}
-
-    def match(self: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
-        first = self.pattern.output_nodes[0].op_identifier()
-        if first is not None and first[:2] != (node.domain, node.op_type):
-            return pattern.MatchResult().fail("The last node of the pattern is another operator.")
-        if not self.pattern.has_single_output_node:
-            nodes = near(node, len(self.pattern))
-            if len(nodes) == MOST:
-                crowded[node] = None
-            graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
-        return originals[0](self, model, graph, node, **options)
-
-    def match_constant(self: Any, constant: Any, value: ir.Value) -> bool:
-        relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
-        return bool(originals[1](self, relative, value))
-
-    with _ONE_AT_A_TIME:
-        try:
-            for (owner, name), changed in zip(
-                places, (match, match_constant, lambda model, debug=False: 0), strict=True
-            ):
-                setattr(owner, name, changed)
-            yield
-        finally:
-            for (owner, name), original in zip(places, originals, strict=True):
-                setattr(owner, name, original)
-    if crowded:
-        node, *others = crowded
-        _log.warning(
-            "pass fuse_for_onnxruntime: node %r (%s)%s: a tensor near it has very many consumers; patterns with "
-            "several results were looked for among the nearest %d nodes only, and may have been missed",
-            *(node.name, node.op_type, f" and {len(others)} others" if others else "", MOST),
-        )
-
-
-def near(node: ir.Node, steps: int) -> list[ir.Node]:
-    """The nearest nodes of the same graph that some tensors lead to, itself first, no more than `MOST`.
-
-    Those that only read the same constants are not near.
-
-    Examples:
-        >>> x, one = ir.val("x"), ir.Value(name="one", const_value=ir.tensor(1.0))
-        >>> first = ir.node("Relu", [x])
-        >>> second, apart = ir.node("Add", [first.outputs[0], one]), ir.node("Neg", [one])
-        >>> [each.op_type for each in near(first, 1)], [each.op_type for each in near(apart, 9)]
-        (['Relu', 'Add'], ['Neg'])
-    """
-    nearest = {node: None}
-    edge = [node]
-    for _ in range(steps):
-        beside, edge = (neighbour for reached in edge for neighbour in _neighbours(reached)), []
-        for neighbour in beside:
-            if neighbour.graph is not node.graph or neighbour in nearest:
-                continue
-            if len(nearest) == MOST:
-                return list(nearest)
-            nearest[neighbour] = None
-            edge.append(neighbour)
-    return list(nearest)
-
-
-def _neighbours(node: ir.Node) -> Iterator[ir.Node]:
-    for value in (*node.inputs, *node.outputs):
-        if value is None or value.const_value is not None:
-            continue
-        producer = value.producer()
-        if producer is not None:
-            yield producer
-        for use in value.uses():
-            yield use.node

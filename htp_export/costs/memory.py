@@ -14,7 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from htp_export.cost.execution import Body, Run, RunStep, Tensor, run_by_shapes
+from htp_export.costs.execution import Body, Run, RunStep, Tensor, run_by_shapes
 from htp_export.editing.flattening import read_flat
 from htp_export.model.tagged import ModelSource
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from htp_export.cost.execution import RunStep
-from htp_export.cost.formulas.attention import SOFTMAX
-from htp_export.cost.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
+from htp_export.costs.execution import RunStep
+from htp_export.costs.formulas.attention import SOFTMAX
+from htp_export.costs.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
 
 _CONTRIB = "com.microsoft"
 

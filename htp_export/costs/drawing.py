@@ -8,8 +8,8 @@ from functools import partial
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from htp_export.cost.columns import FUSED
-from htp_export.cost.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
+from htp_export.costs.columns import FUSED
+from htp_export.costs.result import Cost, ModuleCost, ModuleRow, ModuleTree, NodeCost
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.reporting.columns import MODULE, Column, chosen, csv_text, names_of, sorted_by
 from htp_export.reporting.command_words import tag_note

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TypeAlias
 
-from htp_export.cost.execution import RunStep, UnknownShapeError
+from htp_export.costs.execution import RunStep, UnknownShapeError
 from htp_export.discovery import names_in
 from htp_export.errors import InputError
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 
-_FOLDER = "htp_export.cost.formulas"
+_FOLDER = "htp_export.costs.formulas"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def _own_formulas() -> Formulas:
 
 
 def all_formulas(further: Formulas | None = None) -> Formulas:
-    """``(domain, operator)`` → formula, of every file of ``cost/formulas``, and ``further`` ones that go before those.
+    """``(domain, operator)`` → formula, of every file of ``costs/formulas``, and ``further`` ones that go before those.
 
     The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``. What is none is an `InputError`.
     """

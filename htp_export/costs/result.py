@@ -7,7 +7,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from htp_export.cost.columns import COST_COLUMNS, TREE_COLUMNS
+from htp_export.costs.columns import COST_COLUMNS, TREE_COLUMNS
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of, visible
 from htp_export.model.tagged import TaggedModel

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
-from htp_export.cost.execution import Body, Run, RunStep, run_by_shapes, walk
-from htp_export.cost.memory import Timeline, traffic
-from htp_export.cost.result import Cost, ModuleCost, NodeCost, Peak
-from htp_export.cost.work import NOTHING, Formulas, Work, all_formulas, work_of
+from htp_export.costs.execution import Body, Run, RunStep, run_by_shapes, walk
+from htp_export.costs.memory import Timeline, traffic
+from htp_export.costs.result import Cost, ModuleCost, NodeCost, Peak
+from htp_export.costs.work import NOTHING, Formulas, Work, all_formulas, work_of
 from htp_export.editing.flattening import read_flat
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import Contents, contents_of

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 
-from htp_export.cost.execution import RunStep, UnknownShapeError
-from htp_export.cost.work import Formula, Formulas, Work
+from htp_export.costs.execution import RunStep, UnknownShapeError
+from htp_export.costs.work import Formula, Formulas, Work
 
 SOFTMAX = 5
 """Operations on each element: maximum, subtraction, exponential, sum, division."""

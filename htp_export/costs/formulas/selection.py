@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 
-from htp_export.cost.execution import RunStep, UnknownShapeError
-from htp_export.cost.formulas.attention import SOFTMAX
-from htp_export.cost.work import Formula, Formulas, Work, nothing, per_input, per_output
+from htp_export.costs.execution import RunStep, UnknownShapeError
+from htp_export.costs.formulas.attention import SOFTMAX
+from htp_export.costs.work import Formula, Formulas, Work, nothing, per_input, per_output
 from htp_export.shapes.operator_kinds import RANDOM
 
 _CONTRIB = "com.microsoft"
