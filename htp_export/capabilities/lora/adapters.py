@@ -111,7 +111,8 @@ def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
     import onnxruntime
 
     try:
-        parameters = onnxruntime.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
+        adapter_file = onnxruntime.AdapterFormat.read_adapter(os.fspath(path))
+        parameters = adapter_file.get_parameters()  # they lie in the memory of the adapter file
     except Exception as error:  # onnxruntime's own classes
         raise FileError(path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}") from error
     found = _layers(path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None)
@@ -149,7 +150,9 @@ def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
     adapter = onnxruntime.AdapterFormat()
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
-    adapter.set_parameters({name: to_ort(array) for name, array in arrays_of(layers).items()})
+    # The adapter refers to the memory of these values without keeping it alive.
+    values = {name: to_ort(array) for name, array in arrays_of(layers).items()}
+    adapter.set_parameters(values)
     try:
         with replace_file(file) as new:
             adapter.export_adapter(os.fspath(new))
