@@ -368,7 +368,7 @@ _HELPER = '<ir_version: 10, opset_import: ["": 18]> helper'
 
 
 def to_value(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``: of numbers as `to_ort` does, of text as the result of a model that has it as a constant."""
+    """Return an ``OrtValue``: of numbers as `to_ort` does, of text as the result of a model that has it stored."""
     if array.dtype.kind not in "OUS":
         return to_ort(array, onnx_type)
     model = onnx.parser.parse_model(f"{_HELPER} () => (string[] y) {{}}")

@@ -18,7 +18,8 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.runtime.sessions import RunnableModel, Session
 
 TEXT = """<ir_version: 10, opset_import: ["" : 18, "ai.onnx.ml" : 3]>
-net (string[n] words, float[n, 8] x) => (float[n, 4] y, string[n] again, seq(float[n, 4]) both, optional(float[n, 4]) maybe)
+net (string[n] words, float[n, 8] x)
+  => (float[n, 4] y, string[n] again, seq(float[n, 4]) both, optional(float[n, 4]) maybe)
 <int64[1] one = {1}> {
     ids = ai.onnx.ml.LabelEncoder <keys_strings = ["a", "b"], values_int64s = [3, 5]> (words)
     floats = Cast <to = 1> (ids)
@@ -34,7 +35,10 @@ net (string[n] words, float[n, 8] x) => (float[n, 4] y, string[n] again, seq(flo
 OWNERS = {
     **dict.fromkeys(("ids", "floats", "column", "shifted"), "embed"),
     **dict.fromkeys(("hidden", "act"), "body"),
-    **{"y": "head", "again": "echo", "both": "pair", "maybe": "pair"},
+    "y": "head",
+    "again": "echo",
+    "both": "pair",
+    "maybe": "pair",
 }
 
 
