@@ -161,7 +161,7 @@ def graphs_with_breaks(model: torch.nn.Module, args: tuple[Any, ...], kwargs: di
     largest first.
     """
     names = ModuleNames(model)
-    with unchanged(model, (args, kwargs), traced=True):
+    with unchanged(model, (args, kwargs)):
         broken = run_with_breaks(model, args, kwargs, names.by_id)
     run = run_once(model, args, kwargs)
     if run.error is not None:

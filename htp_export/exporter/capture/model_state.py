@@ -204,8 +204,7 @@ def _storage(tensor: torch.Tensor) -> int | None:
 def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iterator[None]:
     """Put back what runs of a model inside a ``with`` block change, on errors too: `ModelState`, and parameters.
 
-    Parameters that are written to are not noted if the runs are ``traced``: torch's tracers work on stand-ins for them,
-    and Dynamo compiles nothing while operators are watched.
+    Parameters that are written to are not noted if the runs are ``traced``: torch's tracers work on stand-ins for them.
     """
 
     def make(changes: Changes) -> None:

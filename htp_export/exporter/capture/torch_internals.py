@@ -222,6 +222,10 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
     class Noting(TorchDispatchMode):
         supports_higher_order_operators = True
 
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:  # else Dynamo compiles nothing inside
+            return True
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             schema = getattr(func, "_schema", None)
             if schema is not None and schema.is_mutable:
