@@ -123,6 +123,15 @@ class StoredArray:
         """Size of the values in bytes."""
         return int(self.array.nbytes)
 
+    @property
+    def in_file(self) -> Array:
+        """The values in the form in which a file takes them as an input."""
+        return self.array
+
+    def compared_with(self, actual: Array) -> tuple[Array, Array]:
+        """Return the values and those of a file in one form, to be compared."""
+        return self.array, actual
+
 
 class ArrayStore:
     """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""

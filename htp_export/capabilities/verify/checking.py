@@ -243,7 +243,7 @@ def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerance
     def compare(name: str, array: Array) -> None:
         for key in wanted[by_name[name]]:
             computed_in = filter(None, (key[3], halves.get(name)))
-            differences[key] = difference(key[0].array, array, key[2], computed_in)
+            differences[key] = difference(*key[0].compared_with(array), key[2], computed_in)
 
     run.fetch(sizes, compare)
 

@@ -32,6 +32,7 @@ from htp_export.capabilities.verify.same_model import (
     misplaced_parameters,
 )
 from htp_export.capabilities.verify.special_runs import Dump, DumpedRun, check_run
+from htp_export.capabilities.verify.training_mode import training_nodes
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
@@ -188,6 +189,8 @@ def _verified(
         checked, blame, reasons, following = check_run(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
+    drawing = {call.path for call in calls if call.draws}
+    training = training_nodes(tagged, blame.modules, drawing) if blame.modules else ()
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
     return Verification(
         modules=modules,
@@ -197,6 +200,7 @@ def _verified(
         tags=(tagged.tag_facts,),
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
+        training=training,
     )
 
 
