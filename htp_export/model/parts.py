@@ -67,6 +67,12 @@ def weight_bytes(initializers: Iterable[ir.Value]) -> int:
     return sum(value.const_value.nbytes for value in initializers if value.const_value is not None)
 
 
+def constant_bytes(node: ir.Node) -> int:
+    """Bytes of the weight that a ``Constant`` node is; 0 for any other node."""
+    tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
+    return 0 if tensor is None or _is_few(tensor) else tensor.nbytes
+
+
 def _is_few(tensor: ir.TensorProtocol | None) -> bool:
     if tensor is None:
         return True

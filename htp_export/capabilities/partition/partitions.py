@@ -56,7 +56,7 @@ class Stage(PlainData):
         outputs: Output → its type and shape.
         sources: Input → number of the stage that computes it, from 0; None for an input of the model.
         nodes: Number of nodes.
-        parameter_bytes: Bytes of its initializers, without constants that earlier stages have, too.
+        parameter_bytes: Bytes of its weights, without initializers that earlier stages have, too.
         file: The file that was written; None if there is none.
         model: The model; None if it was written.
         files: All its files, ``file`` first, by their paths in the folder of ``file``.
