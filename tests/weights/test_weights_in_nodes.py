@@ -128,9 +128,6 @@ CALLS: dict[str, Callable[[Path, Path], Any]] = {
         path: each.precision for path, each in htp_export.quantize(file, {"**": "int8-dynamic"}, out).modules.items()
     },
     "sensitivity": lambda file, _: str(htp_export.sensitivity(file, data=feed(), precisions=["int8"]).ranking),
-    "export_plan": lambda file, _: str(htp_export.export_plan(file, {"**": "int4"}, to="olive")).partition(
-        " nodes in "
-    )[2],
     "partition": lambda file, out: [
         stage.modules for stage in htp_export.partition(file, 3, out.with_suffix("")).stages
     ],
