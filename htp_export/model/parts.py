@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
+from htp_export.model.module_facts import is_weight
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 
@@ -70,7 +71,8 @@ def weight_bytes(initializers: Iterable[ir.Value]) -> int:
 def constant_bytes(node: ir.Node) -> int:
     """Bytes of the weight that a ``Constant`` node is; 0 for any other node."""
     tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
-    return 0 if tensor is None or _is_few(tensor) else tensor.nbytes
+    is_read = tensor is not None and any(is_weight(node.outputs[0], reader) for reader, _ in node.outputs[0].uses())
+    return tensor.nbytes if tensor is not None and is_read else 0
 
 
 def _is_few(tensor: ir.TensorProtocol | None) -> bool:
