@@ -19,6 +19,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
 from htp_export.files.text_files import read_json
 from htp_export.format import tags
+from htp_export.format.model_metadata import factor_name
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
 _Entry = TypeVar("_Entry")
@@ -43,16 +44,6 @@ _OTHER_VARIANTS = (
     *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
 """Settings of PEFT's config with which an adapter is not what its factors say."""
-
-
-def factor_name(path: str, factor: str) -> str:
-    """The name of a factor of a module.
-
-    Examples:
-        >>> factor_name("encoder.fc", "A")
-        'encoder.fc.lora_A.weight'
-    """
-    return f"{path}.lora_{factor}.weight" if path else f"lora_{factor}.weight"
 
 
 @dataclass(frozen=True, eq=False)

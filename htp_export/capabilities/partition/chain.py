@@ -308,7 +308,7 @@ def _stage(
     model = _stage_model(tagged, part, frozenset(modules))
     return Stage(
         tuple(modules),
-        {str(value.name): StageTensor.of(value) for value in model.graph.inputs},
+        {str(value.name): StageTensor.of(value) for value in model.graph.inputs if not value.is_initializer()},
         {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
         sources,
         sum(1 for _ in model.graph.all_nodes()),
