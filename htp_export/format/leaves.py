@@ -22,7 +22,8 @@ def named_leaves(tree: Any, name: str = "", above: tuple[int, ...] = ()) -> Iter
     """Everything in nested containers (transformers' outputs are mappings), with the keys that lead to it.
 
     A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
-    What contains itself is taken apart once; ``above`` are the containers around.
+    A named tuple has the names of its fields. What contains itself is taken apart once; ``above`` are the containers
+    around.
 
     Examples:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
@@ -77,6 +78,8 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
     if isinstance(tree, Mapping):
         named = (key if isinstance(key, (str, int)) else place for place, key in enumerate(tree))
         return iter(list(zip(named, tree.values(), strict=True)))
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return iter(list(zip(tree._fields, tree, strict=True)))
     return iter(list(enumerate(tree))) if isinstance(tree, (tuple, list)) else None
 
 

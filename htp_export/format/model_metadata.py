@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
@@ -126,6 +126,16 @@ def factor_module(path: str, factor: str) -> str:
     return tags.below(path, f"lora_{factor}")
 
 
+def factor_name(path: str, factor: str) -> str:
+    """The name of a factor of a module, as in a PEFT checkpoint: the input of the model for it.
+
+    Examples:
+        >>> factor_name("encoder.fc", "A")
+        'encoder.fc.lora_A.weight'
+    """
+    return f"{factor_module(path, factor)}.weight"
+
+
 def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
     """Module path → the factor by which its low-rank product is multiplied; empty if there are no such modules.
 
@@ -151,6 +161,22 @@ def lora_modules(metadata: Mapping[str, str]) -> set[str]:
         return {factor_module(path, factor) for path in read_lora(metadata) for factor in FACTORS}
     except ValueError:
         return set()
+
+
+def lora_of_inputs(metadata: Mapping[str, str], inputs: Container[str]) -> dict[str, float]:
+    """The part of what `read_lora` reads whose factors are among the inputs of a model.
+
+    Empty if the metadata cannot be read.
+    """
+    try:
+        layers = read_lora(metadata)
+    except ValueError:
+        return {}
+    return {
+        path: scaling
+        for path, scaling in layers.items()
+        if all(factor_name(path, factor) in inputs for factor in FACTORS)
+    }
 
 
 def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:

@@ -188,9 +188,9 @@ class PassDifference:
 
         A quantizer lets the node give another precision of the tensor, under another name.
         """
-        named = {(node.name, node.op_type): node for node in self.removed if node.name and node not in self.added}
+        named = {(str(node.name), node.op_type): node for node in self.removed if node.name and node not in self.added}
         for node in self.added:
-            gone = named.get((node.name, node.op_type))
+            gone = named.get((str(node.name), node.op_type))
             if gone is None:
                 continue
             for was, now in zip(self.before.nodes[gone].outputs, self.after.nodes[node].outputs, strict=False):

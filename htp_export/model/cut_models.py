@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls, renumbered
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.model.cutting import Cut, same_dimensions
@@ -53,10 +53,15 @@ def write_part_metadata(
         signatures=signatures,
         parameters=None if known is None else {path: known[path] for path in known if inside(path)},
     )
+    inputs = {str(value.name) for value in model.graph.inputs}
+    write_lora(model.metadata_props, lora_of_inputs(tagged.model.metadata_props, inputs))
 
 
 def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
-    """The graph of a cut, and what was renamed: name in the whole → name here; see `Cut.inputs` and `output_name`."""
+    """The graph of a cut, and what was renamed: name in the whole → name here; see `Cut.inputs` and `output_name`.
+
+    Inputs with a default value, such as the factors of `lora.insert`, stay inputs with it.
+    """
     model = tagged.model
     view = ir.GraphView(
         [*part.inputs.values(), *part.sizes],
@@ -67,6 +72,7 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
         name=tagged.hierarchy[part.path].simple_class or model.graph.name,
     )
     graph = view.clone()
+    optional = [graph.initializers[str(value.name)] for value in part.initializers if value.is_graph_input()]
     for value in graph.inputs:
         value.const_value = None  # of a weight that is given, not held
     for value in (*graph.inputs, *graph.outputs):  # where the file did not say it
@@ -77,7 +83,9 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
     for place, value in enumerate(graph.outputs):
         if value.producer() is None:  # what is given back as it came, and what is constant
             graph.outputs[place] = own_output(graph, value, tags.node_tags((part.path,), Reason.FLOW, {part.path}))
-    return graph, _name_inputs(graph, list(part.inputs))
+    renamed = _name_inputs(graph, list(part.inputs))
+    graph.inputs.extend(optional)
+    return graph, renamed
 
 
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:

@@ -10,6 +10,7 @@ import onnx_ir as ir
 
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cutting import Cutter
+from htp_export.model.module_facts import is_weight
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 
@@ -65,6 +66,13 @@ class Constants:
 def weight_bytes(initializers: Iterable[ir.Value]) -> int:
     """Bytes of the values of initializers."""
     return sum(value.const_value.nbytes for value in initializers if value.const_value is not None)
+
+
+def constant_bytes(node: ir.Node) -> int:
+    """Bytes of the weight that a ``Constant`` node is; 0 for any other node."""
+    tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
+    is_read = tensor is not None and any(is_weight(node.outputs[0], reader) for reader, _ in node.outputs[0].uses())
+    return tensor.nbytes if tensor is not None and is_read else 0
 
 
 def _is_few(tensor: ir.TensorProtocol | None) -> bool:

@@ -48,21 +48,29 @@ def from_torch(tensor: torch.Tensor) -> Array:
 
 
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
-    """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks."""
+    """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks.
+
+    Only the returned object keeps this memory alive: a copy of the value in C++, as in a binding of inputs or in an
+    ``AdapterFormat``, does not. For strings see `htp_export.runtime.sessions.strings_to_ort`.
+    """
     import onnxruntime
 
     array = np.asarray(array, order="C")
-    if array.dtype.isbuiltin == 1 or array.dtype.kind in "OUS":
+    if array.dtype.isbuiltin == 1:
         return onnxruntime.OrtValue.ortvalue_from_numpy(array)
     kind = onnx_type or ir.DataType.from_numpy(array.dtype)
     return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(array, int(kind))
 
 
 def from_ort(value: Any) -> Array:
-    """Return the values of an ``OrtValue`` that is a tensor in main memory."""
+    """Copy the values of an ``OrtValue`` that is a tensor in main memory.
+
+    ``OrtValue.numpy()`` returns a view of memory that the value may not own: the memory of an array that was given to
+    ONNX Runtime, or of an adapter file that it has open.
+    """
     name = _NARROW.get(value.data_type())
     if name is None:
-        return np.asarray(value.numpy())
+        return np.array(value.numpy())
     import ml_dtypes
 
     dtype = np.dtype(getattr(ml_dtypes, name))  # ONNX Runtime returns no arrays of types that numpy does not have
@@ -71,13 +79,30 @@ def from_ort(value: Any) -> Array:
     return np.frombuffer(stored, dtype=dtype).reshape(shape)
 
 
-def nan_in(arrays: Mapping[str, Array]) -> list[str]:
-    """Return the names of the arrays that hold NaN.
+def arrays_in(values: Mapping[str, Any]) -> dict[str, Array]:
+    """Return each array of the outputs of a model: of a sequence each element, of an empty optional none.
+
+    Examples:
+        >>> arrays_in({"y": np.float32([1]), "parts": [np.float32([2]), np.float32([3])], "none": None}).keys()
+        dict_keys(['y', 'parts[0]', 'parts[1]'])
+    """
+    found: dict[str, Array] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            found |= arrays_in({f"{name}[{place}]": each for place, each in enumerate(value)})
+        elif value is not None:
+            found[name] = np.asarray(value)
+    return found
+
+
+def nan_in(values: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arrays that hold NaN, as `arrays_in` names them.
 
     Examples:
         >>> nan_in({"x": np.float32([1, np.nan]), "ids": np.int64([1])})
         ['x']
     """
+    arrays = arrays_in(values)
     return [name for name, array in arrays.items() if array.dtype.kind in "fcV" and bool(np.isnan(array).any())]
 
 
@@ -98,6 +123,15 @@ class StoredArray:
         """Size of the values in bytes."""
         return int(self.array.nbytes)
 
+    @property
+    def in_file(self) -> Array:
+        """The values in the form in which a file takes them as an input."""
+        return self.array
+
+    def compared_with(self, actual: Array) -> tuple[Array, Array]:
+        """Return the values and those of a file in one form, to be compared."""
+        return self.array, actual
+
 
 class ArrayStore:
     """A store of arrays: in memory up to some bytes, and beyond that in temporary files."""
@@ -113,8 +147,8 @@ class ArrayStore:
             yield cls(memory_bytes, folder)
 
     def keep(self, array: Array) -> StoredArray:
-        """Copy an array into the store."""
-        if array.nbytes <= self._left or not array.nbytes:
+        """Copy an array into the store. Text stays in memory: its array holds references to Python objects."""
+        if array.nbytes <= self._left or not array.nbytes or array.dtype.hasobject:
             self._left -= array.nbytes
             return StoredArray(array.copy())
         self._files += 1

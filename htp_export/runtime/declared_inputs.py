@@ -71,12 +71,29 @@ def array_for(wanted: Input, value: Any) -> Array:
         raise InputError(f"input {wanted.name!r}: is no tensor in the model, which cannot be fed")
     if hasattr(value, "detach"):  # a torch tensor; torch itself need not be imported for it
         return from_torch(value)
+    if wanted.type == ir.DataType.STRING:
+        return _text_for(wanted, np.asarray(value))
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)
     try:
         return np.asarray(value, dtype=wanted.type.numpy())
     except (TypeError, ValueError, OverflowError) as error:
         raise InputError(f"input {wanted.name!r}: cannot be made {wanted}: {error}") from error
+
+
+def _text_for(wanted: Input, array: Array) -> Array:
+    """An array of text as ONNX Runtime returns one, of Python's strings; other arrays as they are."""
+    if array.dtype.kind not in "OUS":
+        return array
+    found = np.empty(array.shape, object)
+    for place, each in np.ndenumerate(array):
+        if not isinstance(each, str | bytes):
+            raise InputError(f"input {wanted.name!r}: has an element of type {type(each).__name__}, and takes strings")
+        try:
+            found[place] = str(each, "utf-8") if isinstance(each, bytes) else str(each)
+        except UnicodeDecodeError as error:
+            raise InputError(f"input {wanted.name!r}: has bytes that are no text in UTF-8: {each!r}") from error
+    return found
 
 
 def in_precision_of(wanted: Input, array: Array) -> Array:

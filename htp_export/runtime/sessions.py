@@ -147,7 +147,7 @@ class RunnableModel:
     def failing_to(self, action: str, values: Mapping[str, Any] | None = None) -> Iterator[None]:
         """Turn errors of ONNX Runtime into an `OnnxRuntimeError` with the node at fault and its modules.
 
-        ``values``: input name → what it is run on, an array or an ``OrtValue``.
+        ``values``: input name → the ``OrtValue`` that it is run on.
         """
         try:
             yield
@@ -158,9 +158,8 @@ class RunnableModel:
         if self.model is None:
             return ""
         inputs = Inputs.of(self.model)
-        shapes = {name: getattr(value, "shape", None) for name, value in values.items() if name in inputs}
-        known = {name: shape() if callable(shape) else shape for name, shape in shapes.items()}
-        sizes = inputs.bind(shapes={name: shape for name, shape in known.items() if shape is not None}).sizes
+        tensors = {name: value for name, value in values.items() if name in inputs and value.is_tensor()}
+        sizes = inputs.bind(shapes={name: value.shape() for name, value in tensors.items()}).sizes
         names = [name for name in sizes if name.isidentifier()]
         if not names:
             return ""
@@ -205,9 +204,6 @@ class Session:
         self.inputs = tuple(argument.name for argument in self._session.get_inputs())
         self.outputs = tuple(argument.name for argument in self._session.get_outputs())
         self.providers: tuple[str, ...] = tuple(self._session.get_providers())
-        self._tensors = {
-            argument.name for argument in self._session.get_outputs() if argument.type.startswith("tensor(")
-        }
 
     def run(
         self,
@@ -223,24 +219,29 @@ class Session:
         ends in an error.
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
-        if not self._tensors.issuperset(names):  # an `OrtValue` gives no values of sequences and optionals
-            with self.model.failing_to("run", arrays), _stopped_after(longest) as options:
-                return dict(zip(names, self._session.run(names, dict(arrays), options), strict=True))
+        found = {}
         values = self.run_values(self.values(arrays, types), names, longest=longest)
-        return {name: from_ort(value) for name, value in zip(names, values, strict=True)}
+        for place, name in enumerate(names):
+            found[name] = from_value(values[place])
+            values[place] = None  # its memory is released before the next one is copied
+        return found
 
     def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
         """Convert arrays to ``OrtValue``s; ``types`` as for `run`."""
         with self.model.failing_to("run"):
-            return {name: to_ort(array, (types or {}).get(name)) for name, array in arrays.items()}
+            return {name: to_value(array, (types or {}).get(name)) for name, array in arrays.items()}
 
     def run_values(
         self, values: Mapping[str, Any], outputs: Sequence[str] | None = None, *, longest: float | None = None
     ) -> list[Any]:
-        """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`."""
+        """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`.
+
+        An output that is an input, which has its name, is the given value: another one would not keep its memory alive.
+        """
         names = list(self.outputs if outputs is None else outputs)
         with self.model.failing_to("run", values), _stopped_after(longest) as options:
-            return list(self._session.run_with_ort_values(names, dict(values), options))
+            results = self._session.run_with_ort_values(names, dict(values), options)
+        return [values.get(name, result) for name, result in zip(names, results, strict=True)]
 
     def bound(
         self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None, device: str = "cpu"
@@ -255,15 +256,15 @@ class Session:
         values = self.values(arrays, types)
         with self.model.failing_to("run"):
             binding = self._session.io_binding()
-            for name, value in values.items():
+            for name in values:
                 if device != "cpu" and arrays[name].dtype.kind in "bfiu":
-                    value = onnxruntime.OrtValue.ortvalue_from_numpy(arrays[name], device, 0)
-                binding.bind_ortvalue_input(name, value)
+                    values[name] = onnxruntime.OrtValue.ortvalue_from_numpy(arrays[name], device, 0)
+                binding.bind_ortvalue_input(name, values[name])
             for name in self.outputs:
                 binding.bind_output(name, device)
 
         def run() -> None:
-            with self.model.failing_to("run", arrays):
+            with self.model.failing_to("run", values):  # this also keeps the memory of the bound values alive
                 self._session.run_with_iobinding(binding)
                 binding.synchronize_outputs()
 
@@ -359,3 +360,30 @@ def _set(options: Any, attributes: Mapping[str, Any], entries: Mapping[str, str]
         setattr(options, name, value)
     for name, entry in entries.items():
         options.add_session_config_entry(name, entry)
+
+
+# --- values for which ONNX Runtime has no conversion from or to numpy ---
+
+_HELPER = '<ir_version: 10, opset_import: ["": 18]> helper'
+
+
+def to_value(array: Array, onnx_type: ir.DataType | None = None) -> Any:
+    """Return an ``OrtValue``: of numbers as `to_ort` does, of text as the result of a model that has it stored."""
+    if array.dtype.kind not in "OUS":
+        return to_ort(array, onnx_type)
+    model = onnx.parser.parse_model(f"{_HELPER} () => (string[] y) {{}}")
+    text = [str(each) for each in array.flat]
+    model.graph.initializer.append(onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, text))
+    return Session(RunnableModel(model.SerializeToString(), "text")).run_values({})[0]
+
+
+def from_value(value: Any) -> Any:
+    """Copy an ``OrtValue``: an array, a list of arrays for a sequence, None for an optional without value."""
+    if not value.has_value():
+        return None
+    if value.is_tensor():
+        return from_ort(value)
+    kind = re.sub(r"tensor\((\w+)\)", r"\1", value.data_type())
+    model = onnx.parser.parse_model(f"{_HELPER} ({kind} x) => ({kind} y) {{ y = Identity(x) }}")
+    session = Session(RunnableModel(model.SerializeToString(), "a sequence"))
+    return session._session.run(None, {"x": value})[0]  # only the results of a session are converted

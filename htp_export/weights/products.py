@@ -20,6 +20,7 @@ from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import is_standard, operator_of
 from htp_export.weights.parameter_places import WeightSources
+from htp_export.weights.storing import numbers_of
 
 _Array = npt.NDArray[Any]
 
@@ -87,10 +88,10 @@ class Product:
     Attributes:
         node: The node.
         place: The place of the weight among its inputs.
-        value: The initializer that the weight is made of.
-        reduced: The axis of the initializer over which the node sums.
-        channels: The axis of the initializer that the results have.
-        how: How the weight is made of the initializer, see ``WeightSource.how``.
+        value: The stored tensor that the weight is made of: an initializer, or the output of a ``Constant``.
+        reduced: The axis of the stored tensor over which the node sums.
+        channels: The axis of the stored tensor that the results have.
+        how: How the weight is made of the stored tensor, see ``WeightSource.how``.
     """
 
     node: ir.Node
@@ -111,9 +112,9 @@ class Weight:
     """A weight, with the copies of it that an exporter made for tied parameters.
 
     Attributes:
-        value: The initializer.
+        value: The stored tensor: an initializer, or the output of a ``Constant``.
         uses: The products that read it or a copy, in order.
-        copies: Other initializers with the same numbers → whether these are transposed.
+        copies: Other stored tensors with the same numbers → whether these are transposed.
     """
 
     value: ir.Value
@@ -126,9 +127,7 @@ class Weight:
 
     @property
     def tensor(self) -> ir.TensorProtocol:
-        tensor = self.value.const_value
-        assert tensor is not None
-        return tensor
+        return numbers_of(self.value)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -176,13 +175,13 @@ def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Produ
 
 
 def _source(sources: WeightSources, value: ir.Value) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
-    """The initializer that a weight is made of, for each axis of the weight that of the initializer, and how."""
+    """The stored tensor that a weight is made of, for each axis of the weight that of the tensor, and how."""
     found = sources.of(value)
-    if len(found) != 1 or not found[0].tensor.is_initializer():
+    if len(found) != 1:
         return None
     [source] = found
-    tensor = source.tensor.const_value
-    if tensor is None or not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
+    tensor = numbers_of(source.tensor)
+    if not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
         return None
     rank = len(tensor.shape)
     if rank < 2 or any(step.op_type not in _KEEPING for step in source.steps):
@@ -233,7 +232,7 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
 
 
 def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """Initializers of modules whose parameters PyTorch tied."""
+    """Stored tensors of modules whose parameters PyTorch tied."""
     by_owner: dict[str, list[ir.Value]] = {}
     for value, weight in weights.items():
         for path in weight.owners(tagged):

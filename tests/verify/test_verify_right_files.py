@@ -238,3 +238,155 @@ def test_a_weight_of_a_layer_that_the_model_returns(tmp_path, exporter):
     result = htp_export.verify(model, file_of(model, (x(2, 4),), tmp_path, exporter), (x(2, 4),))
     assert result.ok
     assert not result.misplaced
+
+
+# --- state that `forward` replaces ---------------------------------------------------
+
+
+class Stream(Holding, conv=nn.Conv1d(4, 4, 3)):
+    """A streaming convolution: the end of one piece is kept for the next one."""
+
+    left: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("left", torch.zeros(1, 4, 2))
+
+    def forward(self, y: Tensor) -> Tensor:
+        y = torch.cat([self.left, y], -1)
+        self.left = y[..., -2:].detach()
+        result: Tensor = self.conv(y)
+        return result
+
+
+def streams() -> nn.Module:
+    model = spread(nn.Sequential(Stream(), nn.ReLU(), Stream())).eval()
+    model[0].left, model[2].left = torch.zeros(1, 4, 2), torch.zeros(1, 4, 2)
+    return model
+
+
+def test_equal_caches_that_forward_replaces_belong_to_both_modules(tmp_path):
+    model, args = streams(), (x(1, 4, 10),)
+    file = file_of(model, args, tmp_path)
+    assert sum("left" in name for name in htp_export.load(file).model.graph.initializers) == 1  # torch merged them
+    for isolated in (False, True):
+        result = htp_export.verify(model, file, args, isolated=isolated)
+        assert result.ok, str(result)
+        assert result.parameters == 5
+    model(*args)  # now the caches differ from those in the file, and from each other
+    later = htp_export.verify(model, file, args)
+    assert later.first_wrong == "0"
+    assert later.misplaced == ()
+
+
+# --- packed sequences: padded in the files of TorchScript's exporter --------------------------------------------------
+
+
+class PackedNet(nn.Module):
+    """Recurrent layers of packed sequences, one after another."""
+
+    def __init__(self, *layers: nn.Module, batch_first: bool, is_sorted: bool) -> None:
+        super().__init__()
+        self.layers, self.batch_first, self.is_sorted = nn.ModuleList(layers), batch_first, is_sorted
+
+    def forward(self, y: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            y, lengths, batch_first=self.batch_first, enforce_sorted=self.is_sorted
+        )
+        for layer in self.layers:
+            packed, _ = layer(packed)
+        padded: Tensor = nn.utils.rnn.pad_packed_sequence(packed, batch_first=self.batch_first)[0]
+        return padded
+
+
+PACKED: dict[str, tuple[Any, ...]] = {  # layers, whether the batch comes first, the lengths of the sequences
+    "LSTM": ([nn.LSTM(6, 5)], True, [7, 5, 2]),
+    "GRU": ([nn.GRU(6, 5)], False, [7, 5, 2]),
+    "RNN": ([nn.RNN(6, 5)], True, [7, 7, 7]),
+    "both directions": ([nn.LSTM(6, 5, bidirectional=True)], True, [7, 5, 2]),
+    "two layers": ([nn.LSTM(6, 5), nn.GRU(5, 4)], True, [7, 5, 2]),
+    "as many steps as sequences": ([nn.LSTM(6, 5), nn.LSTM(5, 5)], True, [3, 3, 1]),
+    "any order": ([nn.LSTM(6, 5), nn.LSTM(5, 4)], True, [2, 7, 5]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_are_compared_step_by_step(name, tmp_path, capfd):
+    layers, batch_first, lengths = PACKED[name]
+    is_sorted = lengths == sorted(lengths, reverse=True)
+    model = spread(PackedNet(*copy.deepcopy(layers), batch_first=batch_first, is_sorted=is_sorted)).eval()
+    shape = (len(lengths), max(lengths), 6) if batch_first else (max(lengths), len(lengths), 6)
+    args = (x(*shape), torch.tensor(lengths))
+    file = file_of(model, args, tmp_path, "torchscript")
+    for isolated in (False, True):
+        result = htp_export.verify(model, file, args, isolated=isolated)
+        assert result.ok, str(result)
+        assert {result.modules[f"layers.{number}"].status for number in range(len(layers))} == {"agrees"}
+    last = f"layers.{len(layers) - 1}"
+    tagged = htp_export.load(file)
+    faults.change(tagged, faults.weights(tagged, last)[0], lambda array: array * 1.5)
+    for isolated in (False, True):
+        assert htp_export.verify(model, tagged, args, isolated=isolated).wrong == (last,)
+    capfd.readouterr()  # torch prints warnings about the shapes of packed sequences
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size")
+def test_an_extracted_layer_of_packed_sequences_has_the_names_of_their_fields(tmp_path, capfd):
+    model = spread(PackedNet(nn.LSTM(6, 5), batch_first=True, is_sorted=True)).eval()
+    file = file_of(model, (x(3, 7, 6), torch.tensor([7, 5, 2])), tmp_path, "torchscript")
+    htp_export.extract(file, "layers.0", tmp_path / "layer.onnx")
+    inputs = htp_export.load(tmp_path / "layer.onnx").model.graph.inputs
+    assert [value.name for value in inputs] == ["input.data", "input.batch_sizes"]
+    capfd.readouterr()
+
+
+# --- files in training mode: nothing is wrong with their modules --------------------------------------------------
+
+
+class LastDropout(Holding, rnn=nn.LSTM(8, 8, 2, dropout=0.5)):
+    def forward(self, y: Tensor) -> Any:
+        return self.rnn(y)[0]
+
+
+TRAINING: dict[str, tuple[Any, str, str]] = {  # the net, the module in training mode, and what it does
+    "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)), "1", "Dropout"),
+    "batch normalization": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "1", "BatchNormalization"),
+    "dropout in a layer": (LastDropout(), "rnn", "Dropout"),
+    "random numbers": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.5)), "1", "RandomUniformLike"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Exporting a model while it is in training mode")
+@pytest.mark.parametrize(
+    ("name", "exporter"),
+    [
+        ("dropout", "dynamo"),
+        ("dropout", "torchscript"),
+        ("batch normalization", "torchscript"),  # dynamo writes what it computes in eval mode
+        ("dropout in a layer", "dynamo"),
+        ("random numbers", "dynamo"),
+    ],
+)
+def test_a_file_in_training_mode_is_said_to_be_one(name, exporter, tmp_path):
+    net, path, operator = TRAINING[name]
+    model, args, file = spread(copy.deepcopy(net)).train(), (x(30, 8),), tmp_path / "training.onnx"
+    dynamo = exporter == "dynamo"
+    options = {} if dynamo else {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
+    htp_export.export(model, args, file, dynamo=dynamo, verbose=False, **options)
+    for verified in (model, copy.deepcopy(model).eval()):
+        result = htp_export.verify(verified, file, args)
+        assert not result.ok
+        assert result.summary.startswith(f"the file is in training mode: {operator} ")
+        assert f" of {path} " in result.summary
+        assert result.summary.endswith("; export model.eval()")
+    right = file_of(model.eval(), args, tmp_path, exporter)
+    assert htp_export.verify(model, right, args).training == ()
+
+
+@BOTH
+def test_a_model_that_draws_random_numbers_in_eval_mode_is_not_said_to_be_in_training_mode(exporter, tmp_path):
+    model = composed(lambda self, y: nn.functional.dropout(y, 0.5, training=True)).eval()
+    result = htp_export.verify(model, file_of(model, (x(20, 8),), tmp_path, exporter), (x(20, 8),))
+    assert result.training == ()
+    assert result.first_wrong == ""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.attention.decomposing import attention_as_in, decomposed_attention
 from htp_export.errors import InputError
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.exporting import export
 from htp_export.model.tagged import TaggedModel, load
@@ -145,7 +146,8 @@ def _exported(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> tuple[TaggedModel, list[frozenset[str]]]:
     """The export, and for each operation of its FX graph the modules in which it is."""
-    program = export(model, args, kwargs=kwargs, verbose=False)
+    with unchanged(model, (args, kwargs), traced=True):
+        program = export(model, args, kwargs=kwargs, verbose=False)
     if program is None or program.exported_program is None:
         raise InputError("the exporter returned no program")
     nodes = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]

@@ -86,6 +86,7 @@ def carry_command(
 
 def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
     """A fresh export of the model, and the inputs with which it was exported."""
+    from htp_export.exporter.capture.model_state import unchanged
     from htp_export.exporter.exporting import export
     from htp_export.model.tagged import model_of
     from htp_export.runtime.carried_inputs import inputs_of_call
@@ -94,7 +95,8 @@ def _exported(model: LookOptions, after: Path) -> tuple[Any, Mapping[str, Any]]:
     calls = model.calls_by_task(two_files=False)
     call = _most_alike(calls, foreign) if calls else model.call()
     if call.example is None:
-        program: Any = export(call.model, call.args, kwargs=call.kwargs or None, verbose=False)
+        with unchanged(call.model, (call.args, call.kwargs), traced=True):
+            program: Any = export(call.model, call.args, kwargs=call.kwargs or None, verbose=False)
         names = [str(value.name) for value in program.model.graph.inputs]
         by_name = set(names) <= set(call.inputs)
         inputs = {name: call.inputs[name] for name in names} if by_name else None

@@ -216,9 +216,11 @@ def _exported(
     model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[TaggedModel, dict[str, Any]]:
     """A fresh export of a PyTorch model, and the example inputs by the names of its inputs."""
+    from htp_export.exporter.capture.model_state import unchanged
     from htp_export.exporter.exporting import export
 
-    program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
+    with unchanged(model, (args, kwargs), traced=True):
+        program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
     assert program is not None
     tagged = load(program)
     return tagged, inputs_of_call([str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {})

@@ -70,7 +70,8 @@ def extract(
     Its inputs are the arguments of the module's ``forward``, under their names, as far as they are needed; other
     tensors that are computed outside become inputs under their names in the file. Sizes are read from its own inputs;
     dynamic dimensions stay dynamic. It has the initializers that it needs, and keeps opset, functions, tags, and its
-    part of the module tree under the same paths.
+    part of the module tree under the same paths. Inputs of the model with a default value, such as those of
+    `lora.insert`, stay such inputs.
 
     Thread-safe, also for calls on the same model.
 
@@ -158,7 +159,8 @@ def splice(
     The replacement needs the inputs of the module as ``extract`` names them, or as many in the same order under other
     names; unused ones may be missing. It must return the module's outputs, in order. Inputs that the module returns
     unchanged, and constants, are not replaced. Types must be equal, and dimensions if both are known. Names in the
-    replacement that are already used are changed.
+    replacement that are already used are changed. Inputs of the replacement with a default value are those of their
+    name in the model, or become inputs of it.
 
     Thread-safe, also for calls on the same model.
 
@@ -218,6 +220,7 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
         if _is_own(changed, part, old)
     }
     made = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
+    optional = [value for value in parts[0].initializers if value.is_graph_input()]
     remove_unused([value for node in made for value in node.outputs], made)
     for old in now:
         producer = old.producer()
@@ -234,8 +237,17 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
             _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
         )
         now.update((old, new) for old, new in zip(part.outputs.values(), results, strict=True) if old in now)
+    _remove_unread(changed.model.graph, optional)
     changed.model.graph.sort()
     return graft
+
+
+def _remove_unread(graph: ir.Graph, optional: Iterable[ir.Value]) -> None:
+    """Remove inputs with a default value, such as factors of adapters, that only the replaced nodes read."""
+    for value in optional:
+        if not value.uses() and not value.is_graph_output():
+            graph.inputs.remove(value)
+            graph.initializers.pop(str(value.name), None)
 
 
 def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:

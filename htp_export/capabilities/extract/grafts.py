@@ -15,7 +15,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.model.cut_models import own_output
@@ -255,14 +255,16 @@ class Graft:
             self._names[str(formal.name)] = str(tensor.name)
             formal.replace_all_uses_with(tensor)
         initializers, nodes = list(graph.initializers.values()), list(graph)
+        optional = [value for value in graph.inputs if value.is_initializer()]
         graph.inputs.clear()
         graph.outputs.clear()
         graph.initializers.clear()
         graph.remove(nodes)
         for initializer in initializers:
-            known = self._weights.setdefault(self._original[initializer], initializer)
+            known = self._known_weight(initializer, is_optional=initializer in optional)
             if known is initializer:
                 host.register_initializer(initializer)
+                host.inputs.extend([initializer] if initializer in optional else [])
             else:  # the weights of a module that ran several times are there from its first call on
                 initializer.replace_all_uses_with(known)
         host.extend(nodes)
@@ -274,6 +276,22 @@ class Graft:
             take_place(stand_in, new)
         self._host.functions.update(self._model.functions)
         return results
+
+    def _known_weight(self, initializer: ir.Value, *, is_optional: bool) -> ir.Value:
+        """The weight of the host that an initializer of the copy is; itself, if the host has none.
+
+        An input with a default value is that of its name in the host, or becomes one of the host.
+        """
+        known = self._weights.setdefault(self._original[initializer], initializer)
+        if known is not initializer or not is_optional:
+            return known
+        old = str(initializer.name)
+        there = next((value for value in self._host.graph.inputs if value.name == old), None)
+        if there is not None and there.is_initializer() and there.type == initializer.type:
+            self._weights[self._original[initializer]] = there
+            return there
+        self._names[old] = initializer.name = self._free(self._tensors, old)
+        return initializer
 
     def _own(self, value: ir.Value) -> ir.Value:
         """A tensor of a node of its own, for an output that is an input or an initializer."""
@@ -294,6 +312,11 @@ class Graft:
                     signatures[place] = [call.renamed(lambda name: self._names.get(name, name)) for call in known]
         calls = self._calls.tree if tags.CALLERS in props else None
         write_model_metadata(props, self._calls.hierarchy, calls=calls, signatures=signatures)
+        inputs = {str(value.name) for value in self._host.graph.inputs}
+        layers = lora_of_inputs(props, inputs)
+        for path, scaling in lora_of_inputs(self._replacement.model.metadata_props, inputs).items():
+            layers.setdefault(path, scaling)
+        write_lora(props, layers)
 
 
 def _placed_paths(host: TaggedModel, replacement: TaggedModel, path: str) -> dict[str, str]:

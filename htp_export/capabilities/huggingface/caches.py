@@ -195,6 +195,8 @@ def _logits_behind(model: Any, prefill: dict[str, Any], decode: dict[str, Any], 
     """The logits of a token behind others and masked padding."""
     import torch
 
+    from htp_export.exporter.capture.model_state import unchanged
+
     ids, following = prefill["input_ids"], decode["input_ids"]
     first = torch.cat([ids, ids[:, :1].expand(-1, padding)], 1)
     mask = torch.ones_like(first)
@@ -204,7 +206,7 @@ def _logits_behind(model: Any, prefill: dict[str, Any], decode: dict[str, Any], 
     for new in (first, following[:, :1]):
         given = {"input_ids": new, "attention_mask": mask, name: cache}
         given["position_ids"] = (mask.cumsum(-1) - 1)[:, -new.shape[1] :]
-        with torch.no_grad():
+        with unchanged(model, ()), torch.no_grad():
             returned = model(**{key: given[key] for key in prefill})
         cache, mask = returned[name], torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
     logits: torch.Tensor = returned["logits"][:, -1]

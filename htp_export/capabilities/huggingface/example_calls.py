@@ -158,10 +158,12 @@ def _never_empty(model: nn.Module) -> Iterator[None]:
 
 
 def run(model: nn.Module, kwargs: dict[str, Any]) -> Any:
-    """Call a model without gradients."""
+    """Call a model without gradients, and restore it; a cache among the arguments is filled."""
     import torch
 
-    with torch.no_grad():
+    from htp_export.exporter.capture.model_state import unchanged
+
+    with unchanged(model, ()), torch.no_grad():
         return model(**kwargs)
 
 

@@ -17,13 +17,14 @@ from htp_export.files.data_files import check_data
 from htp_export.files.stored import Slot, slots
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.module_facts import dtype_name
+from htp_export.model.module_facts import contents_of, dtype_name
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.reporting.columns import Column, many, si
 from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.declared_inputs import Input
+from htp_export.weights.storing import numbers_of
 
 _TORCHS = "pkg.torch.onnx."  # what keys begin with that torch's dynamo exporter gives to nodes
 _MOST_EVIDENCE = 6  # lines that are shown
@@ -86,7 +87,8 @@ class Info(Result):
         functions: Number of ONNX functions.
         modules: Number of modules in the module tree.
         format: The version of the tags' format; None without tags.
-        weights: Element type of stored tensors → their bytes, most first.
+        weights: Element type of stored tensors → their bytes, most first: of initializers, and of the weights in
+            ``Constant`` nodes.
         elements: Number of their elements.
         file_bytes: Size of the file; None for a model in memory.
         data_files: Name of each file with external data → its size; None if it is missing.
@@ -174,12 +176,13 @@ def info(model: ModelSource) -> Info:
     tagged = load(model)
     file = Path(model) if isinstance(model, str | PathLike) else None
     found, metadata = tagged.model, tagged.model.metadata_props
-    stored = [slot for slot in slots(found) if slot.initializer]
+    initializers = [slot for slot in slots(found) if slot.initializer]
+    stored = [*(slot.tensor for slot in initializers), *_weights_in_nodes(tagged)]
     sizes: Counter[str] = Counter()
-    for slot in stored:
-        if slot.tensor.dtype != ir.DataType.STRING:
-            sizes[dtype_name(slot.tensor.dtype)] += slot.tensor.nbytes
-    data, notes = _data_of(stored)
+    for tensor in stored:
+        if tensor.dtype != ir.DataType.STRING:
+            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    data, notes = _data_of(initializers)
     family, evidence = _family_of(tagged)
     nodes = list(all_nodes(found))
     by_dynamo = any(key.startswith(_TORCHS) for node in nodes for key in node.metadata_props)
@@ -197,7 +200,7 @@ def info(model: ModelSource) -> Info:
         len(tagged) if facts.source != "none" else 0,
         metadata.get(tags.FORMAT) if facts.source == "htp" else None,
         dict(sizes.most_common()),
-        sum(slot.tensor.size for slot in stored),
+        sum(tensor.size for tensor in stored),
         None if file is None else file.stat().st_size,
         data,
         family,
@@ -206,6 +209,12 @@ def info(model: ModelSource) -> Info:
         notes,
         facts,
     )
+
+
+def _weights_in_nodes(tagged: TaggedModel) -> list[ir.TensorProtocol]:
+    """The weights that are ``Constant`` nodes; other constants are axes, sizes and single numbers."""
+    read = dict.fromkeys(value for module in contents_of(tagged).modules.values() for value in module.own_weights)
+    return [numbers_of(value) for value in read if value.producer() is not None]
 
 
 def _value(value: ir.Value, role: str) -> ModelValue:

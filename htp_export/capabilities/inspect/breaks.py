@@ -16,10 +16,10 @@ from htp_export.capabilities.inspect.runs import (
     run_once,
     tag_by_scope,
     tree_of,
-    unchanged,
     without_identities,
 )
 from htp_export.exporter.broken_graphs import BrokenRun, GraphBreak, GraphRun, run_with_breaks
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torch_internals import scopes_of
 from htp_export.exporter.torch_programs import LoweredGraph, lowered_graph

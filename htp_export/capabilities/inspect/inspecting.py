@@ -19,11 +19,11 @@ from htp_export.capabilities.inspect.runs import (
     run_once,
     tag_by_scope,
     tree_of,
-    unchanged,
     without_identities,
 )
 from htp_export.errors import InputError
 from htp_export.exporter.broken_graphs import dynamo_as_it_was
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patches import translations_read_once
 from htp_export.exporter.exporting import export
@@ -109,9 +109,15 @@ def _quietly(make: Callable[..., Inspected], *given: Any) -> Inspected:
 
 
 def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
-    program = export(model, args, kwargs=kwargs, verbose=False)
+    with unchanged(model, (args, kwargs), traced=True):
+        program = export(model, args, kwargs=kwargs, verbose=False)
     assert program is not None  # dynamo=True gives one
     return program.model
+
+
+def _program(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+    with unchanged(model, (args, kwargs), traced=True):
+        return exported_graph(model, args, kwargs)
 
 
 def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inspected:
@@ -123,7 +129,7 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
     import torch
 
     names = ModuleNames(model)
-    with unchanged(model, (args, kwargs)):
+    with unchanged(model, (args, kwargs), traced=True):
         traced = torch.fx.GraphModule(model, torch.fx.Tracer().trace(model))
         traced.graph.eliminate_dead_code()
         traced.recompile()
@@ -191,7 +197,7 @@ def _by_parts(
 
 _WAYS: dict[Way, Callable[..., Inspected]] = {
     "onnx": lambda model, args, kwargs, _: Inspected(_exported(model, args, kwargs), "onnx"),
-    "torch.export": lambda model, args, kwargs, _: Inspected(exported_graph(model, args, kwargs), "torch.export"),
+    "torch.export": lambda model, args, kwargs, _: Inspected(_program(model, args, kwargs), "torch.export"),
     "torch.fx": lambda model, args, kwargs, _: _by_symbolic_tracing(model, args, kwargs),
     "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
     "parts": lambda model, args, kwargs, stopped: _by_parts(model, args, kwargs, stopped),

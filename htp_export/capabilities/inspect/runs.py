@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from htp_export.exporter.capture.modules import Before
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.capture.torch_internals import changes_of
 from htp_export.exporter.torch_programs import drop_identities
 from htp_export.format import tags
@@ -58,16 +58,6 @@ class ModuleRun:
 def _states(tree: Any) -> dict[int, int]:
     """``id`` of each tensor → how often it was changed in place."""
     return {id(tensor): changes_of(tensor) for tensor in tensors_in(tree)}
-
-
-@contextlib.contextmanager
-def unchanged(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
-    """Put back what runs of a model inside change: buffers, attributes, arguments, random numbers."""
-    before = Before(model, arguments)
-    try:
-        yield
-    finally:
-        before.put_back()
 
 
 def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleRun:

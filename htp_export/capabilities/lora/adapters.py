@@ -19,6 +19,7 @@ from htp_export.errors import FileError, InputError
 from htp_export.files.replacing import replace_file
 from htp_export.files.text_files import read_json
 from htp_export.format import tags
+from htp_export.format.model_metadata import factor_name
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
 _Entry = TypeVar("_Entry")
@@ -43,16 +44,6 @@ _OTHER_VARIANTS = (
     *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
 """Settings of PEFT's config with which an adapter is not what its factors say."""
-
-
-def factor_name(path: str, factor: str) -> str:
-    """The name of a factor of a module.
-
-    Examples:
-        >>> factor_name("encoder.fc", "A")
-        'encoder.fc.lora_A.weight'
-    """
-    return f"{path}.lora_{factor}.weight" if path else f"lora_{factor}.weight"
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +102,8 @@ def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
     import onnxruntime
 
     try:
-        parameters = onnxruntime.AdapterFormat.read_adapter(os.fspath(path)).get_parameters()
+        adapter_file = onnxruntime.AdapterFormat.read_adapter(os.fspath(path))
+        parameters = adapter_file.get_parameters()  # they lie in the memory of the adapter file
     except Exception as error:  # onnxruntime's own classes
         raise FileError(path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}") from error
     found = _layers(path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None)
@@ -149,7 +141,9 @@ def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
     adapter = onnxruntime.AdapterFormat()
     adapter.set_adapter_version(1)
     adapter.set_model_version(1)
-    adapter.set_parameters({name: to_ort(array) for name, array in arrays_of(layers).items()})
+    # The adapter refers to the memory of these values without keeping it alive.
+    values = {name: to_ort(array) for name, array in arrays_of(layers).items()}
+    adapter.set_parameters(values)
     try:
         with replace_file(file) as new:
             adapter.export_adapter(os.fspath(new))

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.format.model_metadata import FACTORS, read_lora
+from htp_export.format.model_metadata import FACTORS, factor_name, read_lora
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.lora.adapters import factor_name
 from htp_export.capabilities.lora.linears import (
     Linear,
     NotLinearError,
@@ -28,7 +27,7 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import FACTORS, factor_module, write_lora, write_model_metadata
+from htp_export.format.model_metadata import FACTORS, factor_module, factor_name, write_lora, write_model_metadata
 from htp_export.format.recipes import CONSTANT
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason

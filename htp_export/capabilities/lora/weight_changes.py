@@ -28,6 +28,7 @@ from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.parameter_places import WeightSources, places_in
 from htp_export.weights.products import Product, changed_when_written, products_of, readers_of, weight_place
 from htp_export.weights.rebuilding import remade
+from htp_export.weights.storing import numbers_of, store
 
 _OPERATORS = {"convolution": ("Conv", "com.microsoft::FusedConv"), "embedding": ("Gather",)}
 """Kind of a layer of an adapter → what such a layer becomes; for linear ones see `linears_of`."""
@@ -102,8 +103,7 @@ def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank,
     uses = _uses(tagged, path, layer.kind)
     use = uses[0]
     value = _own(tagged, use.value, path, f"{path}.weight" if path else "weight")
-    tensor = value.const_value
-    assert tensor is not None
+    tensor = numbers_of(value)
     shape = tuple(tensor.shape.numpy())
     is_turned = layer.kind == "linear" and use.channels > use.reduced
     of_layer = shape[::-1] if is_turned or layer.kind == "embedding" else shape
@@ -117,7 +117,7 @@ def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank,
         total = merged(as_in_torch, layer, scaling) / alpha
         return (total.T if is_turned else total).astype(weight.dtype)
 
-    value.const_value = changed_when_written(tensor, added, step("computed", recipe_of(value), "lora"))
+    store(value, changed_when_written(tensor, added, step("computed", recipe_of(value), "lora")))
 
 
 def _own(tagged: TaggedModel, value: ir.Value, path: str, name: str) -> ir.Value:
@@ -134,10 +134,9 @@ def _own(tagged: TaggedModel, value: ir.Value, path: str, name: str) -> ir.Value
     mine = [(node, place) for (node, place), (_, within) in zip(value.uses(), readers, strict=True) if any(within)]
     if len(mine) in (0, len(readers)):
         return value
-    graph, tensor = value.graph, value.const_value
+    graph = value.graph
     assert graph is not None
-    assert tensor is not None
-    copy = add_initializer(graph, tensor, Names(tagged.model).tensors.unused(name), recipe_of(value))
+    copy = add_initializer(graph, numbers_of(value), Names(tagged.model).tensors.unused(name), recipe_of(value))
     for node, place in mine:
         node.replace_input_with(place, copy)
     return copy
@@ -203,10 +202,9 @@ def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:
     have_one = any(len(node.inputs) > 2 and node.inputs[2] is not None for node in nodes)
     if not uses or len(uses) != len(nodes) or array.ndim != 1 or have_one:
         return False
-    graph, tensor = uses[0].value.graph, uses[0].value.const_value
+    graph = uses[0].value.graph
     assert graph is not None
-    assert tensor is not None
-    stored = ir.tensor(array.astype(tensor.dtype.numpy()))
+    stored = ir.tensor(array.astype(numbers_of(uses[0].value).dtype.numpy()))
     bias = add_initializer(graph, stored, Names(tagged.model).tensors.unused(name), step("computed", name, "lora"))
     for use in uses:
         use.node.resize_inputs(3)

@@ -27,7 +27,7 @@ from htp_export.lineage.difference import PassDifference
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.process.progress import counted
-from htp_export.runtime.arrays import Array, nan_in
+from htp_export.runtime.arrays import Array, arrays_in, nan_in
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
 
@@ -188,7 +188,7 @@ class OutputCheck:
     def _outputs(self, model: ir.Model) -> dict[str, Array]:
         with temporary_folder() as folder:
             session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
-            outputs = [session.run(inputs) for inputs in self._runs]
+            outputs = [arrays_in(session.run(inputs)) for inputs in self._runs]
         return {
             f"{name}, run {number}" if number else name: array
             for number, run in enumerate(outputs)

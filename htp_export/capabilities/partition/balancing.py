@@ -16,7 +16,7 @@ from htp_export.capabilities.partition.chain import Chain
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json
 from htp_export.format.tags import ancestors, nearest_above
-from htp_export.model.parts import weight_bytes
+from htp_export.model.parts import constant_bytes, weight_bytes
 from htp_export.model.tagged import TaggedModel
 
 _FIELDS = ("total_ms", "flops")
@@ -43,6 +43,8 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
         weights = [0.0] * chain.units
         for value, place in chain.weight_places.items():
             weights[place] += weight_bytes([value])
+        for node, place in chain.places.items():
+            weights[place] += constant_bytes(node)
         return weights
     if balance == "flops":
         balance = counted = cost(chain.tagged)

@@ -20,7 +20,7 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import OUTSIDE
 from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.model.cutting import Cut, Cutter
-from htp_export.model.parts import Constants, part_tensors, weight_bytes
+from htp_export.model.parts import Constants, constant_bytes, part_tensors, weight_bytes
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.crashes import safe_entries
@@ -245,7 +245,8 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     for number, (part, sources) in enumerate(reversed(cuts)):
         new = [value for value in part.initializers if value not in seen]
         seen.update(new)
-        stages.append(_stage(tagged, part, modules[number], sources, weight_bytes(new)))
+        size = weight_bytes(new) + sum(map(constant_bytes, part.nodes))
+        stages.append(_stage(tagged, part, modules[number], sources, size))
     return Partition(
         tagged.hierarchy.root.simple_class or graph.name or "model",
         tuple(stages),
@@ -307,7 +308,7 @@ def _stage(
     model = _stage_model(tagged, part, frozenset(modules))
     return Stage(
         tuple(modules),
-        {str(value.name): StageTensor.of(value) for value in model.graph.inputs},
+        {str(value.name): StageTensor.of(value) for value in model.graph.inputs if not value.is_initializer()},
         {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
         sources,
         sum(1 for _ in model.graph.all_nodes()),

@@ -14,10 +14,9 @@ from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.reporting.columns import Column
 from htp_export.reporting.result import PlainData, Result, Table
-from htp_export.runtime.arrays import from_ort, to_ort
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, from_value, to_value
 
 FORMAT = "htp.partition"
 VERSION = "1"
@@ -57,7 +56,7 @@ class Stage(PlainData):
         outputs: Output → its type and shape.
         sources: Input → number of the stage that computes it, from 0; None for an input of the model.
         nodes: Number of nodes.
-        parameter_bytes: Bytes of its initializers, without constants that earlier stages have, too.
+        parameter_bytes: Bytes of its weights, without initializers that earlier stages have, too.
         file: The file that was written; None if there is none.
         model: The model; None if it was written.
         files: All its files, ``file`` first, by their paths in the folder of ``file``.
@@ -253,8 +252,9 @@ class StageRunner:
         self._closing.close()
 
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
-        """Run all stages: input name → numpy array, torch tensor or nested lists of numbers; output name → array.
+        """Run all stages: input name → numpy array, torch tensor or nested lists; output name → array.
 
+        A sequence is a list of arrays, and an optional without value None.
         An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
@@ -264,7 +264,7 @@ class StageRunner:
         )
         feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
-            (None, name): to_ort(array, feed.types.get(name)) for name, array in feed.arrays.items()
+            (None, name): to_value(array, feed.types.get(name)) for name, array in feed.arrays.items()
         }
         last_use: dict[tuple[int | None, str], int] = {
             (source, name): number for number, stage in enumerate(stages) for name, source in stage.sources.items()
@@ -276,7 +276,7 @@ class StageRunner:
             values.update({(number, name): value for name, value in zip(stage.outputs, results, strict=True)})
             for key in [key for key in values if last_use.get(key, -1) <= number]:
                 del values[key]
-        return {name: from_ort(values[source]) for name, source in outputs.items()}
+        return {name: from_value(values[source]) for name, source in outputs.items()}
 
     def _session(self, number: int, stage: Stage) -> Session:
         """A stage, loaded; a model in memory that stays loaded keeps the folder of its file."""

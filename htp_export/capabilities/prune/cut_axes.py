@@ -32,6 +32,7 @@ from htp_export.shapes.sizes import divide, is_unnamed
 from htp_export.shapes.symbolic import Symbolic
 from htp_export.weights.parameter_places import ParameterPlaces, Place
 from htp_export.weights.products import changed_when_written
+from htp_export.weights.storing import store
 
 ParameterShape: TypeAlias = tuple[int, ...]
 
@@ -117,14 +118,7 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
         recipe = recipe_of(value)
         for axis, indices in places.items():
             recipe = step("take", recipe, [axis, indices.tolist()])
-        lazy = changed_when_written(tensor, taken, recipe, shape)
-        if (producer := value.producer()) is None:
-            value.const_value = lazy
-        else:
-            attributes = [name for name in producer.attributes if name.startswith(("value", "sparse_value"))]
-            for name in attributes:
-                del producer.attributes[name]
-            producer.attributes.add(ir.AttrTensor("value", ir.Tensor(lazy.numpy(), dtype=tensor.dtype)))
+        store(value, changed_when_written(tensor, taken, recipe, shape))
     if value.shape is not None:
         cut = [dim if axis not in places else len(places[axis]) if isinstance(dim, int) else None
                for axis, dim in enumerate(value.shape)]  # fmt: skip

@@ -20,6 +20,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.parameter_places import ParameterPlaces, WeightSources
 from htp_export.weights.products import Product, Weight, readers_of
+from htp_export.weights.storing import numbers_of
 
 _PRODUCTS = ("MatMul", "Gemm")
 _FLAGS = ("transA", "transB")
@@ -105,8 +106,7 @@ def _layouts(weight: Weight) -> dict[bool, Product]:
 def _dtype(tagged: TaggedModel, use: Product) -> ir.DataType:
     value = use.node.inputs[use.place]
     assert value is not None
-    assert use.value.const_value is not None
-    return tagged.inferred.dtype(value) or use.value.const_value.dtype
+    return tagged.inferred.dtype(value) or numbers_of(use.value).dtype
 
 
 def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Factors:

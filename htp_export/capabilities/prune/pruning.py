@@ -33,6 +33,7 @@ from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import nan_in
 from htp_export.weights.products import Weight, changed_when_written, weights_of
+from htp_export.weights.storing import is_in_model, numbers_of, store
 
 V = TypeVar("V")
 _METHODS = ("l1", "random")
@@ -67,7 +68,7 @@ def prune(
     cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of the result has the reason for each. A
     rule of which every weight stays is an error.
 
-    Weights are the initializers that products multiply with, and tables that are looked up; no biases, and no factors
+    Weights are the stored tensors that products multiply with, and tables that are looked up; no biases, and no factors
     of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
 
     Thread-safe, also for calls on the same model.
@@ -139,7 +140,7 @@ def _pruned(
     removed = tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
     if removed:
         tagged = remove_blocks(tagged, removed)
-    left = {weight for weight in weights if tagged.model.graph.initializers.get(weight.name) is weight.value}
+    left = {weight for weight in weights if is_in_model(weight.value)}
 
     def those(*kinds: str) -> dict[Weight, Sparsity]:
         return {weight: value for weight, value in values.items() if value.kind in kinds and weight in left}
@@ -162,7 +163,7 @@ def _pruned(
 
 
 def _counts(*values: ir.Value) -> Counts:
-    arrays = [value.const_value.numpy() for value in values if value.const_value is not None]
+    arrays = [numbers_of(value).numpy() for value in values]
     size = sum(array.size for array in arrays)
     return size, size - sum(int(np.count_nonzero(array)) for array in arrays)
 
@@ -238,11 +239,8 @@ def _apply(weight: Weight, mask: Mask) -> None:
     tensor, shape = weight.tensor, weight.shape
     for value, is_turned in {weight.value: False, **weight.copies}.items():
         recipe = step("masked", recipe_of(value))
-        value.const_value = (
-            changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
-            if is_turned
-            else changed_when_written(tensor, mask, recipe)
-        )
+        turned = changed_when_written(tensor, lambda array: mask(array).T, recipe, shape[::-1])
+        store(value, turned if is_turned else changed_when_written(tensor, mask, recipe))
 
 
 class PlanChecks:

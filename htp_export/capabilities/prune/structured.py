@@ -18,8 +18,10 @@ from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted
 from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.parameter_places import ParameterPlaces, WeightSources
 from htp_export.weights.products import Weight
+from htp_export.weights.storing import numbers_of
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,8 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
             kept[axis] = kept[axis] & stays if axis in kept else stays
     kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
     cut = {value for value, _ in kept}
-    weights = [value for value in tagged.model.graph.initializers.values() if value in cut]
+    constants = (value for node in tagged.nodes if is_standard(node, "Constant") for value in node.outputs)
+    weights = [value for value in (*tagged.model.graph.initializers.values(), *constants) if value in cut]
     before, places = {value: _shape(value) for value in weights}, ParameterPlaces(tagged, WeightSources(tagged))
     cut_axes(tagged, kept)
     change_parameters(tagged, places, {value: (before[value], {"": _shape(value)}) for value in weights})
@@ -95,8 +98,7 @@ def _choose(pool: Sequence[_Cuttable]) -> str:
 
 
 def _shape(value: ir.Value) -> ParameterShape:
-    assert value.const_value is not None
-    return tuple(value.const_value.shape.numpy())
+    return tuple(numbers_of(value).shape.numpy())
 
 
 def _cuttable(

@@ -22,6 +22,7 @@ from htp_export.reporting.columns import percent
 from htp_export.runtime.processors import is_arm, saturates
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import products_of
+from htp_export.weights.storing import numbers_of
 
 _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
@@ -120,8 +121,8 @@ class Serving:
             if done := work_of(step):
                 work[step.node] += times * done.macs
         for product in products_of(self._tagged, self._tagged.nodes):
-            if not work[product.node] and product.value.const_value is not None:
-                work[product.node] = product.value.const_value.size
+            if not work[product.node]:
+                work[product.node] = numbers_of(product.value).size
         return work
 
 

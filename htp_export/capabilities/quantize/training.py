@@ -103,10 +103,12 @@ def _is_by_channel(quantizer: Any) -> bool:
 def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
     import torch
 
-    with torch.no_grad():
+    from htp_export.exporter.capture.model_state import unchanged
+
+    with unchanged(quantizer, (weight,)), torch.no_grad():
         quantizer(weight)  # its scale is that of the weights that it saw last
-    scale = quantizer.scale.detach().reshape(-1).float()
-    zero_point = quantizer.zero_point.detach().reshape(-1).to(torch.int32)
+        scale = quantizer.scale.reshape(-1).to(torch.float32, copy=True)
+        zero_point = quantizer.zero_point.reshape(-1).to(torch.int32, copy=True)
     return lambda x: torch.fake_quantize_per_channel_affine(x, scale, zero_point, 0, -128, 127)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from htp_export.reporting.result import PlainData
-from htp_export.runtime.arrays import Array
+from htp_export.runtime.arrays import Array, arrays_in
 
 _PROBABILITY_SLACK = 1e-3  # sums of fp16 probabilities are not nearer to 1
 
@@ -46,11 +47,12 @@ class OutputErrors:
     def __init__(self) -> None:
         self._sums: dict[str, _OutputSums] = {}
 
-    def add(self, expected: Mapping[str, Array], actual: Mapping[str, Array]) -> None:
-        """Add the outputs of one sample: name → array."""
-        floats = {name: array for name, array in expected.items() if _is_float(array)}
-        for name, array in (floats or expected).items():
-            self._sums.setdefault(name, _OutputSums()).add(array, actual[name])
+    def add(self, expected: Mapping[str, Any], actual: Mapping[str, Any]) -> None:
+        """Add the outputs of one sample: name → array, or a sequence of arrays."""
+        wanted, found = arrays_in(expected), arrays_in(actual)
+        floats = {name: array for name, array in wanted.items() if _is_float(array)}
+        for name, array in (floats or wanted).items():
+            self._sums.setdefault(name, _OutputSums()).add(array, found[name])
 
     def result(self) -> Deviation:
         """The error over all samples."""

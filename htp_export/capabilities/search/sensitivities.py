@@ -26,6 +26,7 @@ from htp_export.runtime.arrays import Array
 from htp_export.runtime.runner import Metric
 from htp_export.runtime.sessions import SessionSettings
 from htp_export.weights.products import Product, products_of
+from htp_export.weights.storing import numbers_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.quantize.choosing import Serving
@@ -86,8 +87,7 @@ def _mean_squares(tagged: TaggedModel, values: Sequence[ir.Value], samples: Samp
 
 
 def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Value, float]) -> float:
-    assert use.value.const_value is not None
-    weight = np.asarray(use.value.const_value.numpy(), np.float32)
+    weight = np.asarray(numbers_of(use.value).numpy(), np.float32)
     wide = weight.astype(np.float64)
     change = float(np.square(wide - rounded(weight, precision, use.reduced, use.channels)).sum())
     if not (values := _values_of(use)):

@@ -141,7 +141,14 @@ def leaving_tensors(tagged: TaggedModel, path: str, number: int) -> list[ir.Valu
     region = tagged[path]
     region = region.call(number) if region.calls > 1 else region
     values = (value for value in region.outputs if value.name and tagged.values.get(value.name) is value)
-    return [value for value in values if not _is_of_others(tagged, path, value.producer())]
+    tensors = (value for value in values if is_tensor(tagged, value))
+    return [value for value in tensors if not _is_of_others(tagged, path, value.producer())]
+
+
+def is_tensor(tagged: TaggedModel, value: ir.Value) -> bool:
+    """Whether a value is a tensor, and no sequence or optional, as far as its type is known."""
+    kind = tagged.inferred.type(value)
+    return kind is None or isinstance(kind, ir.TensorType)
 
 
 def _is_of_others(tagged: TaggedModel, path: str, node: ir.Node | None) -> bool:
@@ -236,7 +243,7 @@ def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerance
     def compare(name: str, array: Array) -> None:
         for key in wanted[by_name[name]]:
             computed_in = filter(None, (key[3], halves.get(name)))
-            differences[key] = difference(key[0].array, array, key[2], computed_in)
+            differences[key] = difference(*key[0].compared_with(array), key[2], computed_in)
 
     run.fetch(sizes, compare)
 

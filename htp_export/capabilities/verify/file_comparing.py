@@ -8,7 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.verify.checking import CheckedCall, check_calls, leaving_tensors, named_results, pair_call
+from htp_export.capabilities.verify.checking import (
+    CheckedCall,
+    check_calls,
+    is_tensor,
+    leaving_tensors,
+    named_results,
+    pair_call,
+)
 from htp_export.capabilities.verify.file_run import (
     FileRun,
     check_has_modules,
@@ -210,7 +217,7 @@ def _tensors_of_calls(tagged: TaggedModel) -> list[_CallTensors]:
 def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
     named = next(named_results(tagged, path, number), None)
     if named is not None or tagged.source == "none":
-        return named or []
+        return [value if value is not None and is_tensor(tagged, value) else None for value in named or ()]
     try:
         return list(leaving_tensors(tagged, path, number))
     except InputError:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from htp_export.capabilities.verify.packed_sequences import PackedArray, packed_by
 from htp_export.errors import InputError, described
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
@@ -18,7 +19,7 @@ from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives,
 from htp_export.format.hierarchy import module_paths
 from htp_export.format.leaves import named_leaves, named_tensors_in, tensors_in
 from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
-from htp_export.runtime.arrays import ArrayStore, StoredArray, from_torch
+from htp_export.runtime.arrays import Array, ArrayStore, StoredArray, from_torch
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +33,7 @@ class ModuleCall:
     ``began`` is its position among all calls in the order in which they began: calls that began later and ended earlier
     ran inside this one. ``tensors`` says of each tensor and number that ``forward`` returned whether it is a tensor:
     TorchScript lists sizes among the results. ``computed_in`` is for each output the type of half precision in which a
-    file computes it, ``""`` for none.
+    file computes it, ``""`` for none. ``draws`` says whether random numbers were drawn in it.
     """
 
     path: str
@@ -42,6 +43,7 @@ class ModuleCall:
     began: int = 0
     tensors: tuple[bool, ...] = ()
     computed_in: tuple[str, ...] = ()
+    draws: bool = False
 
 
 @contextlib.contextmanager
@@ -105,7 +107,7 @@ class _Recorder:
     def __init__(self, store: ArrayStore, wanted: Callable[[str, int, str], bool]) -> None:
         self._store, self._wanted = store, wanted
         self._counts: collections.Counter[str] = collections.Counter()
-        self._open: list[tuple[str, int, int, dict[str, StoredArray]]] = []
+        self._open: list[tuple[str, int, int, dict[str, StoredArray], torch.Tensor]] = []
         self._begun = 0
         self._known: dict[int, tuple[weakref.ref[Any], int, StoredArray]] = {}
         self.calls: list[ModuleCall] = []
@@ -124,10 +126,11 @@ class _Recorder:
                 return
             number = self._counts[path]
             self._counts[path] += 1
-            named = named_tensors_in(arguments_by_name(module.forward, args, kwargs))
-            held = {name: self._hold(tensor) for name, tensor in named if self._wanted(path, number, name)}
+            arguments = arguments_by_name(module.forward, args, kwargs)
+            named, packed = named_tensors_in(arguments), packed_by(arguments)
+            held = {name: self._hold(tensor, packed) for name, tensor in named if self._wanted(path, number, name)}
             inputs = {name: stored for name, stored in held.items() if stored is not None}
-            self._open.append((path, number, self._begun, inputs))
+            self._open.append((path, number, self._begun, inputs, torch.get_rng_state()))
             self._begun += 1
 
         def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -135,17 +138,28 @@ class _Recorder:
                 return
             while self._open[-1][0] != path:  # calls that raised, and whose error somebody caught
                 self._open.pop()
-            _, number, began, inputs = self._open.pop()
+            _, number, began, inputs, generator = self._open.pop()
+            draws = not torch.equal(generator, torch.get_rng_state())
             returned = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor | int | float)]
-            outputs = tuple(self._hold(leaf) for leaf in returned if isinstance(leaf, torch.Tensor))
+            packed = packed_by(output)
+            outputs = tuple(self._hold(leaf, packed) for leaf in returned if isinstance(leaf, torch.Tensor))
             places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
-            self.calls.append(ModuleCall(path, number, inputs, outputs, began, places))
+            self.calls.append(ModuleCall(path, number, inputs, outputs, began, places, draws=draws))
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
 
-    def _hold(self, tensor: torch.Tensor) -> StoredArray | None:
-        """Store the current values of a tensor once; None if it is sparse, or inside of ``torch.vmap``."""
+    def _hold(self, tensor: torch.Tensor, packed: Mapping[int, tuple[Array, bool]]) -> StoredArray | None:
+        """Store the current values of a tensor once; None if it is sparse, or inside of ``torch.vmap``.
+
+        ``packed``: ``id`` of a tensor of a packed sequence → see `packed_by`.
+        """
+        stored = self._stored(tensor)
+        if stored is None or id(tensor) not in packed:
+            return stored
+        return PackedArray(stored.array, *packed[id(tensor)])
+
+    def _stored(self, tensor: torch.Tensor) -> StoredArray | None:
         try:
             version = tensor._version
         except RuntimeError:  # made in inference mode: nobody counts its changes

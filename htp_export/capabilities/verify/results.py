@@ -324,11 +324,13 @@ class Verification(Comparison):
         misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node' of other"``.
         next_outputs: With ``outputs_from``, the tensors of the file to ask the engine for next; none where the first
             wrong module is known, or nothing differs.
+        training: Nodes of wrong modules that compute as in training, such as active dropout, a line each.
     """
 
     parameters: int = 0
     misplaced: tuple[str, ...] = ()
     next_outputs: tuple[str, ...] = ()
+    training: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -338,6 +340,9 @@ class Verification(Comparison):
     @property
     def summary(self) -> str:
         """The result in one line."""
+        if self.training:
+            more = f", and {len(self.training) - 1} more" if len(self.training) > 1 else ""
+            return f"the file is in training mode: {self.training[0]}{more}; export model.eval()"
         if not self.misplaced:
             return super().summary
         wrong = f"owners of {len(self.misplaced)} of {self.parameters} parameters are wrong: {self.misplaced[0]}"
@@ -346,9 +351,9 @@ class Verification(Comparison):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """The same, the parameters that nodes of other modules read, and the tensors to ask an engine for."""
+        """The same, nodes in training mode, parameters that nodes of other modules read, and tensors to ask for."""
         asked = [f"next, ask the engine for: {', '.join(self.next_outputs)}"] if self.next_outputs else []
-        return (*super().notes, *self.misplaced, *asked)
+        return (*super().notes, *self.training[1:], *self.misplaced, *asked)
 
 
 def _shown(path: str) -> str:

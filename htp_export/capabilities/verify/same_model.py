@@ -162,7 +162,8 @@ def _misplaced(
         return  # what it was folded into is read wherever the module's result is
     outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
     if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
-        right = right.union(*(readers[tied] for tied in _equal_tensors(model, name)))
+        merged = [*_merged_into(initializer), *_equal_tensors(model, name)]
+        right = right.union(*(readers[tied] for tied in merged if tied in readers))
     for node in outside_readers:
         if not _reads(tagged, node, right):
             owners = ", ".join(repr(owner) for owner in tagged.owners_of(node)) or "no module"
@@ -178,6 +179,12 @@ def _gives_constants(tagged: TaggedModel, path: str) -> bool:
 
 def _reads(tagged: TaggedModel, node: ir.Node, modules: frozenset[str]) -> bool:
     return any(tags.is_under(owner, path) for owner in tagged.owners_of(node) for path in modules)
+
+
+def _merged_into(initializer: ir.Value) -> list[str]:
+    """The parameters that were equal when the file was written, as it says; runs of the model may change them."""
+    places = list(places_in(recipe_of(initializer)))
+    return [place.parameter for place in places] if any(place.is_copy for place in places) else []
 
 
 def _equal_tensors(model: nn.Module, name: str) -> list[str]:

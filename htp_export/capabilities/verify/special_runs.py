@@ -256,7 +256,7 @@ def _fused_task(
 def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
     tagged, inputs = run.tagged, task.cut.inputs.items()
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
-    known = {name: (task.expected.get(name) or outside[str(value.name)]).array for name, value in inputs}
+    known = {name: (task.expected.get(name) or outside[str(value.name)]).in_file for name, value in inputs}
     feed = {wanted.name: in_precision_of(wanted, known[wanted.name]) for wanted in Inputs.of(part.model)}
     name = f"module {task.paired.call.path!r} alone"
     # The cut has the same tensors, perhaps under other names.

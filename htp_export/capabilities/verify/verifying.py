@@ -32,10 +32,12 @@ from htp_export.capabilities.verify.same_model import (
     misplaced_parameters,
 )
 from htp_export.capabilities.verify.special_runs import Dump, DumpedRun, check_run
+from htp_export.capabilities.verify.training_mode import training_nodes
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.exporter.caches import prepare_caches
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.exporter.remembered import call_of, model_and_call
 from htp_export.format.leaves import named_leaves, named_tensors_in
 from htp_export.model.model_faults import names_model_faults
@@ -68,8 +70,8 @@ def verify(
     """Compare a PyTorch model with its ONNX file, module by module.
 
     PyTorch runs once, in eval mode, with hooks on every module. ONNX Runtime runs the file without optimisation and
-    returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model is restored
-    afterwards.
+    returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model and the
+    arguments are restored afterwards, also on errors.
 
     What `htp_export.export` returned knows its model and example inputs while they are alive: ``verify(program)``.
     Without arguments, a file that this process exported from the model is verified with those of its export.
@@ -173,11 +175,12 @@ def _verified(
         return path in chosen and signature is not None and signature.inputs.get(argument) is not None
 
     with ArrayStore.opened(run.portion_bytes) as store:
-        with evaluating(model), parameter_readers(model) as readers:
-            calls = record_calls(model, args, kwargs, store, wanted)
-        ran = Counter(call.path for call in calls)
-        if exact:
-            check_same_modules_ran(tagged, model, ran, name)
+        with unchanged(model, (args, kwargs)):
+            with evaluating(model), parameter_readers(model) as readers:
+                calls = record_calls(model, args, kwargs, store, wanted)
+            ran = Counter(call.path for call in calls)
+            if exact:  # with the modules that there were in the run
+                check_same_modules_ran(tagged, model, ran, name)
         taken = run if isinstance(run, DumpedRun) else with_taken_branches(run)
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
@@ -186,6 +189,8 @@ def _verified(
         checked, blame, reasons, following = check_run(taken, compared, store, allowed, isolated=isolated)
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
+    drawing = {call.path for call in calls if call.draws}
+    training = training_nodes(tagged, blame.modules, drawing) if blame.modules else ()
     modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
     return Verification(
         modules=modules,
@@ -195,6 +200,7 @@ def _verified(
         tags=(tagged.tag_facts,),
         parameters=len(known),
         misplaced=misplaced_parameters(tagged, known, readers, model),
+        training=training,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from htp_export.model.module_facts import (
     contents_of,
     dtype_name,
     elements_of,
+    stored_tensor,
     tied_parameters,
 )
 from htp_export.model.regions import Region
@@ -50,18 +51,21 @@ class WeightStatistics:
     not_finite: int
 
 
-def weight_statistics(model: ir.Model) -> dict[str, WeightStatistics]:
-    """Initializer that holds numbers → its statistics, of quantized ones as they are stored; every weight is read."""
-    statistics = {}
-    for graph in model.graphs():
-        for name, value in graph.initializers.items():
-            tensor = value.const_value
-            if tensor is None or tensor.dtype in _NOT_NUMBERS or name in statistics:
-                continue
-            try:
-                statistics[name] = _statistics(tensor)
-            except (OSError, ValueError) as error:  # a data file that is missing, or too short
-                raise InputError(f"the values of the weight {name!r} cannot be read: {error}") from error
+def weight_statistics(model: ir.Model, constants: Iterable[ir.Value] = ()) -> dict[str, WeightStatistics]:
+    """Stored tensor of numbers → its statistics, of quantized ones as they are stored; every weight is read.
+
+    These are the initializers, and ``constants``: weights that are results of ``Constant`` nodes.
+    """
+    statistics: dict[str, WeightStatistics] = {}
+    initializers = [value for graph in model.graphs() for value in graph.initializers.values()]
+    for value in (*initializers, *constants):
+        name, tensor = str(value.name), stored_tensor(value)
+        if tensor is None or tensor.dtype in _NOT_NUMBERS or name in statistics:
+            continue
+        try:
+            statistics[name] = _statistics(tensor)
+        except (OSError, ValueError) as error:  # a data file that is missing, or too short
+            raise InputError(f"the values of the weight {name!r} cannot be read: {error}") from error
     return statistics
 
 
@@ -204,7 +208,7 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         inputs=reader.tensors(model.graph.inputs),
         outputs=reader.tensors(model.graph.outputs),
         constants=reader.tensors([value for graph in model.graphs() for value in graph.initializers.values()]),
-        statistics=weight_statistics(model) if statistics else {},
+        statistics=weight_statistics(model, reader.weights_of_nodes) if statistics else {},
     )
 
 
@@ -212,6 +216,7 @@ class _Reader:
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
         self._weights = {weight for content in contents.values() for weight in content.own_weights}
+        self.weights_of_nodes = [weight for weight in self._weights if weight.producer() is not None]
         self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
         for path in sorted(contents, key=len, reverse=True):  # a parent's is shorter
             facts, above = contents[path].facts, tagged.hierarchy.parent(path)

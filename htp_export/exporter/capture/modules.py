@@ -1,15 +1,13 @@
-"""The modules of a model: their names, as the captures need them, and what a run of them may change."""
+"""The modules of a model: their names, as the captures need them, and their training modes."""
 
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from htp_export.exporter.capture.torch_internals import is_compiled
 from htp_export.format.hierarchy import Hierarchy, module_paths
-from htp_export.format.leaves import tensors_in
 from htp_export.format.parameters import ModuleParameters, parameters_of
 from htp_export.process.restoring import Changes
 
@@ -105,51 +103,3 @@ def refused_modules(model: Any, *, dynamo: bool) -> Iterator[str]:
                 "put the original module in its place"
             )
             return
-
-
-class Before:
-    """The state of a model, of its arguments and of random number generators: run twice, it gives what it gives once.
-
-    Parameters are left out: a model of any size would be copied for the few whose ``forward`` changes them.
-    """
-
-    def __init__(self, model: Any, arguments: Any) -> None:
-        import torch
-        from torch.nn.parameter import is_lazy
-
-        held = [tensor for tensor in (*model.buffers(), *tensors_in(arguments)) if not is_lazy(tensor)]
-        self._tensors = [(tensor, tensor.detach().clone()) for tensor in held]
-        self._attributes = [(vars(module), dict(vars(module))) for module in model.modules()]
-        # Parameters and buffers are in such
-        held_by_modules = [value for _, attributes in self._attributes for value in attributes.values()]
-        self._containers = [(each, each.copy()) for each in held_by_modules if isinstance(each, (dict, list))]
-        self._random = random.getstate()
-        cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        self._generator = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if cuda_runs else []
-
-    def put_back(self) -> None:
-        """Undo what was changed since."""
-        import torch
-
-        for now, then in (*self._attributes, *self._containers):
-            _put_back(now, then)
-        with torch.no_grad():
-            for tensor, values in self._tensors:
-                with contextlib.suppress(RuntimeError):  # tensors without values of their own: sparse, fake
-                    if not torch.equal(tensor, values):  # versions do not tell: batch normalization raises none
-                        tensor.copy_(values)
-        random.setstate(self._random)
-        torch.set_rng_state(self._generator)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
-
-
-def _put_back(now: Any, then: Any) -> None:
-    """Fill a dictionary or list with what it held; one that holds the same is not touched."""
-    if isinstance(now, list):
-        if list(map(id, now)) != list(map(id, then)):
-            now[:] = then
-    elif [(key, id(value)) for key, value in now.items()] != [(key, id(value)) for key, value in then.items()]:
-        now.clear()
-        now.update(then)

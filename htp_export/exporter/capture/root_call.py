@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 import torch
 
 from htp_export.errors import described
-from htp_export.exporter.capture.modules import Before
+from htp_export.exporter.capture.model_state import ModelState, unchanged
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
 from htp_export.format.leaves import named_leaves
 
@@ -105,7 +105,7 @@ class RootCalls:
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
         self.call: RootCall | None = None  # how it is called; None before it is traced
-        self.before: Before | None = None  # the state before the call, if the call as given may be tried after it
+        self.before: ModelState | None = None  # the state before the call, if the call as given may be tried after it
         self.runs = False  # whether it runs, so that modules which are called are called by it
         self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
 
@@ -118,9 +118,9 @@ class RootCalls:
         self.call, self.before = as_passed, None
         if not refusal:
             call = FormattedCall(formatted, as_passed)
-            before = None if call.same_call else Before(model, (as_passed.positional, as_passed.keywords))
+            before = None if call.same_call else ModelState(model, (as_passed.positional, as_passed.keywords))
             if before is not None and not call.same_values:
-                refusal = _changed_meaning(model, call, as_passed, before)
+                refusal = _changed_meaning(model, call, as_passed)
             if not refusal:
                 self.call, self.before = call, before
                 return call.traced
@@ -136,27 +136,26 @@ class RootCalls:
             self.before = None
 
 
-def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall, before: Before) -> str:
-    """Why the two calls, run without a trace, do not give the same; empty if they do."""
+def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall) -> str:
+    """Why the two calls, run without a trace, do not give the same; empty if they do. The model stays as it is."""
     try:
         arguments = numbers_as_tensors(call.formatted)
     except RuntimeError as error:
         return described(error)
+    given = as_passed.positional, as_passed.keywords
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            theirs = flattened(model(*arguments))
+            with unchanged(model, given):
+                theirs = flattened(model(*arguments))
         except Exception as error:
             return described(error)
-        finally:
-            before.put_back()
         try:
-            ours = flattened(model(*as_passed.positional, **as_passed.keywords))
+            with unchanged(model, given):
+                ours = flattened(model(*as_passed.positional, **as_passed.keywords))
             same = _equal(theirs, ours)
         except Exception:  # the call as given is none: nothing to compare with
             return ""
-        finally:
-            before.put_back()
     return "" if same else "numbers that become tensors, or keywords that are dropped, change its result"
 
 

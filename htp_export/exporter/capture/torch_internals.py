@@ -212,6 +212,34 @@ def changes_of(tensor: Any) -> int:
         return 0
 
 
+def noting_writes(note: Callable[[Any], None]) -> Any:
+    """Return a context manager that calls a function with each tensor that an operator is about to write to.
+
+    Operators in the bodies of ``torch.cond`` and of loops are not seen.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Noting(TorchDispatchMode):
+        supports_higher_order_operators = True
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:  # else Dynamo compiles nothing inside
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            schema = getattr(func, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+                given |= kwargs or {}
+                for argument in schema.arguments:
+                    if argument.alias_info is not None and argument.alias_info.is_write:
+                        for tensor in tensors_in(given.get(argument.name)):
+                            note(tensor)
+            return func(*args, **(kwargs or {}))
+
+    return Noting()
+
+
 def has_bodies(function: Any) -> bool:
     """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
     import torch

@@ -37,7 +37,7 @@
     const shown = node ? link(node, name || "(no name)") : htp.make("span", { className: "path", textContent: name || "(no name)" });
     const others = (htp.readersOf.get(name) ?? []).filter((module) => around && module !== around);
     return htp.make("div", { className: "tensor" }, shown, htp.make("span", { className: "type", textContent: type || "type not known" }),
-      ...(node ? [] : [values(name), statistics(name)]),
+      ...(node ? [statistics(name)] : [values(name), statistics(name)]),
       others.length ? htp.make("span", { className: "type" }, "also read by ", ...some(others, (module) => htp.make("span", {}, link(module), " "))) : null);
   }
 
