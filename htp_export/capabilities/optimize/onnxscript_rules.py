@@ -45,9 +45,9 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
     There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
     for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
 
-    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5: ``x + 1e-15`` counts
-    as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers that half precision has match exactly, and
-    others, as the square root of 2, by their relative difference alone.
+    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5: ``x + 1e-15``
+    counts as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers that half precision has match
+    exactly, and others, as the square root of 2, by their relative difference alone.
 
     onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for each of its nodes: the
     time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so those
