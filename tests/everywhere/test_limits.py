@@ -16,7 +16,7 @@ from rich.console import Console
 
 import htp_export
 from htp_export.capabilities.functions.placing import MOST_NESTED
-from htp_export.capabilities.optimize.passes.fuse_for_onnxruntime import MOST, near, near_matching
+from htp_export.capabilities.optimize.onnxscript_rules import MOST, changed_rules, near
 from htp_export.capabilities.verify import locating, same_model
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.model_explorer.graphs import drawing
@@ -223,7 +223,7 @@ def test_patterns_of_several_results_look_at_what_is_near(tried):
         lambda op, x, one, two: (op.Slice(x, one), op.Slice(x, two)), lambda op, x, one, two: (x, x)
     )
     whole = pattern.SimplePatternMatcher.match
-    with near_matching():
+    with changed_rules():
         for node in chain:
             rule.match(ir.Model(chain[0].graph, ir_version=10), chain[0].graph, node)  # type: ignore[arg-type]
     assert 0 < len(tried) <= 5 * len(chain)

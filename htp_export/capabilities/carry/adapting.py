@@ -127,6 +127,7 @@ def _run(
         except Exception as error:
             message = _plain(error, {target: "its result"})
             raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
+        _check_open_inputs(name, before.graph, after.graph)
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
             result.model.graph.opset_imports.setdefault(node.domain, 1)  # some tools do not say what they use
@@ -139,12 +140,19 @@ def _run(
                 with made_from(lambda: [before]):
                     write_model(result.model, output)
             except ResultError as error:
-                left = {value.name for value in result.model.graph.inputs}
-                frozen = next((name for name in default_shapes(before.graph) if name not in left), None)
-                hint = f"; it took the default value of input {frozen!r} for a constant" if frozen else ""
-                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}{hint}") from error
+                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}") from error
         _into_memory(result.model, Path(folder))
     return result
+
+
+def _check_open_inputs(name: str, before: ir.Graph, after: ir.Graph) -> None:
+    """Refuse a result in which an input without elements by default, as that of an adapter, is such a constant."""
+    left = {value.name for value in after.inputs}
+    read = {value.name for value in before.inputs if value.uses()}
+    for given, shape in default_shapes(before).items():
+        if 0 in shape and given in read and given not in left:
+            said = f"made a model of this one that does not take input {given!r} any more"
+            raise ToolError(name, f"{said}: it took the default value, without elements, for a constant")
 
 
 def share_unchanged(model: ir.Model, source: ModelSource) -> None:
