@@ -372,7 +372,7 @@ def to_value(array: Array, onnx_type: ir.DataType | None = None) -> Any:
     if array.dtype.kind not in "OUS":
         return to_ort(array, onnx_type)
     model = onnx.parser.parse_model(f"{_HELPER} () => (string[] y) {{}}")
-    text = [str(each) for each in array.flat]
+    text: Any = [str(each) for each in array.flat]
     model.graph.initializer.append(onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, text))
     return Session(RunnableModel(model.SerializeToString(), "text")).run_values({})[0]
 

@@ -43,11 +43,11 @@ class PackedArray(StoredArray):
     @property
     def _is_step(self) -> Array:
         """Whether a sequence has a step: ``[step, sequence]``, the longest sequence first."""
-        return np.arange(int(self.batch_sizes[0])) < self.batch_sizes[:, None]
+        return np.asarray(np.arange(int(self.batch_sizes[0])) < self.batch_sizes[:, None])
 
     @property
     def _lengths(self) -> Array:
-        return self._is_step.sum(0).astype(np.int32)
+        return np.asarray(self._is_step.sum(0), np.int32)
 
 
 def packed_by(tree: Any) -> dict[int, tuple[Array, bool]]:

@@ -32,6 +32,6 @@ def _in_training(node: ir.Node, facts: GraphFacts) -> str:
     if is_standard(node, "Dropout") and len(node.inputs) > 2:
         mode = facts.array(node.inputs[2])
         return "drops elements at random" if mode is not None and mode.all() else ""
-    if is_standard(node, "BatchNormalization") and node.attributes.get_int("training_mode", 0):
+    if is_standard(node, "BatchNormalization") and node.attributes.get_int("training_mode", 0) == 1:
         return "takes mean and variance of the batch"
     return ""

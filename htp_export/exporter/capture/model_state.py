@@ -154,7 +154,8 @@ def _put_container_back(container: Any, contents: list[Any]) -> None:
 
     One that holds the same is not touched.
     """
-    kind = next(each for each in (OrderedDict, dict, list, set, deque) if isinstance(container, each))
+    kinds: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
+    kind = next(each for each in kinds if isinstance(container, each))
     if isinstance(container, dict):
         if _identities(container.items()) != _identities(contents):
             kind.clear(container)

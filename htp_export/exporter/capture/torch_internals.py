@@ -219,7 +219,7 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Noting(TorchDispatchMode):
+    class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         supports_higher_order_operators = True
 
         @classmethod
@@ -237,7 +237,7 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
                             note(tensor)
             return func(*args, **(kwargs or {}))
 
-    return Noting()
+    return Noting()  # type: ignore[no-untyped-call]
 
 
 def has_bodies(function: Any) -> bool:
