@@ -37,8 +37,8 @@ def run_command(
     as_json: JsonOption = False,
 ) -> None:
     """Run another tool on a tagged file, and keep its tags."""
-    from htp_export.capabilities.carry.adapting import share_unchanged
     from htp_export.alignment.origin_map import embed_map
+    from htp_export.capabilities.carry.adapting import share_unchanged
     from htp_export.files.model_files import write_model
 
     if tool not in tools.__all__:
