@@ -20,7 +20,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
-from htp_export.files.protobuf_bytes import Marks, subgraph_protos
+from htp_export.files.protobuf_bytes import Marks, graph_protos
 from htp_export.files.stored import slots, stand_in
 from htp_export.format import tags
 
@@ -146,7 +146,7 @@ def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
             for size in tensor.dims:
                 added.shape.dim.add(dim_value=size)
 
-    for graph in _graphs(proto.graph):
+    for graph in graph_protos(proto.graph):
         for node in filter(_is_of_onnxruntime, graph.node):
             _hide(node, proto.opset_import)
         kept = [tensor for tensor in graph.initializer if not is_absent(tensor)]
@@ -187,13 +187,6 @@ def _drop_shapeless(proto: onnx.ModelProto) -> None:
 def _has_shape(value: onnx.ValueInfoProto) -> bool:
     kind = value.type.WhichOneof("value")
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.HasField("shape"))
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for inner in subgraph_protos(node):
-            yield from _graphs(inner)
 
 
 def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
@@ -275,7 +268,7 @@ def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
 
 def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
     """A fault with the modules of the node that it names."""
-    nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
+    nodes = list(itertools.chain.from_iterable(graph.node for graph in graph_protos(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
     node = next((node for node in nodes if fault.node and node.name == fault.node), None)
     if node is None:

@@ -17,7 +17,8 @@ from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
-from htp_export.files.targets import Kind, check_folder, check_parent, new_folder
+from htp_export.files.folders import check_folder, new_folder
+from htp_export.files.targets import Kind, check_parent
 
 if TYPE_CHECKING:
     from htp_export.capabilities.cost.result import ModuleTree

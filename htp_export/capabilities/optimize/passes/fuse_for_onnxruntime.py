@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,8 @@ from htp_export.editing.editing import (
 )
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import replaced_by
+from htp_export.process.forking import Mutex
+from htp_export.process.restoring import Changes, restored, set_attribute
 from htp_export.shapes.operator_kinds import is_standard, without_copies
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic, written_shape
@@ -35,7 +36,7 @@ MOST = 64
 
 _log = logging.getLogger(__name__)
 
-_ONE_AT_A_TIME = threading.Lock()  # the changed class is shared by the whole process
+_ONE_AT_A_TIME = Mutex()  # the changed class is shared by the whole process
 
 
 @register("fuse_for_onnxruntime", level="fused")
@@ -260,16 +261,12 @@ def near_matching() -> Iterator[None]:
         relative = type(constant)(constant.value, rel_tol=constant._rel_tol, abs_tol=0.0)
         return bool(originals[1](self, relative, value))
 
-    with _ONE_AT_A_TIME:
-        try:
-            for (owner, name), changed in zip(
-                places, (match, match_constant, lambda model, debug=False: 0), strict=True
-            ):
-                setattr(owner, name, changed)
-            yield
-        finally:
-            for (owner, name), original in zip(places, originals, strict=True):
-                setattr(owner, name, original)
+    def make(changes: Changes) -> None:
+        for (owner, name), changed in zip(places, (match, match_constant, lambda model, debug=False: 0), strict=True):
+            set_attribute(changes, owner, name, changed)
+
+    with _ONE_AT_A_TIME.lock, restored(make):
+        yield
     if crowded:
         node, *others = crowded
         _log.warning(
