@@ -32,6 +32,10 @@ _NAME = re.compile(r"\.htp-[0-9a-f]{12}")
 _ATTEMPTS = 100  # random names that are all taken mean another problem
 
 
+def _random_path(parent: Path) -> Path:
+    return parent / f".htp-{secrets.token_hex(6)}"
+
+
 @dataclass(frozen=True)
 class Move:
     """A new file or folder, and its target, of which a symbolic link is followed.
@@ -53,38 +57,37 @@ class WorkFolder:
     """A folder beside a target, for files that are being written; without a lock, one that is to be cleared."""
 
     def __init__(self, path: Path, lock: filesystem.Lock | None = None) -> None:
-        self.path, self._lock = path, lock
-        self.new, self._old, self._journal = path / "new", path / "old", path / "journal"
+        self._lock = lock
         self._keeps_old = False  # what could not be put back
         self._process = os.getpid()
+        self._set_path(path)
+
+    def _set_path(self, path: Path) -> None:
+        self.path = path
+        self.new, self._old, self._journal = path / "new", path / "old", path / "journal"
 
     @classmethod
-    def open(cls, parent: Path) -> WorkFolder:
-        """Create a work folder, and remove those of killed processes."""
+    def beside(cls, target: Path) -> WorkFolder:
+        """A work folder beside a target, which does not exist yet."""
+        return cls(_random_path(target.absolute().parent))
+
+    def make(self) -> None:
+        """Create the folder, and remove those of killed processes."""
+        parent = self.path.parent
         clear_killed(parent)
         for _ in range(_ATTEMPTS):
-            work = cls(parent / f".htp-{secrets.token_hex(6)}")
-            if work._make():
-                return work
-        raise OSError(f"no folder can be locked in {parent}")
-
-    def _make(self) -> bool:
-        """Create the folder; return whether it is locked, which it is not if another process has just cleared it."""
-        is_made = False
-        try:
-            filesystem.make_work_folder(self.path)
-            is_made = True
+            try:
+                filesystem.make_work_folder(self.path)
+            except FileExistsError:
+                self._set_path(_random_path(parent))
+                continue
+            except OSError as error:
+                raise filesystem.why_not_writable(parent) or error from None
             self._lock = filesystem.Lock.new(self.path / "lock")
-            if self._lock is not None:
+            if self._lock is not None:  # else another process has just cleared it away
                 self.new.mkdir()
-        except OSError as error:
-            if is_made:
-                self.close()
-            raise filesystem.why_not_writable(self.path.parent) or error from None
-        except BaseException:  # a signal, which may come before it is known that the folder was made
-            self.close()
-            raise
-        return self._lock is not None
+                return
+        raise OSError(f"no folder can be locked in {parent}")
 
     def close(self) -> None:
         """Remove the folder and its contents; a folder with a journal is left for a later run."""
@@ -129,21 +132,25 @@ class WorkFolder:
             except BaseException:
                 self._journal.unlink(missing_ok=True)
                 raise
-            self._rename(steps)
-            _note_placed(steps)
-            if replaces:
-                for folder in {step.target.parent for step in steps}:
-                    filesystem.sync_folder(folder)
-            if _all_done(removed):
-                self._journal.unlink()
+            is_renamed = False
+            try:
+                self._rename(steps)
+                is_renamed = True
+                if replaces:
+                    for folder in {step.target.parent for step in steps}:
+                        filesystem.sync_folder(folder)
+            finally:  # also after a signal that came when all was renamed
+                if is_renamed or all(step.is_done for step in steps):
+                    _note_placed(steps)
+                    if _all_done(removed):
+                        self._journal.unlink()
 
     def _prepared(self, move: Move, number: int, others: contextlib.ExitStack) -> _Step:
         """Do everything that can fail before the first rename."""
         target = real_path(move.target)
         new, folder = move.new, target.parent
         if folder.stat().st_dev != self.path.stat().st_dev:  # behind a link: files are not renamed across file systems
-            work = WorkFolder.open(folder)
-            others.callback(work.close)
+            work = others.enter_context(work_folder(target))
             copied = work.new / new.name
             shutil.copytree(new, copied) if new.is_dir() else shutil.copy(new, copied)
             new = copied
@@ -414,10 +421,14 @@ def real_path(path: Path) -> Path:
 
 @contextlib.contextmanager
 def work_folder(target: Path) -> Iterator[WorkFolder]:
-    """Provide a work folder beside a target, which is removed at the end."""
-    work = WorkFolder.open(target.absolute().parent)
+    """Provide a work folder beside a target, which is removed at the end, also if a signal ends the removal."""
+    work = WorkFolder.beside(target)
     try:
-        yield work
+        try:
+            work.make()
+            yield work
+        finally:
+            work.close()
     finally:
         work.close()
 
