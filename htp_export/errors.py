@@ -24,6 +24,7 @@ A failed export is not in the tree: it raises torch's own error, with a note tha
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterable
@@ -140,6 +141,18 @@ class FileError(InputError):
         return cls(
             path, "is a folder; name a file in it" if is_folder else f"cannot be read: {error.strerror or error}"
         )
+
+
+class TargetError(FileError, OSError):
+    """A file cannot be written; an ``OSError``, too, because ``torch.onnx.export`` raises one."""
+
+
+class FolderTargetError(TargetError, IsADirectoryError):
+    """A folder is in the place of a file that is to be written."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
+        super().__init__(path, problem)
+        self.errno = errno.EISDIR
 
 
 class UnknownModuleError(InputError, KeyError):

@@ -36,7 +36,7 @@ from htp_export.attention.steps import (
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import module_paths
 from htp_export.process.argument_types import checks_arguments
-from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
+from htp_export.process.restoring import Changes, enter, restored, turn_attention_fast_path_off
 
 if TYPE_CHECKING:
     from htp_export.format.hierarchy import Hierarchy
@@ -210,10 +210,7 @@ class _StepsOfCalls(TorchFunctionMode):
                 watching._observe(module, name.rpartition("_")[2], name)
             if len(observed) < len(classes):
                 watching._steps_in(module)
-        entered: list[bool] = []
-        changes.will_undo(lambda: self.__exit__(None, None, None) if entered and entered.pop() else None)  # type: ignore[no-untyped-call]
-        self.__enter__()  # type: ignore[no-untyped-call]
-        entered.append(True)
+        enter(changes, self, of_thread=True)
 
     def __torch_function__(
         self,

@@ -1,7 +1,7 @@
 """``htp-export``: the commands, and what becomes of errors.
 
 Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input cannot be used; 3 for a
-fault of htp_export itself; 130 where it was interrupted.
+fault of htp_export itself; 130 where it was interrupted, 143 where SIGTERM ended it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from htp_export.process.restoring import rare_collections
 from htp_export.version import __version__
 
 _INTERNAL_ERROR = 3  # the exit status; 1 is a check that failed, 2 wrong input
-_INTERRUPTED = 130  # as shells have it: 128 and the number of the signal
 
 app = typer.Typer(
     name="htp-export",
@@ -78,20 +77,20 @@ def _status(arguments: list[str]) -> int:
         with interrupts, rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
-        status = _INTERRUPTED
+        status = interrupts.status
     except Exception as error:
         if interrupts.seen:
-            error_line("interrupted")
-            return _INTERRUPTED
+            error_line(interrupts.described)
+            return interrupts.status
         if debug:
             traceback.print_exception(error)
         message, code = _explained(error, debug)
         error_line(message)
         return code
     if interrupts.seen:  # swallowed, and the command was done before it was raised again
-        status = _INTERRUPTED
-    if status == _INTERRUPTED:  # typer itself may have caught it
-        error_line("interrupted")
+        status = interrupts.status
+    if status == interrupts.status:  # typer itself may have caught it
+        error_line(interrupts.described)
     return status if isinstance(status, int) else 0
 
 

@@ -75,7 +75,7 @@ def _found(source: Path) -> Path:
 
 
 def _index(path: Path) -> dict[str, str]:
-    content = read_json(path)
+    content = read_json(path, plain=True)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
         raise FileError(path, 'is no index of safetensors files: it has no "weight_map" from tensors to files')

@@ -99,6 +99,11 @@ def _free_name(target: Path, *, serial: bool) -> Path:
     usual = target.with_name(f"{target.name}.data")
     if not serial and not os.path.lexists(usual):
         return usual
+    return with_serial(target)
+
+
+def with_serial(target: Path) -> Path:
+    """Return a name for a data file of an ONNX file that no other file has."""
     return target.with_name(f"{target.name}.{secrets.token_hex(4)}.data")
 
 

@@ -12,9 +12,14 @@ import os
 import stat
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
+
+from htp_export.errors import FolderTargetError, TargetError
+from htp_export.process.forking import in_forked_child
 
 try:
     import fcntl
@@ -58,10 +63,15 @@ def removes_open_files() -> bool:
 
 
 class Lock:
-    """A lock file that one process holds, and that is released when the process ends in any way."""
+    """A lock of a file or folder that one process holds, and that is released when the process ends in any way.
+
+    A child process that is forked meanwhile inherits the descriptor, and with it the lock: the child closes its own,
+    and `release` unlocks the file itself, for children that could not.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor: int | None = descriptor
+        _held.add(self)
 
     @classmethod
     def new(cls, path: Path) -> Lock | None:
@@ -79,8 +89,11 @@ class Lock:
             if fcntl is None:  # a process that has it open keeps it
                 path.unlink()
                 return cls.new(path)
-            descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0))
+            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
+            return None
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
             return None
         return cls._held(descriptor, path, unlocked_is_ours=False)
 
@@ -102,11 +115,40 @@ class Lock:
             return None
         return lock
 
+    @classmethod
+    def waited_for(cls, folder: Path) -> Lock | None:
+        """Wait until no other process and no other thread holds the lock of a folder; None where there are no locks."""
+        if fcntl is None:
+            return None
+        try:
+            lock = cls(os.open(folder, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock._descriptor, fcntl.LOCK_EX)  # type: ignore[arg-type]
+        return lock
+
     def release(self) -> None:
         """Release the lock."""
+        if self._descriptor is not None and fcntl is not None:
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close the descriptor of this process; the lock is that of the process that forked this one."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+_held: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+@in_forked_child
+def _forget_locks() -> None:
+    for lock in list(_held):
+        lock.forget()
 
 
 @contextlib.contextmanager
@@ -115,16 +157,49 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 
     The folder itself is locked, so that no file is left. On Windows, and on file systems without locks, nobody waits.
     """
-    descriptor: int | None = None
+    lock = Lock.waited_for(folder)
     try:
-        if fcntl is not None:
-            with contextlib.suppress(OSError):
-                descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-                fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        if lock is not None:
+            lock.release()
+
+
+def check_kind_of_target(path: Path) -> None:
+    """Refuse to write where something is that is neither a file nor written to like one: nothing takes its place.
+
+    A `FolderTargetError` for a folder, a `TargetError` for a socket and for a block device, whose contents would be
+    overwritten. Links are followed. What is written to: `is_special`.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (OSError, ValueError):  # it does not exist, or its name cannot: whoever writes it says so
+        return
+    if stat.S_ISDIR(mode):
+        raise FolderTargetError(path, "is a folder; name a file in it")
+    if stat.S_ISSOCK(mode):
+        raise TargetError(path, "is a socket, which cannot be written like a file; name a file")
+    if stat.S_ISBLK(mode):
+        raise TargetError(path, "is a block device, whose contents would be overwritten; name a file")
+
+
+def opened_plain(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a file that somebody else named, for reading; an `OSError` if it is a pipe or a device, without waiting."""
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, "it is no plain file", os.fspath(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def is_plain_file(path: Path) -> bool:
+    """Return whether there is a file itself at a path: no link, folder, pipe or device."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (OSError, ValueError):
+        return False
 
 
 def is_special(path: Path) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -31,20 +30,21 @@ from htp_export.files.data_plan import (
     put_notes,
     shared_files,
 )
-from htp_export.files.filesystem import is_special
-from htp_export.files.parsing import is_protobuf, parsed, put_in_order
+from htp_export.files.filesystem import check_kind_of_target, is_special
+from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
 from htp_export.files.stored import Slot, about, slots, write_filled
 from htp_export.files.targets import check_target
 from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
+from htp_export.process.forking import Mutex
 
 _LARGE_BYTES = 1_800_000_000
 """Models with more in them get external data; protobuf refuses messages of 2 GiB."""
 
 
-_ONE_AT_A_TIME = threading.RLock()
+_ONE_AT_A_TIME = Mutex()
 """Held while a model is written: one thread may replace the file from which another one copies weights."""
 
 
@@ -145,7 +145,9 @@ def _write_model(
     check_target(target)
     if is_special(target) and (isinstance(external_data, str) or share_weights):
         raise FileError(target, "is no plain file; no weights can lie beside it")
-    with _ONE_AT_A_TIME:
+    if isinstance(external_data, str):
+        _check_data_target(real_path(target).with_name(external_data))
+    with _ONE_AT_A_TIME.lock:
         if any(slot.external and Path(slot.path).resolve() == target.resolve() for slot in slots(model)):
             raise FileError(target, "holds the weights of this model; write the model under another name")
         try:
@@ -173,6 +175,13 @@ def _write_model(
             slot.put(tensor)
 
 
+def _check_data_target(data: Path) -> None:
+    """Refuse to replace what is no file by data whose name the caller chose."""
+    check_kind_of_target(data)
+    if is_special(data):
+        raise FileError(data, "is no plain file; name another file for the data")
+
+
 def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool) -> None:
     for slot, same in places:
         if slot.external:
@@ -197,8 +206,43 @@ def own_files(target: Path) -> set[Path]:
 
 
 def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
-    """Return the data files of the ONNX file at a target that we named, and that the new model does not need."""
-    return [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+    """Return the data files of the ONNX file at a target that we named, and that the new model does not need.
+
+    A data file behind a link is not removed.
+    """
+    names = [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+    return [file for file in names if not (target.parent / file.name).is_symlink()]
+
+
+def may_take_place_of(target: Path, data: Path) -> bool:
+    """Return whether data of a new model may replace a file: it is empty, or has data of the model at the target.
+
+    A model that does not fit its data, as an interrupted export leaves it, names its data, too. Data that it shares
+    with another model are those of the other.
+    """
+    if not data.is_file():
+        return not os.path.lexists(data)
+    if data.stat().st_size == 0:
+        return True
+    model = parsed_or_none(target) if target.is_file() else None
+    if model is None:
+        return False
+    try:
+        shared = shared_files(target, model.metadata_props)
+    except FileError:
+        return False
+    tensors = [slot.tensor for slot in slots(model)]
+    names = {os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    return any(_is_data(target, name, data) for name in names - shared.keys())
+
+
+def _is_data(model: Path, location: str, file: Path) -> bool:
+    """Whether a data file of a model, by its name in it, is this file."""
+    try:
+        folder, name = find_data(model, location)
+    except FileError:  # it lies elsewhere
+        return False
+    return (folder / name).resolve() == file.resolve()
 
 
 def _write_files(

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.errors import FileError
+from htp_export.files.filesystem import opened_plain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,7 +65,7 @@ class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
 def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
     """The archive; whatever is wrong with it becomes a `FileError`."""
     try:
-        with zipfile.ZipFile(file) as archive:
+        with opened_plain(file) as stream, zipfile.ZipFile(stream) as archive:
             yield archive
     except OSError as error:
         raise FileError.unreadable(file, error) from error

@@ -38,6 +38,14 @@ def parsed(file: Path) -> ir.Model | None:
     return _checked(model)
 
 
+def parsed_or_none(file: Path) -> ir.Model | None:
+    """Return the model in a file, without its external data; None for what is no ONNX file, or a broken one."""
+    try:
+        return parsed(file)
+    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+        return None
+
+
 def message_of(file: Path) -> tuple[onnx.ModelProto, HollowModel | None] | None:
     """Read a model without its data files and, if it can be read in parts, its large weights; None for no model."""
     hollow = read_hollow(file) if is_protobuf(file) else None

@@ -248,3 +248,11 @@ def subgraph_protos(node: onnx.NodeProto) -> Iterator[onnx.GraphProto]:
             yield attribute.g
         elif attribute.type == onnx.AttributeProto.GRAPHS:
             yield from attribute.graphs
+
+
+def graph_protos(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """A graph and the graphs inside of it, as protobuf messages."""
+    yield graph
+    for node in graph.node:
+        for inner in subgraph_protos(node):
+            yield from graph_protos(inner)

@@ -6,17 +6,15 @@ existing file that holds something else than what it writes: a source file, a pl
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import is_read_only, is_special, why_not_writable
+from htp_export.files.filesystem import check_kind_of_target, is_read_only, is_special, why_not_writable
 from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
@@ -50,15 +48,14 @@ def check_target(
     if path is None:
         return
     target = Path(path)
+    check_kind_of_target(target)
     if is_special(target):
         if not os.access(target, os.W_OK):
             raise FileError(target, "cannot be written: permission denied")
         return
     check_parent(target)
-    if is_read_only(target) and not target.is_dir():
+    if is_read_only(target):
         raise FileError(target, "is read-only; name another file, or allow that it is written")
-    if target.is_dir():
-        raise FileError(target, "is a folder; name a file in it")
     if kind in (Kind.PAGE, Kind.JSON) and target.suffix.lower() in _NAMES_OF_MODELS:
         named = target.with_name(target.name.split(".")[0] + (".html" if kind is Kind.PAGE else ".json")).name
         what = "page" if kind is Kind.PAGE else "file"
@@ -82,36 +79,6 @@ def check_parent(target: Path) -> None:
         raise FileError(target, f"cannot be written: its folder does not exist: {folder}") from error
     if error is not None:
         raise FileError(target, f"cannot be written: {error.strerror}: {folder}") from error
-
-
-def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
-    """Refuse a folder that cannot be written, or that holds other files than an earlier one of its kind.
-
-    ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this path in it.
-    """
-    if folder.exists() and not folder.is_dir():
-        raise FileError(folder, f"is a file; name a folder for {what}")
-    for inside, folders, files in os.walk(folder):  # one by one: the folder may be a large one of somebody else's
-        linked = (name for name in folders if Path(inside, name).is_symlink())
-        for name in (Path(inside, each).relative_to(folder).as_posix() for each in (*sorted(files), *linked)):
-            if not is_ours(name):
-                raise FileError(folder, f"holds {name!r}, which is not of {what}; name an empty or a new folder")
-    existing = next(each for each in (folder.absolute().parent, *folder.absolute().parents) if each.exists())
-    if error := why_not_writable(existing):
-        raise FileError(folder, f"cannot be written: {error.strerror}: {existing}") from error
-
-
-@contextlib.contextmanager
-def new_folder(folder: Path) -> Iterator[None]:
-    """Make a folder, and those above it, for a ``with`` block; if it fails, those that were made are removed."""
-    missing = [each for each in (folder, *folder.parents) if not each.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        if missing:
-            shutil.rmtree(missing[-1], ignore_errors=True)
-        raise
 
 
 def files_named_in(value: Any) -> Iterator[Path]:
@@ -150,13 +117,10 @@ def _weights_of(file: Path) -> set[Path]:
     """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
     import onnx_ir as ir
 
-    from htp_export.files.parsing import parsed
+    from htp_export.files.parsing import parsed_or_none
     from htp_export.files.stored import slots
 
-    try:
-        model = parsed(file)
-    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
-        return set()
+    model = parsed_or_none(file)
     tensors = () if model is None else (slot.tensor for slot in slots(model))
     return {file.parent / os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
 
@@ -166,7 +130,7 @@ def _is_model(file: Path) -> bool:
 
     try:
         return message_of(file) is not None
-    except Exception:  # as above
+    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
         return False
 
 

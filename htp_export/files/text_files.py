@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from htp_export.errors import FileError, in_one_line
+from htp_export.files.filesystem import opened_plain
 from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
 
@@ -21,14 +22,19 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
     """Raise a `FileError` that names a file or folder in place of an ``OSError``."""
     try:
         yield
+    except FileError:
+        raise
     except OSError as error:
         raise FileError(path, f"cannot be written: {error.strerror or error}") from error
 
 
-def read_json(path: str | os.PathLike[str]) -> Any:
-    """Read a JSON file; a `FileError` if it cannot be read or is not JSON."""
-    with _named_if_unreadable(path, "JSON"):
-        return json.loads(Path(path).read_bytes())
+def read_json(path: str | os.PathLike[str], *, plain: bool = False) -> Any:
+    """Read a JSON file; a `FileError` if it cannot be read or is not JSON.
+
+    ``plain``: a pipe or a device is refused, because it was found in a folder. One that the user names is waited for.
+    """
+    with _named_if_unreadable(path, "JSON"), opened_plain(path) if plain else Path(path).open("rb") as file:
+        return json.loads(file.read())
 
 
 @contextlib.contextmanager

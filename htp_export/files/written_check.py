@@ -22,7 +22,7 @@ import onnx.inliner
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
-from htp_export.files.protobuf_bytes import Marks, subgraph_protos
+from htp_export.files.protobuf_bytes import Marks, graph_protos, subgraph_protos
 from htp_export.files.stored import slots, stand_in
 from htp_export.format import tags
 
@@ -147,7 +147,7 @@ def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
             for size in tensor.dims:
                 added.shape.dim.add(dim_value=size)
 
-    for graph in _graphs(proto.graph):
+    for graph in graph_protos(proto.graph):
         for node in filter(_is_of_onnxruntime, graph.node):
             _hide(node, proto.opset_import)
         kept = [tensor for tensor in graph.initializer if not is_absent(tensor)]
@@ -188,13 +188,6 @@ def _drop_shapeless(proto: onnx.ModelProto) -> None:
 def _has_shape(value: onnx.ValueInfoProto) -> bool:
     kind = value.type.WhichOneof("value")
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.HasField("shape"))
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    yield graph
-    for node in graph.node:
-        for inner in subgraph_protos(node):
-            yield from _graphs(inner)
 
 
 def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
@@ -313,7 +306,7 @@ def _nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
     """A node, and those of its subgraphs."""
     yield node
     for inner in subgraph_protos(node):
-        for graph in _graphs(inner):
+        for graph in graph_protos(inner):
             yield from graph.node
 
 
@@ -324,7 +317,7 @@ def _fault(problem: str, op_type: str = "", node: str = "") -> Fault:
 
 def _located(proto: onnx.ModelProto, fault: Fault) -> Fault:
     """A fault with the modules of the node that it names; one of a function may have the name of an inlined copy."""
-    nodes = list(itertools.chain.from_iterable(graph.node for graph in _graphs(proto.graph)))
+    nodes = list(itertools.chain.from_iterable(graph.node for graph in graph_protos(proto.graph)))
     nodes += [node for function in proto.functions for node in function.node]
     names = (fault.node, _INLINED.sub("", fault.node))
     node = next((node for name in names for node in nodes if name and node.name == name), None)

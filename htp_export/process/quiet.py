@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
-import threading
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-_ONE_AT_A_TIME = threading.RLock()
+from htp_export.process.forking import Mutex
+from htp_export.process.restoring import Changes, enter, restored, set_attribute
+
+_ONE_AT_A_TIME = Mutex()
 
 
 @contextlib.contextmanager
@@ -25,20 +29,24 @@ def quiet(*loggers: str) -> Iterator[None]:
         ...     print("not shown")
         ...     logging.error("not shown")
     """
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as until, warnings.catch_warnings():
-        for name in loggers:
-            until.enter_context(_without_handlers(logging.getLogger(name)))
-        until.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        warnings.simplefilter("ignore")
+    with _ONE_AT_A_TIME.lock, restored(functools.partial(_make_quiet, loggers)):
         yield
 
 
-@contextlib.contextmanager
-def _without_handlers(logger: logging.Logger) -> Iterator[None]:
+def _make_quiet(loggers: Sequence[str], changes: Changes) -> None:
+    for name in loggers:
+        _take_handlers(changes, logging.getLogger(name))
+    set_attribute(changes, sys, "stdout", io.StringIO())
+    enter(changes, warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+
+
+def _take_handlers(changes: Changes, logger: logging.Logger) -> None:
     handlers, level, propagate = logger.handlers[:], logger.level, logger.propagate
-    logger.handlers[:], logger.propagate = [logging.NullHandler()], False
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         logger.handlers[:], logger.propagate = handlers, propagate
         logger.setLevel(level)
+
+    changes.will_undo(put_back)
+    logger.handlers[:], logger.propagate = [logging.NullHandler()], False

@@ -17,7 +17,8 @@ from htp_export.command.options import Idle, JsonOption
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show, warning_line
 from htp_export.errors import HtpExportError, InputError, UntaggedExportWarning, described
-from htp_export.files.targets import Kind, check_folder, check_parent, new_folder
+from htp_export.files.folders import check_folder, new_folder
+from htp_export.files.targets import Kind, check_parent
 
 if TYPE_CHECKING:
     from htp_export.costs.result import ModuleTree
@@ -57,10 +58,12 @@ def export_command(
     with steps.step(f"loading {model.name}"):
         calls = _calls(model, graph, deploy, two_files, cache_names)
     deploy.check_files(calls)
+    deploy.check_folder(model)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
     with _targets(calls, output, deploy) as targets:
         for target in targets.values():
             check_output(target, Kind.MODEL)
+            deploy.check_beside(target, model)
         for name, target in targets.items():
             exports.write(name, calls[name], target)
     if deploy.transformers_js is not None:
@@ -195,7 +198,8 @@ class FileExports:
         """Write the file, and what lies beside it: why it has no tags, if it has none, and names of files."""
         from htp_export.files.external_writers import written_whole
 
-        with written_whole(output) as target, _said_untagged() as said:
+        replaces = self.deploy.replaces_beside(output) if self.deploy.makes_folder else lambda _: False
+        with written_whole(output, replaces=replaces) as target, _said_untagged() as said:
             try:
                 program = self._program(call, target)
                 if call.checkpoint is not None:
@@ -204,7 +208,7 @@ class FileExports:
                 if not said:
                     self._finish_tagged(target)
                     self._pack(call, target)
-                beside = self.deploy.write_beside(self.model, call, target, program)
+                beside = self.deploy.write_beside(self.model, call, target, program, output)
             except (HtpExportError, CheckFailed):
                 raise
             except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ import typer
 from htp_export.command.model_options import ModelOptions, SourceCall
 from htp_export.command.options import MapOption
 from htp_export.command.outputs import Writes
-from htp_export.errors import InputError
+from htp_export.errors import FileError, InputError
 from htp_export.files.filesystem import is_special
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ class GraphOptions:
 
 _log = logging.getLogger(__name__)
 
+_CONFIG = "config.json"
+
 
 @dataclass(frozen=True)
 class DeployOptions:
@@ -146,11 +148,15 @@ class DeployOptions:
             raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
         if is_special(output):
             raise InputError(f"nothing can lie beside {output}; name a file")
+        from htp_export.capabilities.huggingface.beside import replaces_beside
         from htp_export.capabilities.huggingface.genai import check_genai
         from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
 
         beside = output.absolute() if output.is_dir() else output.absolute().parent
-        if self.makes_folder and not _is_same(Path(model.source), beside):
+        if self.makes_folder and self._is_in_source(beside, model):
+            if model.settings:
+                raise InputError(f"--set: {beside / _CONFIG} is that of SOURCE, and stays; export into another folder")
+        elif self.makes_folder and (output.is_dir() or not replaces_beside(output)(beside / _CONFIG)):
             check_genai(beside)
         if self.transformers_js is not None:
             folder = self.transformers_js.absolute()
@@ -173,8 +179,47 @@ class DeployOptions:
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
             raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
 
-    def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any) -> list[str]:
-        """Write the files that lie beside the exported model, ``made`` by the exporter; their names."""
+    def check_folder(self, model: ModelOptions) -> None:
+        """Refuse a folder for transformers.js with files that would be lost, before the model is exported."""
+        if self.transformers_js is None:
+            return
+        from htp_export.capabilities.huggingface.companions import companion_names
+        from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
+
+        check_transformers_js(self.transformers_js, self._dtypes, companion_names(_companions(model)))
+
+    def check_beside(self, file: Path, model: ModelOptions) -> None:
+        """Refuse a file beside which files of others would be replaced, before it is exported."""
+        if not self.makes_folder or self._is_in_source(file.parent, model):
+            return
+        from htp_export.capabilities.huggingface.beside import OF_GENAI, OF_TRANSFORMERS, check_beside
+        from htp_export.files.model_files import may_take_place_of
+
+        data = file.with_name(f"{file.name}.data")
+        if self.export_json and not may_take_place_of(file, data):
+            raise FileError(data, f"is there, and has no data of {file.name}, which transformers would read from it")
+        if self.export_json:
+            check_beside(file, OF_TRANSFORMERS)
+        if self.genai:
+            check_beside(file, OF_GENAI, _companions(model))
+
+    def replaces_beside(self, file: Path) -> Callable[[Path], bool]:
+        """Whether a file beside an exported one may be replaced."""
+        from htp_export.capabilities.huggingface.beside import replaces_beside
+
+        return replaces_beside(file)
+
+    def _is_in_source(self, folder: Path, model: ModelOptions) -> bool:
+        """Whether the files are written into the folder of the model, whose own files stay."""
+        return _is_same(Path(str(model.source)), folder)
+
+    def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any, place: Path) -> list[str]:
+        """Write the files that lie beside the exported model, ``made`` by the exporter; their names.
+
+        All of them are then moved to the folder of ``place``. If that is the folder of SOURCE, its own files stay.
+        """
+        from htp_export.capabilities.huggingface.companions import is_companion
+
         written: list[Path] = []
         if self.genai and (call.example is None or "logits" in call.example.output_names):  # of several, the decoder
             from htp_export.capabilities.huggingface.genai import write_genai
@@ -185,7 +230,13 @@ class DeployOptions:
 
             exported_program = getattr(made, "exported_program", None)
             written += write_export_metadata(file, call.model, call.kwargs, exported_program)
-        return list(dict.fromkeys(path.name for path in written))
+        names = list(dict.fromkeys(path.name for path in written))
+        if not self._is_in_source(place.parent, model):
+            return names
+        own = [name for name in names if is_companion(name) and place.with_name(name).exists()]
+        for name in own:
+            file.with_name(name).unlink()
+        return [name for name in names if name not in own]
 
     def write_folder(
         self, files: Mapping[str, Path], model: ModelOptions, calls: Sequence[SourceCall]

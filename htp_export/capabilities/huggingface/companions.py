@@ -21,13 +21,24 @@ from htp_export.files.text_files import named_if_unwritable, write_json
 _SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Of tokenizers, their vocabularies and templates, and of configs; weights have others."""
 
-_NOT_OURS = (".index.json", "genai_config.json", "export.json", "manifest.json")
+EXPORT_JSON = "export.json"
+
+_NOT_OURS = (".index.json", "genai_config.json", EXPORT_JSON, "manifest.json")
 """Ends of names of files that describe weights or an earlier export."""
 
 
 def is_companion(name: str) -> bool:
     """Whether a file of this name belongs to a tokenizer, a preprocessor or a config."""
     return name.endswith(_SUFFIXES) and not name.endswith(_NOT_OURS)
+
+
+def companion_names(folder: Path | None) -> set[str]:
+    """The names of the files of a folder that `copy_companions` copies."""
+    return set() if folder is None else {file.name for file in _companions_in(folder)}
+
+
+def _companions_in(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if is_companion(file.name) and file.is_file())
 
 
 def copy_companions(folder: Path, target: Path) -> list[Path]:
@@ -38,7 +49,7 @@ def copy_companions(folder: Path, target: Path) -> list[Path]:
     home = folder.resolve()
     if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
         home = home.parent.parent
-    found = sorted(file for file in folder.iterdir() if is_companion(file.name) and file.is_file())
+    found = _companions_in(folder)
     for file in found:
         if not file.resolve().is_relative_to(home):
             raise FileError(file, "is a link out of its folder; it will not be copied")
@@ -95,4 +106,4 @@ def write_export_metadata(
     components = {path.stem: {"file": path.name, "metadata": dataclasses.asdict(metadata)}}
     content = {"schema_version": EXPORT_SCHEMA_VERSION, "export_format": "onnx", "components": components}
     with named_if_unwritable(path.parent):
-        return (write_json(path.with_name("export.json"), content), *write_configs(model, path.parent))
+        return (write_json(path.with_name(EXPORT_JSON), content), *write_configs(model, path.parent))

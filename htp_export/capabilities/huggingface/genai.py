@@ -257,7 +257,7 @@ def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
     """
     path = Path(file)
     config = path.with_name(GENAI_CONFIG)
-    content: Any = read_json(config) if config.is_file() else None
+    content: Any = read_json(config, plain=True) if config.is_file() else None
     try:
         named, search = content["model"]["decoder"]["filename"], content["search"]
         if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):

@@ -236,7 +236,7 @@ def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping
     """The settings of image processors, by the function that finds a file by its name; None where there is none."""
     for name in _IMAGE_FILES:
         file = find(name)
-        settings = None if file is None else read_json(file)
+        settings = None if file is None else read_json(file, plain=True)
         if isinstance(settings, Mapping):
             inner = settings.get("image_processor")
             yield inner if isinstance(inner, Mapping) else settings

@@ -6,20 +6,28 @@ https://github.com/huggingface/transformers.js.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.huggingface.companions import copy_companions, is_companion, write_configs
-from htp_export.errors import InputError
+from htp_export.capabilities.huggingface.companions import (
+    companion_names,
+    copy_companions,
+    is_companion,
+    write_configs,
+)
+from htp_export.errors import FileError, InputError
+from htp_export.files.filesystem import is_plain_file
+from htp_export.files.folders import check_whole_folder, whole_folder
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.replacing import Move, work_folder
-from htp_export.files.targets import check_folder
+from htp_export.files.parsing import parsed_or_none
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.files.written_check import made_from
+from htp_export.format import tags
 
 
 def _made_by(adapter: str, weight_type: str = "", **options: Any) -> Callable[[Path], ir.Model]:
@@ -49,6 +57,8 @@ _VARIANTS: dict[str, tuple[str, Callable[[Path], ir.Model]]] = {
 
 DTYPES = tuple(_VARIANTS)
 
+_CONFIG, _SETTINGS, _EXTERNAL = "config.json", "transformers.js_config", "use_external_data_format"
+
 _CACHE_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
 
 
@@ -67,20 +77,17 @@ def write_transformers_js(
     "decoder.onnx"}``. The model is the one of transformers that was exported; the companions are the folder with its
     tokenizer and preprocessor. ``dtypes`` are some of ``DTYPES``.
     """
-    target = Path(folder)
-    check_transformers_js(target, dtypes)
-    with named_if_unwritable(target):
-        target.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with work_folder(target) as work:
-            new = work.new / target.absolute().name
-            (new / "onnx").mkdir(parents=True)
-            external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
-            config, *_ = write_configs(model, new)
-            settings = {"use_external_data_format": dict.fromkeys(external, 1)}  # a browser has to fetch their weights
-            write_json(config, {**_with_cache_sizes(read_json(config)), "transformers.js_config": settings})
-            if companions is not None:
-                copy_companions(companions, new)
-            work.commit([Move(new, target)])
+    target, copied = Path(folder), companion_names(companions)
+    check_transformers_js(target, dtypes, copied)
+    earlier = functools.partial(_files_of_earlier, companions=copied)
+    with named_if_unwritable(target), whole_folder(target, earlier, _CONFIG) as new:
+        (new / "onnx").mkdir()
+        external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
+        config, *_ = write_configs(model, new)
+        settings = {_EXTERNAL: dict.fromkeys(external, 1)}  # a browser has to fetch their weights
+        write_json(config, {**_with_cache_sizes(read_json(config)), _SETTINGS: settings})
+        if companions is not None:
+            copy_companions(companions, new)
     return target
 
 
@@ -90,19 +97,41 @@ def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
     return {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config} if isinstance(text, dict) else config
 
 
-def check_transformers_js(folder: Path, dtypes: Sequence[str]) -> None:
-    """Refuse variants that there are not, and a folder that holds anything else; the error names one of its files."""
+def check_transformers_js(folder: Path, dtypes: Sequence[str], companions: Collection[str] | None = None) -> None:
+    """Refuse variants that there are not, and a folder that holds anything else; the error names one of its files.
+
+    ``companions``: the names of the files that will be copied; None if they are not known yet.
+    """
     unknown = [dtype for dtype in dtypes if dtype not in _VARIANTS]
     if unknown or not dtypes:
         problem = f"has no type {unknown[0]!r} here" if unknown else "needs a type"
         raise InputError(f"a model for transformers.js {problem}; there are {', '.join(DTYPES)}")
-    check_folder(folder, "a model for transformers.js", _is_part)
+    if companions is None:
+        companions = {file.name for file in folder.glob("*") if is_companion(file.name)}
+    check_whole_folder(folder, "a model for transformers.js", _files_of_earlier(folder, companions))
 
 
-def _is_part(name: str) -> bool:
-    """Whether a file with this path in the folder is one that this module writes."""
-    inner, _, file = name.rpartition("/")
-    return is_companion(file) if not inner else inner == "onnx" and file.endswith((".onnx", ".onnx_data"))
+def _files_of_earlier(folder: Path, companions: Collection[str]) -> set[str]:
+    """The files in a folder, by their paths in it, that an earlier call has written.
+
+    Its ``config.json`` says that it is one for transformers.js. The models have tags, or are named there. Of other
+    files nothing tells where they came from: ``companions`` are those that are replaced by files of the same name.
+    """
+    try:
+        config = read_json(folder / _CONFIG, plain=True)
+    except FileError:
+        return set()
+    settings = config.get(_SETTINGS) if isinstance(config, dict) else None
+    if not isinstance(settings, dict):
+        return set()
+    named = settings.get(_EXTERNAL)
+    known = {_CONFIG, "generation_config.json", *companions}
+    for file in (folder / "onnx").glob("*.onnx"):
+        model = parsed_or_none(file) if is_plain_file(file) else None
+        is_named = isinstance(named, dict) and file.name in named
+        if model is not None and (is_named or tags.FORMAT in model.metadata_props):
+            known |= {f"onnx/{file.name}", f"onnx/{file.name}_data"}
+    return known
 
 
 def _variants(name: str, file: Path, folder: Path, dtypes: Sequence[str]) -> list[str]:

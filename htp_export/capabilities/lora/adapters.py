@@ -175,7 +175,7 @@ def _same_end(one: str, other: str) -> bool:
 
 
 def _of_peft(folder: Path) -> Adapter:
-    config = read_json(folder / _CONFIG)
+    config = read_json(folder / _CONFIG, plain=True)
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         raise FileError(folder / _CONFIG, "is no LoRA adapter of PEFT: peft_type is not 'LORA'")
     for setting in _OTHER_VARIANTS:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +18,7 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError, described
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import all_values
+from htp_export.process.forking import Mutex
 from htp_export.shapes.schemas import is_written_as, misfit
 
 MOST = 64
@@ -29,7 +29,7 @@ _WRITTEN_FOR = 18
 
 _log = logging.getLogger(__name__)
 
-_ONE_AT_A_TIME = threading.Lock()  # the changed classes are shared by the whole process
+_ONE_AT_A_TIME = Mutex()  # the changed classes are shared by the whole process
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
         (shape_inference, "_merge_func", _set_inferred),
         (_core, "fuse_skip_layer_normalization", lambda model, debug=False: 0),
     ]
-    with _ONE_AT_A_TIME, contextlib.ExitStack() as until:
+    with _ONE_AT_A_TIME.lock, contextlib.ExitStack() as until:
         for owner, name, changed in places:
             until.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, changed)

@@ -11,7 +11,8 @@ import typer
 from htp_export.command.options import JSON_HAS_ALL, DataOptions, Idle, JsonOption, ShareOption, seed_option
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
-from htp_export.files.targets import Kind, check_parent, new_folder
+from htp_export.files.folders import new_folder
+from htp_export.files.targets import Kind, check_parent
 
 EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = ("Optimise", 1)

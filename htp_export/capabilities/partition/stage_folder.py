@@ -12,9 +12,8 @@ import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import FORMAT, VERSION, Partition, Stage, StageTensor
 from htp_export.errors import FileError
-from htp_export.files import targets
+from htp_export.files.folders import check_whole_folder, whole_folder
 from htp_export.files.model_files import has_external_data, write_model
-from htp_export.files.replacing import Move, work_folder
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
@@ -24,11 +23,14 @@ _MANIFEST = "manifest.json"
 
 def check_folder(folder: Path) -> None:
     """Refuse a folder that holds anything but an earlier partition; the `FileError` names what is in the way."""
+    check_whole_folder(folder, "a partition", _files_of_earlier(folder))
+
+
+def _files_of_earlier(folder: Path) -> set[str]:
     try:
-        known = {_MANIFEST, *load_partition(folder).files}
+        return {_MANIFEST, *load_partition(folder).files}
     except FileError:  # no earlier partition
-        known = set()
-    targets.check_folder(folder, "a partition", known.__contains__)
+        return set()
 
 
 def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]) -> Partition:
@@ -38,18 +40,13 @@ def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition
     them with the files that they have then. What was there before is untouched if that fails.
     """
     check_folder(folder)
-    with named_if_unwritable(folder):
-        folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-        with work_folder(folder) as work:
-            new = work.new / folder.absolute().name
-            new.mkdir()
-            numbered = list(enumerate(partition.stages))
-            stages = tuple(_write_stage(stage, number, new) for number, stage in counted(numbered, "stages"))
-            written = replace(partition, stages=stages, folder=new)
-            written = extras(written, new)
-            written = replace(written, files=tuple(sorted(_files(new))))
-            write_json(new / _MANIFEST, written.to_dict())
-            work.commit([Move(new, folder)])
+    with named_if_unwritable(folder), whole_folder(folder, _files_of_earlier, _MANIFEST) as new:
+        numbered = list(enumerate(partition.stages))
+        stages = tuple(_write_stage(stage, number, new) for number, stage in counted(numbered, "stages"))
+        written = replace(partition, stages=stages, folder=new)
+        written = extras(written, new)
+        written = replace(written, files=tuple(sorted(_files(new))))
+        write_json(new / _MANIFEST, written.to_dict())
     stages = tuple(replace(stage, file=folder / stage.files[0]) for stage in written.stages)
     return replace(written, stages=stages, folder=folder)
 
@@ -94,7 +91,7 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
     """
     file = Path(folder) / _MANIFEST
     try:
-        return _read(read_json(file), Path(folder))
+        return _read(read_json(file, plain=True), Path(folder))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         problem = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise FileError(file, f"not the manifest of a partition: {problem}") from error

@@ -25,6 +25,7 @@ from htp_export.capabilities.pipeline.step_options import (
 )
 from htp_export.discovery import exported_in
 from htp_export.errors import FileError, HtpExportError, InputError
+from htp_export.files.filesystem import is_special
 from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
@@ -227,6 +228,7 @@ def steps_of(
             _check_origin(step, model_file, allow_entry=allow_entry)
     prepared = []
     for index, step in enumerate(steps):
+        _check_plain(step)
         with blamed(index, step):
             prepared.append(prepare(step))
         for name in prepared[-1].options:
@@ -254,6 +256,14 @@ def _step(number: int, item: Any) -> PipelineStep:
     if item.name not in STEPS:
         raise refused(f": there is no step {item.name!r}; there are {', '.join(STEPS)}")
     return item
+
+
+def _check_plain(step: PipelineStep) -> None:
+    """Refuse a pipe or a device in the place of a file that a step names: it would be waited for, and read twice."""
+    for name, value in step.options.items():
+        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+            if is_special(Path(text)):
+                raise FileError(text, f"is no plain file; step {step.name} has it as its option {name}")
 
 
 def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:

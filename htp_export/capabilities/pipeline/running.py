@@ -15,10 +15,13 @@ import onnx_ir as ir
 from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep, StepOptionError, check_values, steps_of
 from htp_export.capabilities.pipeline.step_options import is_described, is_repeatable
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
+from htp_export.files.filesystem import is_special
 from htp_export.files.model_files import has_external_data, read_model, write_model
+from htp_export.files.parsing import parsed_or_none
 from htp_export.files.targets import check_target, files_named_in
 from htp_export.files.text_files import line_in_yaml, read_yaml
 from htp_export.files.written_check import made_from
+from htp_export.format import tags
 from htp_export.format.model_metadata import ProvenanceNote, read_provenance, write_provenance
 from htp_export.model.hashes import content_hash
 from htp_export.model.parts import weight_bytes
@@ -177,6 +180,7 @@ def pipeline(
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder
     run = _Run(read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place))
+    run.check_files()
     with _located(read.file):
         check_values(read.steps, run.start)
     with made_from(lambda: [model_of(source)]):
@@ -245,8 +249,15 @@ def read_pipeline(
             problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
             raise FileError(file, problem)
     model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _FILES)
+    if model is not None and is_special(model):
+        raise FileError(model, f"is no plain file; {file} names it as the model to begin with")
     with _located(file):
         return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file)
+
+
+def _is_of_pipeline(file: Path) -> bool:
+    model = parsed_or_none(file)
+    return model is not None and tags.PROVENANCE in model.metadata_props
 
 
 class _Run:
@@ -263,6 +274,23 @@ class _Run:
 
     def start(self) -> TaggedModel:
         return self._source if isinstance(self._source, TaggedModel) else load(self._start)
+
+    def check_files(self) -> None:
+        """Refuse a folder for the files of the steps that is none, and files that would be replaced and are of others.
+
+        In a folder with a file that a pipeline wrote, others of these names are such files, too, if damaged ones.
+        """
+        if os.path.lexists(self._folder) and not self._folder.is_dir():
+            raise FileError(self._folder, "is no folder; the files of the steps are written into one of this name")
+        numbered = [(number, step) for number, step in enumerate(self._steps, 1) if not step.kind.check]
+        files = [self._file_of(number, step) for number, step in numbered]
+        existing = [file for file in files if os.path.lexists(file)]
+        for file in existing:
+            check_target(file)
+            if is_special(file):
+                raise FileError(file, "is no plain file; name another folder for the files of the steps")
+        if existing and not any(_is_of_pipeline(file) for file in existing):
+            raise FileError(existing[0], "is of no pipeline; name another folder for the files of the steps")
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
         """Run the steps; ``made`` are those that are repeated, if that is so."""

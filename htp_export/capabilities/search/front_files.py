@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 
 from htp_export.capabilities.search.fronts import pareto
-from htp_export.capabilities.search.search_results import LARGER_IS_BETTER, Search, Trial, trial_columns
+from htp_export.capabilities.search.search_results import (
+    LARGER_IS_BETTER,
+    OF_DECODERS,
+    Search,
+    Trial,
+    search_from,
+    trial_columns,
+)
 from htp_export.errors import InputError
+from htp_export.files.filesystem import is_plain_file
+from htp_export.files.folders import check_folder
 from htp_export.files.replacing import Move, work_folder
-from htp_export.files.targets import check_folder
-from htp_export.files.text_files import named_if_unwritable
+from htp_export.files.text_files import named_if_unwritable, read_json
 
 _FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
 
@@ -30,8 +38,8 @@ _STYLE = "font-family:sans-serif;font-size:12px"
 
 
 def check_plans(folder: Path) -> None:
-    """Refuse a folder that cannot be written, or that holds other files."""
-    check_folder(folder, "a search", _is_ours)
+    """Refuse a folder that cannot be written, or that holds other files than those of an earlier search."""
+    check_folder(folder, "a search", _files_of_earlier(folder).__contains__)
 
 
 def plan_file(number: int, trial: Trial) -> str:
@@ -47,6 +55,7 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
     random prompts are written, too.
     """
     check_plans(folder)
+    earlier = _files_of_earlier(folder)
     prompts: dict[str, Mapping[str, Any]] = {
         f"{_PROMPTS}{number}.npz": run for number, run in enumerate(search.prompts)
     }
@@ -65,18 +74,50 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [*texts, *prompts]
-        old = [path for path in folder.iterdir() if path.name not in names and _is_ours(path.name)]
+        old = [folder / name for name in earlier if name not in names]
         with work_folder(folder / _FRONT) as work:
             for name, text in texts.items():
                 (work.new / name).write_text(text, encoding="utf-8", newline="\n")
             for name, run in prompts.items():
                 np.savez(work.new / name, **run)
-            work.commit([Move(work.new / name, folder / name) for name in names], lambda: old)
+            moves = [
+                Move(work.new / name, folder / name, may_replace=lambda path: path.name in earlier) for name in names
+            ]
+            work.commit(moves, lambda: old)
 
 
-def _is_ours(name: str) -> bool:
-    numbered = rf"({_PLAN}|{_STEPS})\d+\.json|{_PROMPTS}\d+\.npz"
-    return name in (_FRONT, _PICTURE) or re.fullmatch(numbered, name) is not None
+def _files_of_earlier(folder: Path) -> set[str]:
+    """The names of the files that an earlier search has written into a folder, as its ``front.json`` tells them.
+
+    A plan or steps that were changed since are not among them.
+    """
+    try:
+        front = read_json(folder / _FRONT, plain=True)
+        search = search_from(front)
+    except InputError:  # there is none, or it is another file
+        return set()
+    if search is None:
+        return set()
+    known = {_FRONT, _PICTURE}
+    there = {path.name for path in folder.iterdir() if is_plain_file(path)}
+    if not {*search.objectives}.isdisjoint(OF_DECODERS):
+        known |= {name for name in there if re.fullmatch(rf"{_PROMPTS}\d+\.npz", name)}
+    for number, point in enumerate(front["pareto"]):
+        names = {f"{kind}{number}.json" for kind in (_PLAN, _STEPS)} & there
+        known |= {name for name in names if _makes(folder / name, point)}
+    return known & there
+
+
+def _makes(file: Path, point: Any) -> bool:
+    """Whether a file has the plans of a point of a front."""
+    try:
+        content = read_json(file, plain=True)
+        if isinstance(content, dict):
+            return bool(content == point["plan"])
+        plans = {name: options["plan"] for step in content for name, options in step.items()}
+        return plans.get("prune") == point["prune"] and plans.get("quantize", point["plan"]) == point["plan"]
+    except (InputError, TypeError, KeyError, AttributeError):
+        return False
 
 
 def front_svg(search: Search) -> str:

@@ -44,7 +44,8 @@ class SearchWork:
         pairs = [(path, name) for path, names in self.space.variables.items() for name in names]
         self._measurer.original  # noqa: B018 - it is the first run
         problems = {}
-        for path, name in counted(random.sample(pairs, len(pairs)), "modules alone"):  # other processes do others
+        own_order = random.Random()  # other processes measure others first, whatever the seed is
+        for path, name in counted(own_order.sample(pairs, len(pairs)), "modules alone"):
             try:
                 self._alone(path, name)
             except InputError as error:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from htp_export.errors import FileError, HtpExportError, InputError, first_line
+from htp_export.files.filesystem import opened_plain
 from htp_export.process.interrupts import stems_from_interrupt
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def _check_journal(file: Path) -> None:
     """Refuse a file that Optuna did not write: it reads any text, and appends to it."""
     if not file.absolute().parent.is_dir():
         raise FileError(file, f"its folder does not exist: {file.absolute().parent}")
-    with contextlib.suppress(OSError), file.open("rb") as stream:  # Optuna says why it cannot be read
+    if os.path.lexists(file) and not file.is_file():
+        raise FileError(file, "is no file; name a file for the journal")
+    with contextlib.suppress(OSError), opened_plain(file) as stream:  # Optuna says why it cannot be read
         first = stream.readline()
         if first and b'"op_code"' not in first:
             raise FileError(file, "is no journal of Optuna; name another file")

@@ -60,7 +60,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         running.wait_alone(changes)
         keep_training_modes(changes, model)
         turn_attention_fast_path_off(changes)
-        changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), of_thread=True)
         torch.set_grad_enabled(False)
         set_eval_mode(model)
         turn_compilation_off(changes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from htp_export.errors import TorchChangedError
+from htp_export.process.forking import Mutex
 from htp_export.process.restoring import Changes, locked
 
 
@@ -78,15 +78,15 @@ class Patches:
 
     def __init__(self, *patches: Patch) -> None:
         self.patches = patches
-        self._lock = threading.RLock()
+        self._mutex = Mutex()
         self._users: set[object] = set()
-        self._changes = Changes()
+        self._changes = Changes(shared=True)
 
     def hold(self, changes: Changes) -> None:
         """Hold the patches in place until the changes are taken back; a `TorchChangedError` if one cannot be put in."""
         user = object()
-        changes.will_undo(lambda: locked(self._lock, functools.partial(self._leave, user)))
-        locked(self._lock, functools.partial(self._enter, user))
+        changes.will_undo(lambda: locked(self._mutex.lock, functools.partial(self._leave, user)))
+        locked(self._mutex.lock, functools.partial(self._enter, user))
 
     def _enter(self, user: object) -> None:
         if not self._users:

@@ -17,6 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from htp_export.errors import CaptureError, HtpExportError, UntaggedExportWarning
+from htp_export.process.forking import Mutex
 from htp_export.process.restoring import Changes, locked
 
 _log = logging.getLogger(__name__)
@@ -45,16 +46,16 @@ class _OneAtATime:
     """Lets one thread export, or run a model for verify, at a time; that thread may begin exports inside exports."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._mutex = Mutex()
         self._thread = 0
         self._exports: set[object] = set()  # those of the thread, each inside the one before
 
     def enter(self, export: object) -> None:
         """Begin an export as soon as no other thread is at one."""
         begin = functools.partial(self._begin, export)
-        if not locked(self._lock, begin):
+        if not locked(self._mutex.lock, begin):
             _log.info("waiting until the export, or the model that verify runs, in another thread is over")
-            while not locked(self._lock, begin):
+            while not locked(self._mutex.lock, begin):
                 time.sleep(_PAUSE)
 
     def _begin(self, export: object) -> bool:

@@ -29,7 +29,7 @@ import torch
 from htp_export.errors import HtpExportError
 from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.external_writers import written_whole
-from htp_export.files.filesystem import is_special, why_not_writable
+from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
 from htp_export.files.replacing import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
@@ -46,6 +46,7 @@ _MOST = 1 << 30  # bytes; torch decides by the whole size whether a model still 
 def check_writable(path: str | os.PathLike[str]) -> None:
     """Raise an `OSError`, before the model runs, if a file cannot be written in its folder."""
     file = Path(path)
+    check_kind_of_target(file)
     error = None if is_special(file) else why_not_writable(file.absolute().parent)
     if error is not None and not _is_writable(file):
         raise error

@@ -325,7 +325,8 @@ def keep_autocast_cache(changes: Changes) -> None:
     """Leave autocast's cache as it is: torch turns it off while it traces, and leaves it off where that fails."""
     import torch
 
-    changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled()))
+    before = torch.is_autocast_cache_enabled()
+    changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, before), of_thread=True)
 
 
 def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:

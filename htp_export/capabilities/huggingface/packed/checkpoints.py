@@ -251,7 +251,7 @@ def _quantization(folder: Path) -> Mapping[str, Any]:
     """What the config of a folder says of quantization; nothing for other folders."""
     for name in (_CONFIG, _GPTQ_CONFIG):
         if (folder / name).is_file():
-            content = read_json(folder / name)
+            content = read_json(folder / name, plain=True)
             is_whole = name == _GPTQ_CONFIG or not isinstance(content, dict)
             found = content if is_whole else content.get("quantization_config")
             if isinstance(found, dict) and found:
