@@ -7,7 +7,7 @@ that is inside.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
@@ -42,6 +42,7 @@ def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
     """
     log, boundaries = record.log, {call.path: CallBoundary() for call in record.log.calls}
     producer = dict.fromkeys(record.inputs, NO_CALL)
+    source_of: dict[Key, Key] = {}  # result of an operation that passes its input on → what was passed on
 
     def passes(key: Key, reader: int) -> None:
         source = producer.get(key)
@@ -55,13 +56,21 @@ def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
             if call not in reading:
                 boundaries[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
 
+    def read(key: Key, reader: int) -> None:
+        passes(key, reader)
+        if key in source_of:
+            passes(source_of[key], reader)
+
     for operation, is_wanted in zip(record.operations, flow.wanted, strict=True):
-        if is_wanted:
-            for key in operation.inputs:
-                passes(key, operation.call)
-            producer.update(dict.fromkeys(operation.outputs, operation.call))
+        if not is_wanted:
+            continue
+        for key in operation.inputs:
+            read(key, operation.call)
+        producer.update(dict.fromkeys(operation.outputs, operation.call))
+        if (given := operation.passed_on) is not None:
+            source_of.update(dict.fromkeys(operation.outputs, source_of.get(given, given)))
     for key in record.outputs:
-        passes(key, NO_CALL)
+        read(key, NO_CALL)
     return boundaries
 
 
@@ -78,6 +87,7 @@ class ExportEvidence(FateEvidence[Key]):
         self._record = record
         self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
+        self._passes_on = self._modules_that_pass_on(flow.wanted)
         self._lost = cache(self._beyond_lost)
 
     @cached_property
@@ -85,6 +95,19 @@ class ExportEvidence(FateEvidence[Key]):
         """Modules whose work is read for its sizes alone."""
         wanted = needed(self._record.operations, self._record.outputs, values_only=True)
         return frozenset(path for path, is_read in self._modules_that_count(wanted).items() if not is_read)
+
+    @cached_property
+    def _calls_of(self) -> Mapping[str, Sequence[int]]:
+        """Module path → the indices of its calls."""
+        calls: dict[str, list[int]] = {}
+        for index, call in enumerate(self._record.log.calls):
+            calls.setdefault(call.path, []).append(index)
+        return calls
+
+    @cached_property
+    def _with_dead_calls(self) -> frozenset[str]:
+        """Modules in whose calls something was computed that nothing reads."""
+        return self._around(self._record.dead)
 
     @cached_property
     def _captured(self) -> frozenset[Key]:
@@ -104,6 +127,19 @@ class ExportEvidence(FateEvidence[Key]):
                 path = log.calls[up].path
                 useful[path] = useful.get(path, False) or is_wanted
         return useful
+
+    def _modules_that_pass_on(self, wanted: list[bool]) -> frozenset[str]:
+        """The modules of whose operations the result needs only those that pass their input on."""
+        passing, working = set[int](), set[int]()
+        for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
+            if is_wanted:
+                (working if operation.passed_on is None else passing).add(operation.call)
+        return self._around(passing) - self._around(working)
+
+    def _around(self, calls: Iterable[int]) -> frozenset[str]:
+        """The modules of calls, and those that run around them."""
+        log = self._record.log
+        return frozenset(log.calls[up].path for call in calls for up in log.chain(call))
 
     def read_by(self, path: str) -> Collection[Key]:
         """The captured tensors that calls of a module read, and that were computed outside of them."""
@@ -136,17 +172,17 @@ class ExportEvidence(FateEvidence[Key]):
         return Outcome(Fate.DEAD if self._captured.isdisjoint(returned) else Fate.CONSTANT)
 
     def without_work(self, path: str) -> Fate | None:
-        if self._moved(path) or self._lost(path):
+        passes_on = path in self._passes_on
+        if self._moved(path) or (self._lost(path) and not passes_on):
             return None
         boundary, final = self._passed[path], self._record.final
         if not boundary.outputs:
             return Fate.CONSTANT
-        inputs = {final[key] for key in boundary.inputs}
-        if not all(final[key] in inputs for key in boundary.outputs):
+        inputs = {final.get(key) for key in boundary.inputs}
+        if not passes_on and not all(final[key] in inputs for key in boundary.outputs):
             return None
-        log = self._record.log  # beside what it gives back, it may have computed what nothing reads
-        computed = any(log.calls[up].path == path for call in self._record.dead for up in log.chain(call))
-        return Fate.DEAD if computed else Fate.IDENTITY
+        # Beside what it gives back, it may have computed what nothing reads.
+        return Fate.DEAD if path in self._with_dead_calls else Fate.IDENTITY
 
     def partners(self, path: str) -> Collection[str] | None:
         return self._moved(path) or self._lost(path) or None
@@ -167,24 +203,21 @@ class ExportEvidence(FateEvidence[Key]):
     def _ran_in_dead_bodies(self, path: str) -> bool:
         """Whether a module, whose calls were not seen to return, ran in branches or loops of dead modules alone."""
         log = self._record.log
-        around = (
-            {log.calls[up].path for up in log.chain(index)} for index, call in enumerate(log.calls) if call.path == path
-        )
+        around = ({log.calls[up].path for up in log.chain(index)} for index in self._calls_of[path])
         return path not in log.returned_inputs and all(
             any(self._useful.get(up) is False for up in paths) for paths in around
         )
 
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of the work of a module that is no longer its own, in order of execution."""
-        log = self._record.log
-        moved = self._record.moved.items()
-        calls = {owner for call, owners in moved if log.calls[call].path == path for owner in owners}
-        return dict.fromkeys(owner for call in sorted(calls) for owner in log.owners(call) if owner != path)
+        moved = self._record.moved
+        calls = {owner for call in self._calls_of.get(path, ()) for owner in moved.get(call, ())}
+        owners = (owner for call in sorted(calls) for owner in self._record.log.owners(call))
+        return dict.fromkeys(owner for owner in owners if owner != path)
 
     def _returned(self, path: str) -> list[Key]:
         """The captured tensors that calls of a module returned, whether or not they are in the file."""
-        log = self._record.log
-        passed = (self._record.call_tensors.get(index) for index, call in enumerate(log.calls) if call.path == path)
+        passed = (self._record.call_tensors.get(index) for index in self._calls_of[path])
         return [key for tensors in passed if tensors is not None for key in tensors.outputs]
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
@@ -195,8 +228,9 @@ class ExportEvidence(FateEvidence[Key]):
     def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""
         calls = {call for key in keys for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))}
-        paths = (path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",)))
-        return dict.fromkeys(paths)
+        paths = [path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",))]
+        working = [path for path in paths if path not in self._passes_on or self.has_nodes(path)]
+        return dict.fromkeys(working or paths)
 
 
 @dataclass(frozen=True)
@@ -281,11 +315,11 @@ def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Sign
     for index, call in enumerate(record.log.calls):
         tensors = record.call_tensors.get(index)
         if tensors is not None:
-            used = {*evidence.read_by(call.path), *tensors.outputs}
+            read = evidence.read_by(call.path)
             inputs = {
                 name: _name(record, key)
                 for name, key in tensors.inputs
-                if not call.path or key in used or not tensors.is_part(name)
+                if not call.path or key in read or key in tensors.outputs or not tensors.is_part(name)
             }
             outputs = tuple(_name(record, key) for key in tensors.outputs)
             signatures.setdefault(call.path, []).append(Signature(inputs, outputs))

@@ -155,6 +155,8 @@ class Origins:
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
         self._final, self._live = record.final, flow.live
+        self._captured = set(record.final.values())
+        self._nodes = {key: node for node in record.nodes for key in node.outputs}
         relocated, shared = relocate_operations(record, flow), calls_sharing(record)
         final, live = record.final, flow.live
         lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
@@ -177,14 +179,16 @@ class Origins:
             for key in operation.outputs:
                 counterpart = final.get(key)
                 if counterpart is None:  # work on constants and sizes is folded and not absorbed
-                    lost[key] = (calls | {operation.call} if key in live else calls, frozenset(reads))
+                    works = key in live and operation.passed_on is None
+                    lost[key] = (calls | {operation.call} if works else calls, frozenset(reads))
                 elif counterpart not in reads and not self._undoes(record.operations, index, counterpart):
                     self._first.setdefault(counterpart, index)
                     self.made.setdefault(counterpart, set()).update({operation.call}, shared.get(index, ()))
                     if index in relocated:
                         self.placed.add(counterpart)
-                    if calls:
-                        self.absorbed.setdefault(counterpart, set()).update(calls)
+                    absorbed = calls | self._done_again(record.operations, operation, counterpart)
+                    if absorbed:
+                        self.absorbed.setdefault(counterpart, set()).update(absorbed)
 
     def _undoes(self, operations: list[Operation], index: int, counterpart: Key) -> bool:
         """Return whether an operation only returns the tensor from which its inputs were computed.
@@ -209,6 +213,47 @@ class Origins:
                     seen.add(maker)
                     queue.append(maker)
         return False
+
+    def _done_again(self, operations: list[Operation], operation: Operation, counterpart: Key) -> Calls:
+        """The calls of earlier operations whose work the node of an operation does once more.
+
+        The node reads what those read, in place of their result, which other nodes still read: of two transpositions
+        torch makes one, and keeps the first one as well.
+        """
+        node = self._nodes.get(counterpart)
+        keys = (key for key in operation.inputs if key in self._live)
+        read = {self._final[key]: key for key in keys if key in self._final}
+        if node is None or read.keys() <= set(node.inputs):
+            return _NOBODY
+        sources = self._sources(node)
+        skipped = [key for now, key in read.items() if now not in sources]
+        return _NOBODY.union(*(self._between(operations, key, sources) for key in skipped))
+
+    def _sources(self, node: Node) -> set[Key]:
+        """The captured tensors that a node is computed from, directly or through tensors that nobody captured."""
+        found: set[Key] = set()
+        waiting, seen = [*node.inputs], set[Key]()
+        while waiting:
+            key = waiting.pop()
+            if key in self._captured:
+                found.add(key)
+            elif key not in seen and key in self._nodes:
+                seen.add(key)
+                waiting.extend(self._nodes[key].inputs)
+        return found
+
+    def _between(self, operations: list[Operation], key: Key, sources: set[Key]) -> Calls:
+        """The calls of the operations that compute a tensor from others alone; nobody if it depends on more."""
+        waiting, makers = [key], dict[int, None]()
+        while waiting:
+            maker = self._maker.get(waiting.pop())
+            if maker is None or len(makers) > _LOOK_BACK:
+                return _NOBODY
+            if maker not in makers:
+                makers[maker] = None
+                reads = (each for each in operations[maker].inputs if each in self._live)
+                waiting.extend(each for each in reads if self._final.get(each) not in sources)
+        return frozenset(operations[maker].call for maker in makers if operations[maker].passed_on is None)
 
     def _reads(self, operation: Operation) -> frozenset[Key]:
         """Return the exported counterparts of the inputs of an operation, without those that do not vary."""

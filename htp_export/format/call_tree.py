@@ -64,6 +64,11 @@ class NodeCalls:
         """Return whether the node computes operations of a call, or of a call inside it."""
         return any(call in part.running for part in self.parts)
 
+    def is_inside(self, path: str, around: str) -> bool:
+        """Return whether the node is in the region of a module, if in that of another, by the same calls."""
+        parts = (part.modules for part in self.parts if path in part.modules)
+        return around in self.modules and all(around in modules for modules in parts)
+
     def is_for(self, blocks: Collection[Block]) -> bool:
         """Return whether the node computes operations of one of the blocks."""
         if not blocks:

@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
+from htp_export.format import tags
 from htp_export.format.call_tree import Block, Instance, NodeCalls
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
 
@@ -88,6 +89,10 @@ class Boundaries(Generic[Key]):
                 self._makers.setdefault(key, []).append(index)
             for key in reads:
                 self._readers.setdefault(key, []).append(index)
+        self._inside: dict[
+            tuple[str, str], bool
+        ] = {}  # a module and one around it → whether all its work is in the other
+        self._of_one: dict[str, list[tuple[Key, int, bool]]] = {}  # module → what crosses its boundary
         self._leaving = [self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)]
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 
@@ -118,9 +123,27 @@ class Boundaries(Generic[Key]):
         return (() if node == OUTSIDE else self.works[node].owners) or ("",)
 
     def of(self, paths: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
-        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for the common boundary of modules."""
-        region = {index for path in paths for index in self.below.get(path, ())}
-        return self.around(sorted(region), paths)
+        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for the common boundary of modules.
+
+        What crosses the boundary of one module is found once: many modules may be fused with the one around them.
+        """
+        outer = [path for path in paths if not any(self._is_inside(path, other) for other in paths)]
+        if len(outer) != 1:
+            region = {index for path in paths for index in self.below.get(path, ())}
+            return self.around(sorted(region), paths)
+        path = outer[0]
+        if path not in self._of_one:
+            self._of_one[path] = list(self.around(self.below.get(path, ()), [path]))
+        return iter(self._of_one[path])
+
+    def _is_inside(self, path: str, around: str) -> bool:
+        """Whether a module is below another one, and computes nothing for callers outside of it."""
+        if path == around or not tags.is_under(path, around):
+            return False
+        if (path, around) not in self._inside:
+            works = {self.works[index] for index in self.below.get(path, ())}
+            self._inside[path, around] = all(work.is_inside(path, around) for work in works)
+        return self._inside[path, around]
 
     def around(
         self, nodes: Iterable[int], paths: Sequence[str], call: Instance | None = None

@@ -103,15 +103,118 @@ def test_a_module_whose_work_is_taken_back_is_no_identity(tmp_path):
 
 
 def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path):
-    """Two transpositions are joined, and the tensor between them is needed too."""
+    """Two transpositions are joined, and the tensor between them is needed too: one node does the work of both."""
     model, kwargs = ready(TurnedBeside((1, 0, 2), nn.LayerNorm(8))), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     inside = next(node.output[0] for node in file.graph.node if node.op_type == "Conv")
+    _, joined = (node for node in file.graph.node if node.op_type == "Transpose" and inside in node.input)
+    assert (owners_of(joined), metadata(joined)["htp.reason"]) == (("c", "again"), "fused")
     listed = json.loads(metadata(file)["htp.contamination"])
-    assert sorted(listed) == [["again", inside, False], ["c", inside, True]]
+    assert sorted(listed) == [["again", inside, False], ["c", joined.output[0], True]]
     assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["again", "c"]
     assert htp_export.extract(tmp_path / "model.onnx", "again").outside == (inside,)
     assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok  # the tensors that are there are right
+
+
+# --- recurrent layers, which transpose at both ends ---------------------------------------------------
+
+
+class Stacked(nn.Module):
+    """Recurrent layers one after the other, with what is computed between them."""
+
+    def __init__(self, layers: list[nn.Module], between: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__()
+        self.r, self.d, self.between = nn.ModuleList(layers), nn.Dropout(), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.r:
+            x = self.d(layer(x if self.between is None else self.between(x))[0])
+        return x
+
+
+def recurrent(kind: type[nn.RNNBase], count: int, **options: Any) -> list[nn.Module]:
+    return [kind(4, 4 // (1 + bool(options.get("bidirectional"))), batch_first=True, **options) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("make", "operator"),
+    [
+        (lambda: Stacked(recurrent(nn.LSTM, 2)), "LSTM"),
+        (lambda: Stacked(recurrent(nn.GRU, 3)), "GRU"),
+        (lambda: Stacked(recurrent(nn.RNN, 3)), "RNN"),
+        (lambda: Stacked(recurrent(nn.GRU, 2, bidirectional=True)), "GRU"),
+        (lambda: Stacked(recurrent(nn.LSTM, 2, num_layers=2)), "LSTM"),
+        (lambda: Stacked(recurrent(nn.LSTM, 3), lambda x: x.transpose(0, 1)), "LSTM"),  # cancels with both
+        (lambda: Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0)), "GRU"),  # is joined with both
+        (lambda: Stacked(recurrent(nn.RNN, 2), lambda x: x.permute(2, 0, 1).permute(1, 2, 0)), "RNN"),
+    ],
+    ids=[
+        "lstm",
+        "gru",
+        "rnn",
+        "both_ways",
+        "inner_layers",
+        "turned_by_the_root",
+        "joined_with_the_root",
+        "turned_twice",
+    ],
+)
+def test_transpositions_that_cancel_make_no_layer_an_owner_of_the_next(make, operator, tmp_path):
+    """Joined ones do the work of both; ones that cancel do nobody's."""
+    model, kwargs = ready(make()), {"x": x(4, 4, 4)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    layers = [owners for owners in owners_by_type(file, operator)[operator] for _ in owners]
+    assert sorted(set(layers)) == [(f"r.{place}",) for place in range(len(model.r))]
+    work = [
+        (node.op_type, owners_of(node)) for node in file.graph.node if node.op_type not in ("Constant", "Transpose")
+    ]
+    assert [each for each in work if len(each[1]) != 1 or each[1] in ((), ("",), ("d",))] == []
+    assert fates_of(file)["d"] == "identity"
+    assert inexact(model, kwargs, file) == []
+    flops = htp_export.cost(tmp_path / "model.onnx").modules
+    assert sum(flops[f"r.{place}"].flops for place in range(len(model.r))) == flops[""].flops > 0
+
+
+def test_the_transposition_of_two_is_owned_by_both_and_nothing_else_is(tmp_path):
+    model, kwargs = ready(Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0))), {"x": x(4, 4, 4)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    shared = [(node.op_type, owners_of(node)) for node in file.graph.node if len(owners_of(node)) > 1]
+    assert shared == [("Transpose", ("", "r.0")), ("Transpose", ("", "r.0", "r.1"))]
+
+
+class TurnsBetween(
+    Holding,
+    first=composed(lambda self, x: self.r(x)[0].permute(2, 0, 1), r=nn.GRU(4, 4, batch_first=True)),
+    second=composed(lambda self, x: self.r(x.transpose(0, 1))[0], r=nn.GRU(4, 4, batch_first=True)),
+):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def test_the_last_of_transpositions_that_cancel_in_part_does_the_work_of_the_first(tmp_path):
+    """Torch keeps the opening one of the second layer, with the order of axes of what the first module returned."""
+    model, kwargs = ready(TurnsBetween()), {"x": x(4, 4, 4)}
+    file = exported(model, kwargs, "torchscript", tmp_path)
+    tree = tree_of(file)
+    fates = {path: (entry["fate"], entry.get("with")) for path, entry in tree.items()}
+    assert fates == {
+        "": ("computed", None),
+        "first": ("computed", None),
+        "first.r": ("fused", ["first"]),
+        "second": ("computed", None),
+        "second.r": ("fused", ["second"]),
+    }
+    assert owners_by_type(file, "Transpose")["Transpose"] == [("first.r",), ("first", "first.r"), ("second.r",)]
+    assert inexact(model, kwargs, file) == []
+
+
+def test_a_plan_for_one_of_two_recurrent_layers_skips_no_node_of_the_other(tmp_path):
+    model, kwargs = ready(Stacked(recurrent(nn.LSTM, 2))), {"x": x(4, 4, 4)}
+    exported(model, kwargs, "torchscript", tmp_path)
+    modules = htp_export.quantize(tmp_path / "model.onnx", {"r.1": "int8"}, tmp_path / "q.onnx").modules
+    counts = {path: (modules[path].nodes, modules[path].precision) for path in ("", "r.0", "r.1")}
+    half = counts["r.1"][0]
+    assert counts == {"": (2 * half, "mixed"), "r.0": (half, "fp32"), "r.1": (half, "int8")}
 
 
 # --- changes in place ---------------------------------------------------

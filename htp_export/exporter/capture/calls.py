@@ -206,6 +206,7 @@ class Operation:
     shape_only: bool = False  # whether its result depends on shapes alone (``Shape``, ``aten::size``)
     # Whether it computes a size of sizes, which torch does once for all calls that compute the same
     symbolic: bool = False
+    passed_on: Key | None = None  # the input that is its result, unchanged, as of a dropout in evaluation
 
 
 @dataclass(slots=True)

@@ -112,6 +112,7 @@ class DynamoCapture(Guarded):
                 tuple(node.outputs),
                 is_standard(node, *SIZES_ONLY),
                 computes_a_size(source),
+                node.inputs[0] if is_standard(node, "Identity") else None,
             )
             for node in nodes
             for source in [node.meta.get("node")]

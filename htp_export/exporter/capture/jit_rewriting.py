@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import Key, Operation, last_in_place
+from htp_export.exporter.capture.jit_parts import Inner, Parts
 from htp_export.exporter.capture.torchscript_internals import JitStep, Reading, nodes_of, numbers_of_outputs, viewed
 
 _CONSTANT = "constant"
@@ -111,14 +112,23 @@ class Stages:
     def __init__(self, first: Reading) -> None:
         self.last = first  # the graph as it was read last
         self._stages: list[Mapping[Any, int]] = []
+        self._after_translation = 0  # stages until the graph was translated
+        self._equal: Mapping[Any, Sequence[int]] = {}  # as of `equal_transposed`, in the translated graph
 
     def rewritten(self, now: Reading) -> None:
         """Note the graph after it was rewritten in place."""
         self._add(follow(self.last, now), now)
 
-    def translated(self, numbers: Mapping[int, int], now: Reading) -> None:
-        """Note the graph that it was translated into; ``numbers`` are those of its nodes, old → new."""
-        self._add({**numbers, **dict(zip(self.last.inputs, now.inputs, strict=True))}, now)
+    def translated(self, numbers: Mapping[int, int], now: Reading, operations: Sequence[Operation]) -> list[Operation]:
+        """Note the graph that it was translated into; ``numbers`` are those of its nodes, old → new.
+
+        Returns the operations of the first graph, one for each node of the translation: `Parts`.
+        """
+        stage = {**numbers, **dict(zip(self.last.inputs, now.inputs, strict=True))}
+        parts = Parts(operations, self.now, stage, now)
+        self._add(stage, now)
+        self._after_translation, self._equal = len(self._stages), equal_transposed(now)
+        return parts.split()
 
     def copied(self, copy: Reading) -> None:
         """Note a copy that was made node by node, with new numbers."""
@@ -130,9 +140,43 @@ class Stages:
 
     def now(self, key: Any) -> Any:
         """The number of the tensor that holds a value of the first graph; None where none does."""
-        for stage in self._stages:
-            key = stage.get(key)
-        return key
+        before, after = self._stages[: self._after_translation], self._stages[self._after_translation :]
+        number = key.tensor if isinstance(key, Inner) else _followed(key, before)
+        found = _followed(number, after)
+        for equal in () if found is not None else self._equal.get(number, ()):
+            found = _followed(equal, after) if found is None else found
+        return found
+
+
+def _followed(key: Any, stages: Iterable[Mapping[Any, int]]) -> Any:
+    for stage in stages:
+        key = stage.get(key)
+    return key
+
+
+def equal_transposed(graph: Reading) -> dict[int, list[int]]:
+    """The results of transpositions in an ONNX graph → equal tensors before and after them.
+
+    What is transposed, and then transposed back, is the same tensor, whichever of the transpositions torch keeps.
+    """
+    inputs: dict[int, int] = {}  # the result of a transposition → what it transposes
+    orders: dict[int, tuple[int, ...]] = {}  # the same → the order of axes, from the tensor before all transpositions
+    equal: dict[int, list[int]] = {}
+    for step in graph.steps:
+        order = dict(step.attributes).get("perm") if step.kind == "onnx::Transpose" else None
+        if order is None:
+            continue
+        result, before = step.outputs[0], step.inputs[0]
+        inputs[result] = before
+        orders[result] = order = tuple(orders[before][axis] for axis in order) if before in orders else order
+        while before in orders:
+            if orders[before] == order:
+                equal.setdefault(before, []).append(result)
+                equal.setdefault(result, []).append(before)
+            before = inputs[before]
+        if [*order] == sorted(order):
+            equal.setdefault(result, []).append(before)
+    return equal
 
 
 def follow(before: Reading, after: Reading) -> dict[int, int]:

@@ -50,6 +50,7 @@ class TorchScriptCapture(Guarded):
         self._state = state_names(model)
         self._user_inputs = 0
         self._first: _FirstGraph | None = None
+        self._operations: list[Operation] = []  # those of the first graph, one for each ONNX node
         self._versions = Versions()
         self._stages = Stages(Reading())
         self.translation = Translation()
@@ -153,7 +154,8 @@ class TorchScriptCapture(Guarded):
         """Note the ONNX graph as it was translated."""
         if self._first:
             self.translation.through_blocks(self._stages.last.steps)
-            self._stages.translated(self.translation.numbers, read(graph, self._user_inputs))
+            now = read(graph, self._user_inputs)
+            self._operations = self._stages.translated(self.translation.numbers, now, self._first.operations)
 
     def renumbered(self, before: Any, after: Any) -> None:
         """Note that a graph was copied node by node, with new numbers."""
@@ -201,7 +203,7 @@ class TorchScriptCapture(Guarded):
         record.graph_inputs = {name for name in file.inputs if name not in file.initializers}
         record.graph_outputs = set(file.outputs)
         if (first := self._first) is not None:
-            record.operations, record.dead = first.operations, first.dead
+            record.operations, record.dead = self._operations, first.dead
             record.inputs, record.outputs = set(first.reading.inputs), first.outputs
             record.call_tensors = self._call_tensors(first)
         there = {name for node in record.nodes for name in node.outputs} | set(file.inputs)

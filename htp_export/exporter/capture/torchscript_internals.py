@@ -24,7 +24,8 @@ SHAPE_KINDS = frozenset(
         *("aten::new_zeros", "aten::new_ones", "aten::new_empty"),
     }
 )
-_LISTS = frozenset(f"prim::{kind}" for kind in ("ListConstruct", "ListUnpack", "TupleConstruct", "TupleUnpack"))
+LIST = "prim::ListConstruct"
+_LISTS = {LIST} | frozenset(f"prim::{kind}" for kind in ("ListUnpack", "TupleConstruct", "TupleUnpack"))
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
 _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
 _NAME = "onnx_name"
