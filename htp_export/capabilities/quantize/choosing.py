@@ -144,6 +144,16 @@ class PrecisionChoice:
         """Node → the precision that it gets."""
         return {node: precision for precision, nodes in self.nodes.items() for node in nodes}
 
+    def without(self, stayed: Iterable[ir.Node]) -> PrecisionChoice:
+        """The choice in which some of its nodes stay as they are."""
+        staying = frozenset(stayed)
+        nodes = {given: [node for node in listed if node not in staying] for given, listed in self.nodes.items()}
+        left = {given: list(listed) for given, listed in self.left.items()}
+        for given, listed in self.nodes.items():
+            if gone := [node for node in listed if node in staying]:
+                left.setdefault(given, []).extend(gone)
+        return replace(self, nodes={given: listed for given, listed in nodes.items() if listed}, left=left)
+
     @cached_property
     def weights(self) -> frozenset[ir.Value | None]:
         """The weights of the model."""

@@ -17,7 +17,8 @@ from typing import Any, ClassVar
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.ort_quantizers import tool_failures, without_faulty
+from htp_export.capabilities.quantize.work import Facts, Left, Work, named
 from htp_export.discovery import names_in, plug_in, plug_ins
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError
@@ -35,6 +36,21 @@ _BITS = {
     "float16": 16, "bfloat16": 16, "float32": 32,
 }  # fmt: skip
 _FOLDER = "htp_export.capabilities.quantize.methods"
+
+
+@dataclass(frozen=True)
+class Made:
+    """What a method made of a part.
+
+    Attributes:
+        model: The part, quantized.
+        left: Name of a node in the part → why it stays as it is.
+        partly: Name of a node that is quantized → why an input of it stays as it is.
+    """
+
+    model: ir.Model
+    left: Mapping[str, str] = field(default_factory=dict)
+    partly: Mapping[str, str] = field(default_factory=dict)
 
 
 class Method:
@@ -106,19 +122,30 @@ class Method:
         """The nodes that are quantized together, each group as a model of its own."""
         return [nodes]
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
-        """Quantize the nodes of a part, which is used up; and a sentence on those that stay as they are, or nothing."""
+    def quantize(self, part: Submodel, work: Work) -> Made:
+        """Quantize the nodes of a part, which is used up."""
         raise NotImplementedError
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
-        """Give nodes of a model the precision, in place; sentences on those that stay as they are."""
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
+        """Give nodes of a model the precision, in place; what of them stays as it is."""
         self._refuse_nan(nodes)
         for group in self.groups(nodes, work):
-            part = work.cut_out(group)
-            made, note = self.quantize(part, work)
-            work.put_back(part, made)
-            if note:
-                yield note
+            done, faulty = without_faulty(group, lambda some: self._made(some, work))
+            for node, failure in faulty.items():
+                yield work.left(node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure)
+            if done is None:
+                continue
+            part, made = done
+            work.put_back(part, made.model)
+            for name, why in made.left.items():
+                yield work.left(part.nodes[name], part.names.in_text(why))
+            for name, why in made.partly.items():
+                yield work.left(part.nodes[name], part.names.in_text(why), partly=True)
+
+    def _made(self, nodes: Sequence[ir.Node], work: Work) -> tuple[Submodel, Made]:
+        part = work.cut_out(nodes)
+        with tool_failures(part.names.in_text):
+            return part, self.quantize(part, work)
 
     def _refuse_nan(self, nodes: Sequence[ir.Node]) -> None:
         """Refuse weights with NaN, which integers do not have."""

@@ -16,7 +16,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method, Precision
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.work import Facts, Left, Work
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
@@ -60,7 +60,7 @@ class Cast(Method):
         ports = self._ports(node, facts)
         return 2 * math.prod(tensor.shape.numpy()) if ports is not None and place in ports.inputs else None
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         cast_nodes(nodes, self.precision, work)
         return iter(())
 

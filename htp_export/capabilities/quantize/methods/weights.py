@@ -5,13 +5,13 @@ Other forms, and convolutions and tables in 8 bits, which it does not know: ``we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method, Precision
+from htp_export.capabilities.quantize.method import Made, Method, Precision
 from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
     groups_in_memory,
@@ -22,16 +22,18 @@ from htp_export.capabilities.quantize.ort_quantizers import (
 from htp_export.capabilities.quantize.weight_operators import (
     CONVOLUTIONS,
     FIRST_BLOCKS,
+    can_be_product,
+    factor_of,
     store_in_eight_bits,
     write_dequantized,
     write_products,
 )
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.work import Facts, Left, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
-from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
+from htp_export.weights.products import weight_axes, weight_place
 
 _PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
@@ -114,7 +116,7 @@ class Blocks(Method):
             return takes_rows and node.attributes.get_int("axis", 0) == 0
         fails = precision.algorithm in _PACKING and precision.bits == 4 and self._has_points()
         is_odd = -(-sizes_in_blocks(node)[0] // precision.block_size) % 2 == 1
-        return is_matrix_product(node) and not (fails and is_odd)
+        return can_be_product(node) and not (fails and is_odd)
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
@@ -138,7 +140,10 @@ class Blocks(Method):
             points = 0
         return packed + across * blocks * self.precision.activation_bits // 8 + points
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return factor_of(node, place)
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
         known = set(work.model.graph.all_nodes())
         yield from super().apply(with_weight, work)
@@ -156,10 +161,10 @@ class Blocks(Method):
     def _in_eight_bits(self, node: ir.Node) -> bool:
         return self.precision.bits == 8 and node.op_type in ("Gather", *CONVOLUTIONS)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
         if any(self._in_eight_bits(node) for node in part.model.graph):
             store_in_eight_bits(part.model.graph, self.precision.block_size, symmetric=self.precision.symmetric)
-            return part.model, ""
+            return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
         weights = {
@@ -189,7 +194,7 @@ class Blocks(Method):
             self._record(quantized.graph, weights)
         if self.is_standard:
             write_dequantized(quantized.graph)
-        return quantized, ""
+        return Made(quantized)
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
         """Say of what the levels, scales and zero points were made."""
