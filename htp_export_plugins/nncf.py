@@ -153,7 +153,8 @@ class Weights(Method):
         if node.domain or subgraphs(node):
             return False
         if node.op_type in ("MatMul", "Gemm"):
-            return Blocks(self.precision).takes(node, facts) and (bits == 8 or sizes_in_blocks(node)[0] % size == 0)
+            takes = facts.has_floats(node) and Blocks(self.precision).takes(node, facts)
+            return takes and (bits == 8 or sizes_in_blocks(node)[0] % size == 0)
         if bits != 8 or node.op_type not in _WEIGHTED or len(node.inputs) <= weight_place(node):
             return False
         weight = constant_of(node.inputs[weight_place(node)])

@@ -24,6 +24,8 @@ from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.runtime.arrays import nan_in
+from htp_export.shapes.operator_kinds import without_copies
+from htp_export.weights.products import weight_axes, weight_place
 
 ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
@@ -64,6 +66,7 @@ class Method:
         accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is no such attribute.
         formats: Ways to write what was quantized.
         options: Names of fields of plans that this method alone knows; `check` checks their values.
+        floats: Types of floats that it quantizes.
         order: Methods with smaller numbers are applied first; what is measured later sees what they made.
         with_producer: Operators that are taken only together with the one that makes what they read.
         multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on some processors.
@@ -76,6 +79,7 @@ class Method:
     accuracy_levels: ClassVar[tuple[int, ...]] = ()
     formats: ClassVar[tuple[str, ...]] = ("default",)
     options: ClassVar[tuple[str, ...]] = ()
+    floats: ClassVar[tuple[ir.DataType, ...]] = (ir.DataType.FLOAT,)
     order: ClassVar[int] = 0
     with_producer: ClassVar[frozenset[str]] = frozenset()
     multiplies_integers: ClassVar[bool] = False
@@ -109,6 +113,26 @@ class Method:
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         """Whether a node can get the precision. No weights are read."""
         return False
+
+    def why_not(self, node: ir.Node, facts: Facts) -> str:
+        """Why a node with a weight cannot get the precision, and what to do.
+
+        Empty for nodes without one, and where the reason is that ONNX Runtime, or ONNX, has no such operator.
+        """
+        place = weight_place(node)
+        if place >= len(node.inputs) or weight_axes(node, place) is None:
+            return ""
+        weight = node.inputs[place]
+        kinds = [facts.dtypes.get(value) for value in (weight, node.inputs[0], node.outputs[0]) if value is not None]
+        foreign = [kind for kind in kinds if kind is not None and kind.is_floating_point() and kind not in self.floats]
+        if foreign:
+            known = " or ".join(kind.numpy().name for kind in self.floats)
+            kind, name = foreign[0].numpy().name, self.precision.name
+            return f"its type is {kind}, and {name} is made of {known}: give it {name} before it is cast"
+        source = None if weight is None else without_copies(weight)
+        if source is not None and source.is_graph_input():
+            return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
+        return ""
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         """The bytes of a float tensor that a node reads, with scales and zero points; None if it stays as it is."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose
+from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose, listed, reasons_why_not
 from htp_export.capabilities.quantize.method import CHECKPOINT, Precision
 from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.ort_quantizers import raised_by_tool, tool_error
@@ -133,6 +133,8 @@ def quantize(
         original = with_numbers(original, checkpoint)
     serving = Serving(original, dims, shapes)
     choice = choose(original, serving.rules(rules))
+    if strict and (unsuited := _unsuited(choice)):
+        raise InputError(f"strict: {unsuited[0]}")
     if dry_run:
         return _result(choice, choice.predicted(), [*serving.notes, *_notes(choice)])
     name = name_of(model, f"model {original.model.graph.name!r}")
@@ -248,7 +250,16 @@ def _notes(choice: PrecisionChoice) -> list[str]:
     reached, deciding = choice.found.reached, choice.found.deciding
     overridden = [selector for selector, nodes in reached.items() if nodes and not deciding[selector]]
     notes += [f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in overridden]
-    return notes
+    return [*notes, *_unsuited(choice)]
+
+
+def _unsuited(choice: PrecisionChoice) -> list[str]:
+    """A sentence for each reason why nodes with weights cannot have the precision of the plan."""
+    found: list[str] = []
+    for precision, nodes in choice.left.items():
+        reasons = listed(reasons_why_not(nodes, precision, choice.facts))
+        found += [f"{precision.name} leaves {each}" for each in reasons]
+    return found
 
 
 def _result(

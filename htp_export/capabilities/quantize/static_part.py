@@ -116,8 +116,9 @@ class StaticPart:
         precision, types = self.precision, quantizers().QuantType
         told = self.part.names.in_text
         with tool_failures(told), quietly():
+            given = quantizers("quant_utils").load_model_with_shape_infer(self.file)
             config = quantizers("quantize").get_qdq_config(
-                self.file,
+                given,
                 None,  # the ranges are measured
                 calibrate_method=calibration_method(precision.calibration),
                 activation_type=types[TYPES[precision.activation]],
@@ -130,7 +131,7 @@ class StaticPart:
                 nodes_to_exclude=[name for name in self.part.nodes if name not in nodes],
             )
             quantizer = quantizers("qdq_quantizer").QDQQuantizer(
-                quantizers("quant_utils").load_model_with_shape_infer(self.file),
+                given,
                 config.per_channel,
                 config.reduce_range,
                 config.weight_type,

@@ -203,17 +203,18 @@ def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, ch
 
     def scales() -> Array:
         largest: Array = np.abs(tensor.numpy()).max(axis=others)
-        return np.where(largest == 0, 1, largest / _LARGEST).astype(np.float32)
+        return np.where(largest == 0, 1, largest / _LARGEST).astype(tensor.dtype.numpy())
 
     def levels() -> Array:
-        rounded: Array = np.round(tensor.numpy() / np.expand_dims(scales(), others))
+        wide: Array = tensor.numpy().astype(np.float32)
+        rounded: Array = np.round(wide / np.expand_dims(scales(), others))
         return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8)
 
     stored = [
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
-        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, (shape[channels],)),
+        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, (shape[channels],)),
     ]
-    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape))
     attributes, name = {"axis": channels}, f"{weight.name}_dequantize"
     graph.insert_before(graph[0], ir.node("DequantizeLinear", stored, attributes, outputs=[result], name=name))
     return result
@@ -227,7 +228,7 @@ def _by_block(
     starts = np.arange(0, columns, size)
 
     def bounds() -> tuple[Array, Array]:
-        array = tensor.numpy()
+        array = tensor.numpy().astype(np.float32)
         least, most = (each.reduceat(array, starts, axis=1) for each in (np.minimum, np.maximum))
         if symmetric:
             most = np.maximum(np.abs(least), np.abs(most)) * (2 * _MIDDLE - 1) / _LARGEST / 2
@@ -237,19 +238,19 @@ def _by_block(
     def scales() -> Array:
         least, most = bounds()
         width = (most - least) / (2 * _MIDDLE - 1)
-        return np.where(width == 0, 1, width).astype(np.float32)
+        return np.where(width == 0, 1, width).astype(tensor.dtype.numpy())
 
     def points() -> Array:
         return np.full((rows, len(starts)), _MIDDLE, np.uint8) if symmetric else _rounded(-bounds()[0] / scales())
 
     def levels() -> Array:
         spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points()))
-        return _rounded(tensor.numpy() / spread + shift)
+        return _rounded(tensor.numpy().astype(np.float32) / spread + shift)
 
     blocks = (rows, len(starts))
     stored = [
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.UINT8, (rows, columns)),
-        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, blocks),
+        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, blocks),
     ]
     if not symmetric:  # the middle without
         stored.append(_lazy(graph, f"{weight.name}_zero_points", points, ir.DataType.UINT8, blocks))

@@ -95,21 +95,36 @@ def named(node: ir.Node) -> str:
 _SLACK = 1e-9  # rounding errors of differences between metrics
 
 
+def is_packed(kind: ir.TypeProtocol | None) -> bool:
+    """Whether a type is that of a sequence, an optional or a map."""
+    return kind is not None and not isinstance(kind, ir.TensorType | ir.SparseTensorType)
+
+
 @dataclass(frozen=True)
 class Facts:
-    """What methods ask of a model before anything is done to it: the main graph, ONNX's opset, and types."""
+    """What methods ask of a model before anything is done to it.
+
+    Attributes:
+        graph: The main graph.
+        opset: The version of ONNX's operators.
+        dtypes: Tensor → its element type, None if it is not known.
+        packed: Values that are no tensors: sequences, optionals and maps.
+    """
 
     graph: ir.Graph
     opset: int
     dtypes: Mapping[ir.Value, ir.DataType | None]
+    packed: frozenset[ir.Value]
 
     @classmethod
     def of(cls, tagged: TaggedModel) -> Facts:
         """The facts of a model."""
         graph, types = tagged.model.graph, tagged.inferred
         values = (value for node in tagged.nodes for value in (*node.inputs, *node.outputs) if value is not None)
-        dtypes = {value: types.dtype(value) for value in values if isinstance(types.type(value), ir.TensorType)}
-        return cls(graph, graph.opset_imports.get("", 1), dtypes)
+        known = {value: types.type(value) for value in values}
+        dtypes = {value: types.dtype(value) for value, kind in known.items() if isinstance(kind, ir.TensorType)}
+        packed = frozenset(value for value, kind in known.items() if is_packed(kind))
+        return cls(graph, graph.opset_imports.get("", 1), dtypes, packed)
 
     def has_floats(self, node: ir.Node) -> bool:
         """Whether the first input and the first output of a node are tensors of 32-bit floats."""
