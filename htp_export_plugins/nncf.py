@@ -21,8 +21,9 @@ import onnx_ir as ir
 
 import htp_export
 from htp_export.capabilities.carry.adapting import library
-from htp_export.capabilities.quantize.method import Method, Precision
-from htp_export.capabilities.quantize.methods.static import Static, is_divisible
+from htp_export.capabilities.quantize.calibrating import is_divisible
+from htp_export.capabilities.quantize.method import Made, Method, Precision
+from htp_export.capabilities.quantize.methods.static import Static, channel_axis
 from htp_export.capabilities.quantize.methods.weights import Blocks, sizes_in_blocks
 from htp_export.capabilities.quantize.weight_operators import write_products
 from htp_export.capabilities.quantize.work import Facts, Work
@@ -82,7 +83,10 @@ class Activations(Static):
         shape = [int(size) for size in tensor.shape.numpy()]
         return math.prod(shape) + (5 * shape[0] if self.precision.per_channel else 0)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def channels(self, node: ir.Node, place: int = 1) -> int:
+        return self.scales_along(channel_axis(node), constant_of(node.inputs[place]))
+
+    def quantize(self, part: Submodel, work: Work) -> Made:
         precision, metric, control = self.precision, None, work.validation
         with work.runs(part) as read:
             runs = list(read)
@@ -114,7 +118,7 @@ class Activations(Static):
         left = _left(part, model, ignored)
         causes = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
         back = "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
-        return model, f"{len(left)} nodes stay in fp32: {causes} {precision.name}{back}" if left else ""
+        return Made(model, dict.fromkeys(left, f"{causes} {precision.name}{back}"))
 
 
 class Weights(Method):
@@ -149,7 +153,8 @@ class Weights(Method):
         if node.domain or subgraphs(node):
             return False
         if node.op_type in ("MatMul", "Gemm"):
-            return Blocks(self.precision).takes(node, facts) and (bits == 8 or sizes_in_blocks(node)[0] % size == 0)
+            takes = facts.has_floats(node) and Blocks(self.precision).takes(node, facts)
+            return takes and (bits == 8 or sizes_in_blocks(node)[0] % size == 0)
         if bits != 8 or node.op_type not in _WEIGHTED or len(node.inputs) <= weight_place(node):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
@@ -174,7 +179,7 @@ class Weights(Method):
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return [_scaled_before(nodes, work.planned, self.precision) if self.precision.options.get("awq") else nodes]
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
         with work.runs(part) as read:
             runs = list(read if self.calibrated else islice(read, 1))
         weighted = [str(node.name) for node in part.model.graph if self.takes(node, work.facts)]
@@ -190,7 +195,7 @@ class Weights(Method):
         _repair(made)
         model = _checked(made, expected, runs[0])
         left = [name for name in weighted if not _is_compressed(model, name)]
-        return model, f"{len(left)} nodes stay in fp32: NNCF leaves them" if left else ""
+        return Made(model, dict.fromkeys(left, "NNCF leaves them"))
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
         nncf, precision = _nncf(), self.precision

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -76,13 +76,15 @@ class Serving:
     def _whole(self) -> Precision:
         return self._of(self._tagged.nodes, "")
 
-    def _of(self, nodes: Iterable[ir.Node], where: str) -> Precision:
+    def _of(self, nodes: Collection[ir.Node], where: str) -> Precision:
         """The precision that serves nodes; a note says why."""
         among = Counter[str]()
         for node in nodes:
             among[self._kinds.get(node, "")] += self._work.get(node, 0)
         if not among[_PRODUCTS] + among[_CONVOLUTIONS]:
-            raise InputError(f"{where}auto: nothing here multiplies with stored weights; name a precision")
+            reasons = reasons_why_not(nodes, PRECISIONS["int8-dynamic"], Facts.of(self._tagged))
+            why = "; ".join(listed(reasons)) or "nothing here multiplies with stored weights"
+            raise InputError(f"{where}auto: {why}; name a precision")
         dynamic = among[_PRODUCTS] >= among[_CONVOLUTIONS]
         name = "int8-dynamic" if dynamic else "int8" if is_arm() else "u8s8"
         shares = ", ".join(f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS))
@@ -145,6 +147,16 @@ class PrecisionChoice:
         """Node → the precision that it gets."""
         return {node: precision for precision, nodes in self.nodes.items() for node in nodes}
 
+    def without(self, stayed: Iterable[ir.Node]) -> PrecisionChoice:
+        """The choice in which some of its nodes stay as they are."""
+        staying = frozenset(stayed)
+        nodes = {given: [node for node in listed if node not in staying] for given, listed in self.nodes.items()}
+        left = {given: list(listed) for given, listed in self.left.items()}
+        for given, listed in self.nodes.items():
+            if gone := [node for node in listed if node in staying]:
+                left.setdefault(given, []).extend(gone)
+        return replace(self, nodes={given: listed for given, listed in nodes.items() if listed}, left=left)
+
     @cached_property
     def weights(self) -> frozenset[ir.Value | None]:
         """The weights of the model."""
@@ -205,7 +217,7 @@ class PrecisionChoice:
     def _size_of(self, node: ir.Node, place: int) -> int | None:
         """The bytes of a weight of a node in the precision that it gets; None if it stays as it is."""
         precision, tensor = self.precision_of.get(node), constant_of(node.inputs[place])
-        if precision is None or tensor is None or tensor.dtype != ir.DataType.FLOAT or not len(tensor.shape):
+        if precision is None or tensor is None or not len(tensor.shape) or not tensor.dtype.is_floating_point():
             return None  # numbers are no weights
         return precision.how.bytes_of(node, place, tensor, self.facts)
 
@@ -237,11 +249,33 @@ def choose(tagged: TaggedModel, rules: Mapping[str, Precision]) -> PrecisionChoi
         if with_producer and in_reach and how.takes(node, facts):
             nodes[precision].append(node)
             chosen[node] = precision
-        elif any(facts.dtypes.get(value) == ir.DataType.FLOAT and constant_of(value) is None for value in node.outputs):
+        elif any(_could_be(value, precision, facts) for value in node.outputs):
             left[precision].append(node)
     choice = PrecisionChoice(tagged, facts, found, dict(nodes), dict(left))
     _check_rules(choice, rules)
     return choice
+
+
+def _could_be(value: ir.Value, precision: Precision, facts: Facts) -> bool:
+    """Whether a result could have a precision: it is no constant, and consists of floats that have it not already."""
+    dtype = facts.dtypes.get(value)
+    if dtype is None or not dtype.is_floating_point() or constant_of(value) is not None:
+        return False
+    return dtype == ir.DataType.FLOAT or dtype.numpy().name != precision.activation
+
+
+def reasons_why_not(nodes: Iterable[ir.Node], precision: Precision, facts: Facts) -> Counter[tuple[str, str]]:
+    """Operator type and reason → number of nodes with weights that cannot have a precision for this reason."""
+    found = Counter[tuple[str, str]]()
+    for node in nodes:
+        if why := precision.how.why_not(node, facts):
+            found[node.op_type, why] += 1
+    return found
+
+
+def listed(reasons: Mapping[tuple[str, str], int]) -> list[str]:
+    """Reasons in words."""
+    return [f"{count} {op_type}: {why}" for (op_type, why), count in reasons.items()]
 
 
 def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> None:
@@ -255,14 +289,16 @@ def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> Non
         if any(choice.precision_of.get(node) == precision for node in nodes):
             continue
         kinds = Counter(node.op_type for node in nodes)
-        listed = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
+        there_are = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
         paths = sorted(choice.found.named[selector], key=tags.path_order)
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
-        problem = f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; there are: {listed}"
+        problem = f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; there are: {there_are}"
         merged = next((node for node in nodes if choice.found.nodes.get(node) != precision), None)
         if merged is not None:
             owners = ", ".join(map(repr, choice.tagged.index.works[merged].doing))
             problem += f"; {merged.op_type} {merged.name!r} does the work of {owners}: give them one precision"
+        elif reasons := listed(reasons_why_not(nodes, precision, choice.facts)):
+            problem += f"; {'; '.join(reasons)}"
         elif any(product.how for product in products_of(choice.tagged, nodes)):
             problem += "; weights are still computed when the model runs: optimize the file first"
         raise RuleError(selector, problem)

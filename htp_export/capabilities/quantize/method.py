@@ -17,12 +17,15 @@ from typing import Any, ClassVar
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.ort_quantizers import tool_failures, without_faulty
+from htp_export.capabilities.quantize.work import Facts, Left, Work, named
 from htp_export.discovery import names_in, plug_in, plug_ins
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.runtime.arrays import nan_in
+from htp_export.shapes.operator_kinds import without_copies
+from htp_export.weights.products import weight_axes, weight_place
 
 ENGINE = "onnxruntime"
 """The engine whose methods are built in."""
@@ -37,6 +40,21 @@ _BITS = {
 _FOLDER = "htp_export.capabilities.quantize.methods"
 
 
+@dataclass(frozen=True)
+class Made:
+    """What a method made of a part.
+
+    Attributes:
+        model: The part, quantized.
+        left: Name of a node in the part → why it stays as it is.
+        partly: Name of a node that is quantized → why an input of it stays as it is.
+    """
+
+    model: ir.Model
+    left: Mapping[str, str] = field(default_factory=dict)
+    partly: Mapping[str, str] = field(default_factory=dict)
+
+
 class Method:
     """One method of an engine, with the fields of one precision.
 
@@ -48,6 +66,7 @@ class Method:
         accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is no such attribute.
         formats: Ways to write what was quantized.
         options: Names of fields of plans that this method alone knows; `check` checks their values.
+        floats: Types of floats that it quantizes.
         order: Methods with smaller numbers are applied first; what is measured later sees what they made.
         with_producer: Operators that are taken only together with the one that makes what they read.
         multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on some processors.
@@ -60,6 +79,7 @@ class Method:
     accuracy_levels: ClassVar[tuple[int, ...]] = ()
     formats: ClassVar[tuple[str, ...]] = ("default",)
     options: ClassVar[tuple[str, ...]] = ()
+    floats: ClassVar[tuple[ir.DataType, ...]] = (ir.DataType.FLOAT,)
     order: ClassVar[int] = 0
     with_producer: ClassVar[frozenset[str]] = frozenset()
     multiplies_integers: ClassVar[bool] = False
@@ -94,6 +114,26 @@ class Method:
         """Whether a node can get the precision. No weights are read."""
         return False
 
+    def why_not(self, node: ir.Node, facts: Facts) -> str:
+        """Why a node with a weight cannot get the precision, and what to do.
+
+        Empty for nodes without one, and where the reason is that ONNX Runtime, or ONNX, has no such operator.
+        """
+        place = weight_place(node)
+        if place >= len(node.inputs) or weight_axes(node, place) is None:
+            return ""
+        weight = node.inputs[place]
+        kinds = [facts.dtypes.get(value) for value in (weight, node.inputs[0], node.outputs[0]) if value is not None]
+        foreign = [kind for kind in kinds if kind is not None and kind.is_floating_point() and kind not in self.floats]
+        if foreign:
+            known = " or ".join(kind.numpy().name for kind in self.floats)
+            kind, name = foreign[0].numpy().name, self.precision.name
+            return f"its type is {kind}, and {name} is made of {known}: give it {name} before it is cast"
+        source = None if weight is None else without_copies(weight)
+        if source is not None and source.is_graph_input():
+            return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
+        return ""
+
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         """The bytes of a float tensor that a node reads, with scales and zero points; None if it stays as it is."""
         return None
@@ -106,19 +146,30 @@ class Method:
         """The nodes that are quantized together, each group as a model of its own."""
         return [nodes]
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
-        """Quantize the nodes of a part, which is used up; and a sentence on those that stay as they are, or nothing."""
+    def quantize(self, part: Submodel, work: Work) -> Made:
+        """Quantize the nodes of a part, which is used up."""
         raise NotImplementedError
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
-        """Give nodes of a model the precision, in place; sentences on those that stay as they are."""
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
+        """Give nodes of a model the precision, in place; what of them stays as it is."""
         self._refuse_nan(nodes)
         for group in self.groups(nodes, work):
-            part = work.cut_out(group)
-            made, note = self.quantize(part, work)
-            work.put_back(part, made)
-            if note:
-                yield note
+            done, faulty = without_faulty(group, lambda some: self._made(some, work))
+            for node, failure in faulty.items():
+                yield work.left(node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure)
+            if done is None:
+                continue
+            part, made = done
+            work.put_back(part, made.model)
+            for name, why in made.left.items():
+                yield work.left(part.nodes[name], part.names.in_text(why))
+            for name, why in made.partly.items():
+                yield work.left(part.nodes[name], part.names.in_text(why), partly=True)
+
+    def _made(self, nodes: Sequence[ir.Node], work: Work) -> tuple[Submodel, Made]:
+        part = work.cut_out(nodes)
+        with tool_failures(part.names.in_text):
+            return part, self.quantize(part, work)
 
     def _refuse_nan(self, nodes: Sequence[ir.Node]) -> None:
         """Refuse weights with NaN, which integers do not have."""

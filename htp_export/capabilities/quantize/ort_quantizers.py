@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import traceback
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.editing.submodels import constant_of
+from htp_export.errors import HtpExportError, ToolError, described
 from htp_export.files.filesystem import temporary_folder
 from htp_export.process.progress import counted
 from htp_export.process.quiet import quiet
@@ -23,7 +25,14 @@ GROUP_BYTES = 32 << 20
 _MOST_GROUPS = 256
 """Each group leaves an open file: systems allow 1024, or fewer, for a process. Groups of huge models are larger."""
 
-_QUANTIZATION = "onnxruntime.quantization"
+_PACKAGE = "onnxruntime"
+_QUANTIZATION = f"{_PACKAGE}.quantization"
+
+_MOST_FAULTY = 32
+"""Nodes on which a quantizer can fail: with more, the quantizer is at fault, and each takes about ten tries to find."""
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def quantizers(module: str = "") -> Any:
@@ -41,6 +50,75 @@ def quietly() -> contextlib.AbstractContextManager[None]:
     It is advice that the caller cannot follow, such as to preprocess the model. They log to the root logger itself.
     """
     return quiet("")
+
+
+class PartError(Exception):
+    """ONNX Runtime's quantizer failed on a part; the message has the names of the whole model."""
+
+
+def raised_by_tool(error: Exception) -> bool:
+    """Whether an error comes from ONNX Runtime, or from code that it called."""
+    return any(_PACKAGE in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
+
+
+def tool_error(name: str, error: Exception, where: str = "") -> ToolError:
+    """The error of a quantizer that failed on the model of this name; ``where``: on which node."""
+    problem = str(error) if isinstance(error, PartError) else described(error)
+    return ToolError(_QUANTIZATION, f"failed on {name}: {problem}{where}")
+
+
+@contextlib.contextmanager
+def tool_failures(told: Callable[[str], str]) -> Iterator[None]:
+    """Turn errors that ONNX Runtime raises into a `PartError`; ``told`` puts the user's names into its message."""
+    try:
+        yield
+    except HtpExportError:
+        raise
+    except Exception as error:
+        if not raised_by_tool(error):
+            raise
+        raise PartError(told(described(error))) from error
+
+
+def without_faulty(
+    items: Sequence[Item], attempt: Callable[[Sequence[Item]], Result]
+) -> tuple[Result | None, dict[Item, PartError]]:
+    """The result of an attempt without the nodes on which it fails, and the failure of each of these.
+
+    They are found by halves. The result is None if the attempt fails on each one. The first failure is raised if it is
+    one of all of them together, or if there are too many.
+    """
+    try:
+        return attempt(items), {}
+    except PartError as failure:
+        first = failure
+    faulty: dict[Item, PartError] = {}
+    waiting = [list(items)]
+    while waiting:
+        some = waiting.pop()
+        failure_of_some = first if len(some) == len(items) else _failure(some, attempt)
+        if failure_of_some is None:
+            continue
+        if len(some) > 1:
+            half = len(some) // 2
+            waiting += [some[half:], some[:half]]
+            continue
+        faulty[some[0]] = failure_of_some
+        if len(faulty) > _MOST_FAULTY:
+            raise first
+    rest = [item for item in items if item not in faulty]
+    try:
+        return (attempt(rest) if rest else None), faulty
+    except PartError as failure:
+        raise first from failure
+
+
+def _failure(items: Sequence[Item], attempt: Callable[[Sequence[Item]], object]) -> PartError | None:
+    try:
+        attempt(items)
+    except PartError as failure:
+        return failure
+    return None
 
 
 class _Feed(dict[str, Any]):
@@ -93,7 +171,7 @@ def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
 def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
     """The constants that a node reads as floats, with their bytes."""
     tensors = {value: tensor for value in node.inputs if value is not None and (tensor := constant_of(value))}
-    return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype == ir.DataType.FLOAT}
+    return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype.is_floating_point()}
 
 
 @contextlib.contextmanager

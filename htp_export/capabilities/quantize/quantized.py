@@ -132,6 +132,27 @@ QUANTIZED_COLUMNS: tuple[Column[Any], ...] = (
 
 
 @dataclass(frozen=True)
+class Kept(PlainData):
+    """A node that the plan gives a precision, and that stays as it is.
+
+    Attributes:
+        node: Its name.
+        operator: Its type.
+        modules: The modules that own it.
+        precision: The precision of the plan.
+        whole: Whether the node stays; otherwise one of its inputs does.
+        reason: Why, in words.
+    """
+
+    node: str
+    operator: str
+    modules: tuple[str, ...]
+    precision: str
+    whole: bool
+    reason: str
+
+
+@dataclass(frozen=True)
 class Quantized(ModuleTable, HoldsModel):
     """The result of `htp_export.quantize`.
 
@@ -145,12 +166,13 @@ class Quantized(ModuleTable, HoldsModel):
         metric_before: The user's metric of the model as it was; None without rules with ``max_drop``.
         metric_after: The same of the result.
         check: What both models are on the data, with ``check``; None without.
+        kept: Nodes that stay as they are for another reason, such as a range that is not known, or a failure.
         given: The model; None in a dry run.
     """
 
     columns = QUANTIZED_COLUMNS
     derived = ("tags",)
-    optional = ("metric_before", "metric_after", "check", "tags")
+    optional = ("metric_before", "metric_after", "check", "kept", "tags")
 
     modules: Mapping[str, QuantizedModule]
     operators: Mapping[str, Mapping[str, int]]
@@ -160,6 +182,7 @@ class Quantized(ModuleTable, HoldsModel):
     metric_before: float | None = None
     metric_after: float | None = None
     check: Check | None = None
+    kept: tuple[Kept, ...] = ()
     given: ir.Model | None = field(default=None, repr=False, kw_only=True)
 
     @property

@@ -4,29 +4,31 @@ from __future__ import annotations
 
 import logging
 import os
-import traceback
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose
-from htp_export.capabilities.quantize.method import CHECKPOINT, ENGINE, Precision
+from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose, listed, reasons_why_not
+from htp_export.capabilities.quantize.method import CHECKPOINT, Precision
 from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
+from htp_export.capabilities.quantize.ort_quantizers import raised_by_tool, tool_error
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
-from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule, check_of
-from htp_export.capabilities.quantize.work import CalibrationData, Validation, Work
+from htp_export.capabilities.quantize.quantized import Check, Kept, Quantized, QuantizedModule, check_of
+from htp_export.capabilities.quantize.work import CalibrationData, Left, Validation, Work, named
 from htp_export.editing.editing import raised
 from htp_export.editing.flattening import read_flat
-from htp_export.errors import HtpExportError, InputError, ToolError, described
+from htp_export.errors import HtpExportError, InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target, files_named_in
+from htp_export.format import tags
 from htp_export.lineage.settling import Bookkeeping
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
+from htp_export.reporting.columns import many
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.processors import saturates
@@ -58,11 +60,13 @@ def quantize(
     external_data: str | None = None,
     share_weights: bool = False,
     weights: str | os.PathLike[str] | None = None,
+    strict: bool = False,
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
     A rule holds for the regions of the modules that its selector names; the last one wins (``docs/quantize.md``,
-    "Plans"). Exactly the nodes of these regions change; all others, and what they read, stay as they are.
+    "Plans"). Exactly the nodes of these regions change; all others, and what they read, stay as they are. So does a
+    node that cannot have its precision: ``kept`` of the result has the reason.
 
     Thread-safe, also for calls on the same model.
 
@@ -90,13 +94,14 @@ def quantize(
             no copy. If that file changes, ``output`` cannot be read any more.
         weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its numbers, and matrices stay
             packed as they are in it. This is the precision ``checkpoint``, that of the whole model without a plan.
+        strict: Raise an error in place of keeping a node, or the bias of one, as it is.
 
     Returns:
         What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
 
     Raises:
-        InputError: A rule matches no module, no operator of its modules takes the precision, the data do not fit, or
-            the metric falls by more than ``max_drop``.
+        InputError: A rule matches no module, no operator of its modules takes the precision, the data do not fit, the
+            metric falls by more than ``max_drop``, or with ``strict``, a node is kept.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
         ToolError: ONNX Runtime's quantizer or that of a plug-in fails, or ONNX Runtime cannot run what it made.
@@ -129,6 +134,8 @@ def quantize(
         original = with_numbers(original, checkpoint)
     serving = Serving(original, dims, shapes)
     choice = choose(original, serving.rules(rules))
+    if strict and (unsuited := _unsuited(choice)):
+        raise InputError(f"strict: {unsuited[0]}")
     if dry_run:
         return _result(choice, choice.predicted(), [*serving.notes, *_notes(choice)])
     name = name_of(model, f"model {original.model.graph.name!r}")
@@ -142,7 +149,9 @@ def quantize(
     if metric is not None:
         own = None if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
         control = Validation(metric, own or samples, original.model, name)
-    changed, stayed = _changed(choice, samples, name, control)
+    changed, left = _changed(choice, samples, name, control)
+    _check_left(choice, left, name, strict=strict)
+    choice = choice.without(each.node for each in left if not each.partly)
     metrics: tuple[float | None, float | None] = (None, None)
     if control is not None:
         most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
@@ -151,10 +160,10 @@ def quantize(
     checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
-    notes += stayed
+    notes += _left_notes(choice, left)
     if can_crash(changed.model) and not can_crash(original.model):
         notes.append(_CRASH)
-    return _result(choice, sizes, notes, changed.model, metrics, checked)
+    return _result(choice, sizes, notes, changed.model, metrics, checked, left)
 
 
 def _check_metric(precisions: Iterable[Precision], metric: Metric | None, validation: object) -> None:
@@ -168,8 +177,8 @@ def _check_metric(precisions: Iterable[Precision], metric: Metric | None, valida
 
 def _changed(
     choice: PrecisionChoice, samples: Samples, name: str, control: Validation | None
-) -> tuple[TaggedModel, list[str]]:
-    """The model with the precisions of a plan, and sentences on nodes that stay as they are.
+) -> tuple[TaggedModel, list[Left]]:
+    """The model with the precisions of a plan, and what stays as it is.
 
     Those that a metric controls are applied after others of their method: it is measured with these.
     """
@@ -180,28 +189,47 @@ def _changed(
     planned = {twin[node]: precision for node, precision in choice.found.nodes.items()}
     changes = Bookkeeping(changed)
     work = Work(changed, original, choice.facts, twins, planned, samples, name, control)
-    stayed: list[str] = []
+    left: list[Left] = []
     try:
         for precision in sorted(choice.nodes, key=_order):
             nodes = [twin[node] for node in choice.nodes[precision]]
-            stayed += precision.how.apply(nodes, work)
+            left += precision.how.apply(nodes, work)
     except HtpExportError:
         raise
     except Exception as error:
-        if not _is_raised_by(error, ENGINE):
+        if not raised_by_tool(error):
             raise
-        raise ToolError("onnxruntime.quantization", f"failed on {name}: {described(error)}") from error
+        raise tool_error(name, error) from error
     changes.settle(planned)
-    return changes.finish(), stayed
+    return changes.finish(), left
+
+
+def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
+    """Refuse a plan of which nothing could be done; with ``strict``, of which anything stays as it is."""
+    whole = {each.node for each in left if not each.partly}
+    if whole and whole >= choice.precision_of.keys():
+        for each in left:
+            if each.failure is not None:
+                raise tool_error(name, each.failure, f" ({named(each.node)})") from each.failure
+        raise InputError(f"no node can have its precision: {left[0].why}")
+    if strict and left:
+        first = left[0]
+        stays = first.why if first.partly else f"{named(first.node)} stays as it is: {first.why}"
+        raise InputError(f"{choice.precision_of[first.node]}, strict: {stays}")
+
+
+def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
+    """A sentence for each reason why nodes stay as they are."""
+    alike = Counter((each.why, choice.facts.has_floats(each.node)) for each in left if not each.partly)
+    notes = list(dict.fromkeys(each.why for each in left if each.partly))
+    for (why, is_float32), count in alike.items():
+        stays = f"stay{'s' * (count == 1)} {'in fp32' if is_float32 else 'as they are'}"
+        notes.append(f"{many(count, 'node')} {stays}: {why}")
+    return notes
 
 
 def _order(precision: Precision) -> tuple[int, float]:
     return precision.how.order, -1.0 if precision.max_drop is None else precision.max_drop
-
-
-def _is_raised_by(error: Exception, package: str) -> bool:
-    """Whether an error comes from code that a package called, or from the package itself."""
-    return any(package in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _notes(choice: PrecisionChoice) -> list[str]:
@@ -218,7 +246,16 @@ def _notes(choice: PrecisionChoice) -> list[str]:
     reached, deciding = choice.found.reached, choice.found.deciding
     overridden = [selector for selector, nodes in reached.items() if nodes and not deciding[selector]]
     notes += [f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in overridden]
-    return notes
+    return [*notes, *_unsuited(choice)]
+
+
+def _unsuited(choice: PrecisionChoice) -> list[str]:
+    """A sentence for each reason why nodes with weights cannot have the precision of the plan."""
+    found: list[str] = []
+    for precision, nodes in choice.left.items():
+        reasons = listed(reasons_why_not(nodes, precision, choice.facts))
+        found += [f"{precision.name} leaves {each}" for each in reasons]
+    return found
 
 
 def _result(
@@ -228,6 +265,7 @@ def _result(
     model: ir.Model | None = None,
     metrics: tuple[float | None, float | None] = (None, None),
     checked: Check | None = None,
+    left: Sequence[Left] = (),
 ) -> Quantized:
     words = choice.precisions()
     modules = {
@@ -241,5 +279,16 @@ def _result(
         )
         for path, contents in contents_of(choice.tagged).modules.items()
     }
-    changed, left = choice.counted(choice.nodes), choice.counted(choice.left)
-    return Quantized(modules, changed, left, tuple(notes), model is None, *metrics, checked, given=model)
+    kept = tuple(
+        Kept(
+            node=each.node.name or "",
+            operator=each.node.op_type,
+            modules=tuple(tags.owners_of(each.node.metadata_props)),
+            precision=choice.found.nodes[each.node].name,
+            whole=not each.partly,
+            reason=each.why,
+        )
+        for each in left
+    )
+    changed, others = choice.counted(choice.nodes), choice.counted(choice.left)
+    return Quantized(modules, changed, others, tuple(notes), model is None, *metrics, checked, kept, given=model)

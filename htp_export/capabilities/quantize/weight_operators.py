@@ -14,19 +14,75 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.editing import add_initializer, replace
-from htp_export.editing.submodels import remove_unused
+from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of
 from htp_export.runtime.arrays import Array
+from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import changed_when_written, is_matrix_product, weight_axes
 from htp_export.weights.rebuilding import unpacked
 
 FIRST_BLOCKS = 21
 """The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
 
+_BIAS = 2  # its place among the inputs of a Gemm
+
+
+def fold_factors(graph: ir.Graph) -> None:
+    """Multiply the stored matrix of each ``Gemm`` by alpha, and its stored bias by beta, in place.
+
+    ONNX Runtime's static quantizer resets beta, and its other quantizers know no ``Gemm``.
+    """
+    for node in graph:
+        if not is_standard(node, "Gemm"):
+            continue
+        alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
+        matrix = next((place for place in (1, 0) if constant_of(node.inputs[place]) is not None), None)
+        if alpha != 1 and matrix is not None:
+            _multiply(graph, node, matrix, alpha)
+            del node.attributes["alpha"]
+        bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+        if beta != 1 and (bias is None or constant_of(bias) is not None):
+            if bias is not None:
+                _multiply(graph, node, _BIAS, beta)
+            del node.attributes["beta"]
+
+
+def _multiply(graph: ir.Graph, node: ir.Node, place: int, factor: float) -> None:
+    """Multiply a constant input of a node by a number."""
+    value = node.inputs[place]
+    assert value is not None
+    tensor = constant_of(value)
+    assert tensor is not None
+    name, recipe = f"{value.name}_times_{factor:.9g}", step("mul", recipe_of(value), factor)
+
+    def multiplied(array: Array) -> Array:
+        return np.multiply(array, factor, dtype=array.dtype)
+
+    made = graph.initializers.get(name) or add_initializer(
+        graph, changed_when_written(tensor, multiplied, recipe), name, recipe
+    )
+    node.replace_input_with(place, made)
+    remove_unused([value])
+
+
+def factor_of(node: ir.Node, place: int) -> float:
+    """The number by which `fold_factors` multiplies the matrix of a node; 1 for others."""
+    return node.attributes.get_float("alpha", 1.0) if is_standard(node, "Gemm") and place < _BIAS else 1.0
+
+
+def can_be_product(node: ir.Node) -> bool:
+    """Whether a node is a ``MatMul``, or a ``Gemm`` that `write_products` writes as one if its matrix is stored."""
+    if not is_standard(node, "Gemm"):
+        return is_standard(node, "MatMul")
+    bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
+    has_scaled_input = bias is not None and constant_of(bias) is None and node.attributes.get_float("beta", 1.0) != 1
+    return not has_scaled_input and not node.attributes.get_int("transA", 0)
+
 
 def write_products(graph: ir.Graph) -> None:
     """Write each ``Gemm`` with a constant weight as a ``MatMul``, which has its name, and an ``Add``."""
+    fold_factors(graph)
     for node in list(graph):
         weight = node.inputs[1] if node.op_type == "Gemm" and is_matrix_product(node) else None
         if weight is not None and weight.const_value is not None:
@@ -43,8 +99,8 @@ def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.Ten
     new = [ir.node("MatMul", [node.inputs[0], turned], name=node.name)]
     result = new[0].outputs[0]
     result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
-    if len(node.inputs) > 2 and node.inputs[2] is not None:
-        new.append(ir.node("Add", [result, node.inputs[2]], name=f"{node.name}_bias"))
+    if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None:
+        new.append(ir.node("Add", [result, node.inputs[_BIAS]], name=f"{node.name}_bias"))
     ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [new[-1].outputs[0]])
     if not weight.uses():
         graph.initializers.pop(str(weight.name), None)
@@ -147,17 +203,18 @@ def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, ch
 
     def scales() -> Array:
         largest: Array = np.abs(tensor.numpy()).max(axis=others)
-        return np.where(largest == 0, 1, largest / _LARGEST).astype(np.float32)
+        return np.where(largest == 0, 1, largest / _LARGEST).astype(tensor.dtype.numpy())
 
     def levels() -> Array:
-        rounded: Array = np.round(tensor.numpy() / np.expand_dims(scales(), others))
+        wide: Array = tensor.numpy().astype(np.float32)
+        rounded: Array = np.round(wide / np.expand_dims(scales(), others))
         return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8)
 
     stored = [
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
-        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, (shape[channels],)),
+        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, (shape[channels],)),
     ]
-    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape(shape))
+    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape))
     attributes, name = {"axis": channels}, f"{weight.name}_dequantize"
     graph.insert_before(graph[0], ir.node("DequantizeLinear", stored, attributes, outputs=[result], name=name))
     return result
@@ -171,7 +228,7 @@ def _by_block(
     starts = np.arange(0, columns, size)
 
     def bounds() -> tuple[Array, Array]:
-        array = tensor.numpy()
+        array = tensor.numpy().astype(np.float32)
         least, most = (each.reduceat(array, starts, axis=1) for each in (np.minimum, np.maximum))
         if symmetric:
             most = np.maximum(np.abs(least), np.abs(most)) * (2 * _MIDDLE - 1) / _LARGEST / 2
@@ -181,19 +238,19 @@ def _by_block(
     def scales() -> Array:
         least, most = bounds()
         width = (most - least) / (2 * _MIDDLE - 1)
-        return np.where(width == 0, 1, width).astype(np.float32)
+        return np.where(width == 0, 1, width).astype(tensor.dtype.numpy())
 
     def points() -> Array:
         return np.full((rows, len(starts)), _MIDDLE, np.uint8) if symmetric else _rounded(-bounds()[0] / scales())
 
     def levels() -> Array:
         spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points()))
-        return _rounded(tensor.numpy() / spread + shift)
+        return _rounded(tensor.numpy().astype(np.float32) / spread + shift)
 
     blocks = (rows, len(starts))
     stored = [
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.UINT8, (rows, columns)),
-        _lazy(graph, f"{weight.name}_scales", scales, ir.DataType.FLOAT, blocks),
+        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, blocks),
     ]
     if not symmetric:  # the middle without
         stored.append(_lazy(graph, f"{weight.name}_zero_points", points, ir.DataType.UINT8, blocks))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ import onnx_ir as ir
 from htp_export.editing.submodels import Submodel, cut_out, in_copy, put_back, remove_unused
 from htp_export.errors import InputError
 from htp_export.files.parsing import model_from_proto
+from htp_export.format import tags
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 from htp_export.runtime.arrays import Array, nan_in
@@ -85,24 +86,45 @@ def activations(
         yield read(run)
 
 
+def named(node: ir.Node) -> str:
+    """A node in words, with its modules."""
+    owners = ", ".join(repr(path or "(root)") for path in tags.owners_of(node.metadata_props))
+    return f"{node.op_type} {node.name!r} of {owners}" if owners else f"{node.op_type} {node.name!r}"
+
+
 _SLACK = 1e-9  # rounding errors of differences between metrics
+
+
+def is_packed(kind: ir.TypeProtocol | None) -> bool:
+    """Whether a type is that of a sequence, an optional or a map."""
+    return kind is not None and not isinstance(kind, ir.TensorType | ir.SparseTensorType)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What methods ask of a model before anything is done to it: the main graph, ONNX's opset, and types."""
+    """What methods ask of a model before anything is done to it.
+
+    Attributes:
+        graph: The main graph.
+        opset: The version of ONNX's operators.
+        dtypes: Tensor → its element type, None if it is not known.
+        packed: Values that are no tensors: sequences, optionals and maps.
+    """
 
     graph: ir.Graph
     opset: int
     dtypes: Mapping[ir.Value, ir.DataType | None]
+    packed: frozenset[ir.Value]
 
     @classmethod
     def of(cls, tagged: TaggedModel) -> Facts:
         """The facts of a model."""
         graph, types = tagged.model.graph, tagged.inferred
         values = (value for node in tagged.nodes for value in (*node.inputs, *node.outputs) if value is not None)
-        dtypes = {value: types.dtype(value) for value in values if isinstance(types.type(value), ir.TensorType)}
-        return cls(graph, graph.opset_imports.get("", 1), dtypes)
+        known = {value: types.type(value) for value in values}
+        dtypes = {value: types.dtype(value) for value, kind in known.items() if isinstance(kind, ir.TensorType)}
+        packed = frozenset(value for value, kind in known.items() if is_packed(kind))
+        return cls(graph, graph.opset_imports.get("", 1), dtypes, packed)
 
     def has_floats(self, node: ir.Node) -> bool:
         """Whether the first input and the first output of a node are tensors of 32-bit floats."""
@@ -158,6 +180,23 @@ class Validation:
 
 
 @dataclass(frozen=True)
+class Left:
+    """A node that a plan gives a precision, and that stays as it is.
+
+    Attributes:
+        node: The node of the model as it was.
+        why: The reason.
+        partly: Whether only an input of the node stays.
+        failure: The error of the tool, if that is the reason.
+    """
+
+    node: ir.Node
+    why: str
+    partly: bool = False
+    failure: Exception | None = None
+
+
+@dataclass(frozen=True)
 class Work:
     """A model that changes, and what it was.
 
@@ -191,6 +230,10 @@ class Work:
         """Its names."""
         return Names(self.model)
 
+    def left(self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None) -> Left:
+        """What stays as it is of a node of the model that changes."""
+        return Left(self.twins[node], why, partly, failure)
+
     def cut_out(self, nodes: Sequence[ir.Node]) -> Submodel:
         """Nodes of it as a model of their own."""
         return cut_out(self.model, nodes, self.changed.inferred)
@@ -200,6 +243,9 @@ class Work:
         put_back(self.model, part, made, self.names)
         remove_unused(part.weights.values())
 
-    def runs(self, part: Submodel) -> AbstractContextManager[Iterator[dict[str, Array]]]:
-        """The inputs of a part, in each run of the data."""
-        return activations(self.original.model, self.name, self.samples, list(part.inputs))
+    @contextmanager
+    def runs(self, part: Submodel) -> Iterator[Iterator[dict[str, Array]]]:
+        """The inputs of a part, by their names inside it, in each run of the data."""
+        in_whole = {name: str(value.name) for name, value in part.inputs.items()}
+        with activations(self.original.model, self.name, self.samples, list(in_whole.values())) as found:
+            yield ({name: arrays[whole] for name, whole in in_whole.items()} for arrays in found)

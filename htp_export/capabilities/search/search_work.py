@@ -21,7 +21,7 @@ from htp_export.capabilities.search.measuring import Measurement, Measurer
 from htp_export.capabilities.search.search_results import OBJECTIVES, Search, Trial
 from htp_export.capabilities.search.spaces import Decision, SearchSpace, Treatment, kept_precision
 from htp_export.capabilities.search.studies import SharedStudy
-from htp_export.errors import InputError
+from htp_export.errors import InputError, ToolError
 from htp_export.format import tags
 from htp_export.process.progress import counted
 
@@ -48,7 +48,7 @@ class SearchWork:
         for path, name in counted(own_order.sample(pairs, len(pairs)), "modules alone"):
             try:
                 self._alone(path, name)
-            except InputError as error:
+            except (InputError, ToolError) as error:
                 problems[path, name] = error
         for path, name in sorted(problems):
             self.space = self.space.without(path, name, problems[path, name])
@@ -220,7 +220,7 @@ class SearchWork:
         treatment = Treatment({".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision})
         try:
             found = self._numbers(self._measure(treatment))
-        except InputError:
+        except (InputError, ToolError):
             return None
         return self._trial(None, treatment, found, "uniform")
 

@@ -15,7 +15,7 @@ from htp_export.capabilities.search.measuring import Measurer, check_repeats
 from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
 from htp_export.capabilities.search.spaces import deciding_modules, named_apart
 from htp_export.editing.flattening import read_flat
-from htp_export.errors import InputError
+from htp_export.errors import InputError, ToolError
 from htp_export.format import tags
 from htp_export.model.graph_facts import GraphFacts
 from htp_export.model.model_faults import names_model_faults
@@ -283,7 +283,7 @@ def _measured(
             plan = {other or ".": precisions[name] for other in others} | {path or ".": PRECISIONS["fp32"]}
             try:
                 found[key] = replace(found[key], all_but=measurer.measure(plan))
-            except InputError as error:
+            except (InputError, ToolError) as error:
                 found[key] = replace(found[key], problem=f"all modules but this one: {error}")
     return found
 
@@ -295,7 +295,7 @@ def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision
     try:
         made = measurer.quantized(plan) if by_module else None
         measured = measurer.measure(plan, made=made)
-    except InputError as error:
+    except (InputError, ToolError) as error:
         return replace(row, problem=str(error), estimate=None)
     faster = None
     if measured.latency_ms is not None and original.latency_ms is not None:

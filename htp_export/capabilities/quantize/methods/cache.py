@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.work import Facts, Work, activations
+from htp_export.capabilities.quantize.work import Facts, Left, Work, activations
 from htp_export.editing.editing import add_initializer
 from htp_export.format.recipes import step
 from htp_export.runtime.arrays import Array
@@ -42,7 +42,7 @@ class Cache(Method):
             for past, present in _caches_of(node).values()
         )  # fmt: skip
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         names = [str(present.name) for node in nodes for _, present in _caches_of(node).values()]
         largest: dict[str, Array] = {}
         with activations(work.original.model, work.name, work.samples, names) as runs:

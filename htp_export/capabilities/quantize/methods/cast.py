@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method, Precision
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.work import Facts, Left, Work, is_packed
 from htp_export.editing.editing import take_place
 from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
@@ -29,6 +29,12 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
 from htp_export.weights.rebuilding import narrowed
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
+
+
+_CAST_OPSET = 13  # the first with bfloat16: for a model that has no operators of ONNX
+
+_HOLDING = ("Cast", "Constant", "ConstantOfShape")
+"""Operators whose results are floats of any type, without reading some."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +66,12 @@ class Cast(Method):
         ports = self._ports(node, facts)
         return 2 * math.prod(tensor.shape.numpy()) if ports is not None and place in ports.inputs else None
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         cast_nodes(nodes, self.precision, work)
         return iter(())
 
     def _ports(self, node: ir.Node, facts: Facts) -> _Ports | None:
-        return _ports(node, self.precision.activation, facts.opset, facts.dtypes)
+        return _ports(node, self.precision.activation, facts)
 
 
 METHOD = Cast
@@ -75,29 +81,31 @@ def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> No
     """Let nodes, also those that a method made, compute in the type of the activations of a precision."""
     chosen: dict[ir.Node, _Ports] = {}
     for node in nodes:
-        dtypes, known = work.facts.dtypes, work.twins.get(node, node)
+        facts, known = work.facts, work.twins.get(node, node)
         if known is node:
-            dtypes = {value: value.dtype for value in (*node.inputs, *node.outputs) if value is not None}
-        found = _ports(known, precision.activation, work.facts.opset, dtypes)
+            values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+            packed = frozenset(value for value in values if is_packed(value.type))
+            facts = replace(facts, dtypes={value: value.dtype for value in values}, packed=packed)
+        found = _ports(known, precision.activation, facts)
         if found is not None:
             chosen[node] = found
     remove_unused(_Casting(chosen, precision, work).run())
 
 
-def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value, ir.DataType | None]) -> _Ports | None:
+def _ports(node: ir.Node, activation: str, facts: Facts) -> _Ports | None:
     """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
 
     The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
     scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
     """
+    if not facts.packed.isdisjoint((*node.inputs, *node.outputs)):
+        return None  # sequences and optionals keep their element type, and what is put into or taken out of them has it
     if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain) or _is_quantized(node):
         return None
     if is_standard(node, "ScatterElements", "ScatterND") and node.attributes.get_string("reduction", "none") != "none":
         return None  # ONNX Runtime has kernels for narrow floats, which refuse to sum when they run
-    known = _type_names(node.domain, node.op_type, opset)
+    known = _type_names(node.domain, node.op_type, facts.opset)
     if known is None:
-        return None
-    if any(map(known.is_of_several, (*known.inputs, *known.outputs))):  # sequences stay as they are
         return None
     wanted = f"tensor({activation})"
 
@@ -106,14 +114,59 @@ def _ports(node: ir.Node, activation: str, opset: int, dtypes: Mapping[ir.Value,
             place
             for place, value in enumerate(values)
             if value is not None
-            and dtypes.get(value) == ir.DataType.FLOAT
+            and facts.dtypes.get(value) == ir.DataType.FLOAT
             and formals
             and wanted in known.allowed.get(formals[min(place, len(formals) - 1)], ())
         )
 
     found = _Ports(places(node.inputs, known.inputs), places(node.outputs, known.outputs))
-    has_float_output = any(dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
-    return None if not (found.outputs if has_float_output else found.inputs) else found
+    has_float_output = any(facts.dtypes.get(value) == ir.DataType.FLOAT for value in node.outputs)
+    if not (found.outputs if has_float_output else found.inputs):
+        return None
+    if not found.inputs and not is_standard(node, *_HOLDING):
+        return None  # ONNX Runtime's CPU computes in fp32 what reads narrow floats, and does not what only makes some
+    return found if _stays_valid(node, found, _TYPES[activation], facts) else None
+
+
+def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) -> bool:
+    """Whether onnx infers the types of a node in another type as they are expected, if it does so now.
+
+    The type variables of an operator do not say everything: ``BitCast`` needs types of equal width, a window function
+    has its type from an attribute of its own, ``MeanVarianceNormalization`` is a function with constants in fp32.
+    """
+    values = [value for value in (*node.inputs, *node.outputs) if value is not None]
+    if node.domain or node.op_type == "Constant" or any(facts.dtypes.get(value) is None for value in values):
+        return True
+    names = {value: f"v{number}" for number, value in enumerate(dict.fromkeys(values))}
+    kinds = {value: facts.dtypes[value] for value in names}
+    narrow = kinds | dict.fromkeys((node.outputs[place] for place in ports.outputs), to)
+    narrow |= {value: to for place in ports.inputs if (value := node.inputs[place]) is not None}
+    converted = ir.Node("", node.op_type, [], attributes=list(node.attributes.values()))
+    _convert_attributes(converted, to)
+
+    def is_valid(attributes: ir.Node, types: Mapping[ir.Value, ir.DataType | None]) -> bool:
+        proto = onnx.NodeProto(op_type=node.op_type, attribute=ir.to_proto(attributes).attribute)
+        proto.input.extend("" if value is None else names[value] for value in node.inputs)
+        proto.output.extend(names[value] for value in node.outputs)
+        return _is_valid(proto.SerializeToString(), facts.opset, tuple((names[each], types[each]) for each in names))
+
+    return is_valid(converted, narrow) or not is_valid(node, kinds)
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_valid(node: bytes, opset: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> bool:
+    """Whether onnx infers these element types for a node, whose inputs and outputs have these names."""
+    proto = onnx.NodeProto.FromString(node)
+    made = frozenset(proto.output)
+    described = {name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None) for name, dtype in dtypes}
+    given = [value for name, value in described.items() if name not in made]
+    graph = onnx.helper.make_graph([proto], "g", given, [described[name] for name in proto.output])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    try:
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
+    except Exception:  # onnx's errors share no base but this
+        return False
+    return True
 
 
 def _is_quantized(node: ir.Node) -> bool:
@@ -130,10 +183,6 @@ class _TypeNames:
     inputs: Sequence[str]
     outputs: Sequence[str]
     allowed: Mapping[str, Sequence[str]]
-
-    def is_of_several(self, formal: str) -> bool:
-        """Whether a type is that of a sequence or an optional."""
-        return all(kind.startswith(("seq(", "optional(")) for kind in self.allowed.get(formal, (formal,)))
 
 
 @functools.cache
@@ -278,6 +327,7 @@ class _Casting:
 
     def _cast_node(self, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
         node = ir.node("Cast", [value], {"to": int(to)})
+        self._work.model.graph.opset_imports.setdefault("", _CAST_OPSET)
         node.name = self._names.nodes.unused(f"{value.name}_to_{to.name.lower()}")
         result = node.outputs[0]
         result.type, result.shape = ir.TensorType(to), value.shape

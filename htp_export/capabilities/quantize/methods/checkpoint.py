@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import CHECKPOINT, Method, Precision
+from htp_export.capabilities.quantize.method import CHECKPOINT, Made, Method, Precision
 from htp_export.capabilities.quantize.ort_quantizers import groups_in_memory
 from htp_export.capabilities.quantize.weight_operators import FIRST_BLOCKS, write_dequantized, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
@@ -82,7 +82,7 @@ class Stored(Method):
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         return groups_in_memory(nodes)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
         graph = part.model.graph
         names = {node.name: self._name(node) for node in graph}
         write_products(graph)
@@ -99,7 +99,7 @@ class Stored(Method):
         remove_unused(list(graph.initializers.values()))
         if self.precision.format == "qdq":
             write_dequantized(graph)
-        return part.model, ""
+        return Made(part.model)
 
     def _readable(self, name: str) -> Packed | Coded:
         """A packed weight, if the operators of the format can read it."""

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method
+from htp_export.capabilities.quantize.method import Made, Method
 from htp_export.capabilities.quantize.ort_quantizers import (
     groups_in_memory,
     made_file,
     quantizers,
     quietly,
 )
-from htp_export.capabilities.quantize.weight_operators import write_products
+from htp_export.capabilities.quantize.weight_operators import can_be_product, factor_of, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
-from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
+from htp_export.weights.products import weight_axes, weight_place
 
 _FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
 _WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather", "LSTM"))
@@ -45,7 +45,7 @@ class Dynamic(Method):
             return False
         if node.op_type == "LSTM":
             return not node.attributes.get_int("layout", 0) and _is_float(constant_of(node.inputs[2]))
-        return node.op_type not in ("MatMul", "Gemm") or is_matrix_product(node)
+        return node.op_type not in ("MatMul", "Gemm") or can_be_product(node)
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         axes = weight_axes(node, place)
@@ -56,6 +56,9 @@ class Dynamic(Method):
         by_channel = axes is not None and self._has_scales_by_channel(node)
         scales = directions * shape[axes[1]] if axes is not None and by_channel else 0
         return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return factor_of(node, place)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone.
@@ -71,7 +74,7 @@ class Dynamic(Method):
     def _has_scales_by_channel(self, node: ir.Node) -> bool:
         return self.precision.per_channel and node.op_type in _BY_CHANNEL and not _has_one_scale(node)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
         """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
         write_products(part.model.graph)
         kinds = {node.op_type for node in part.model.graph}
@@ -87,7 +90,7 @@ class Dynamic(Method):
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},
             )
-            return read_model(target), ""
+            return Made(read_model(target))
 
 
 METHOD = Dynamic

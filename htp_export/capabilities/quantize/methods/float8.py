@@ -7,12 +7,13 @@ What products make is not quantized: engines add up in a wider type.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Hashable, Mapping, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.methods.static import Static, is_divisible
+from htp_export.capabilities.quantize.method import Made
+from htp_export.capabilities.quantize.methods.static import Static, channel_axis
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.editing import add_initializer
 from htp_export.editing.submodels import Submodel, constant_of
@@ -21,7 +22,6 @@ from htp_export.files.model_files import write_for_tool
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
 from htp_export.runtime.arrays import Array
-from htp_export.weights.products import weight_axes
 
 _TYPE = ir.DataType.FLOAT8E4M3FN
 _LARGEST = 448.0  # of float8e4m3fn
@@ -50,45 +50,42 @@ class Float8(Static):
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         if place > 1:
             return None
-        channels = self.channels(node) if place == 1 else 0
-        return math.prod(tensor.shape.numpy()) + 5 * channels
+        return math.prod(tensor.shape.numpy()) + 5 * self.channels(node, place)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def channels(self, node: ir.Node, place: int = 1) -> int:
+        return self.scales_along(channel_axis(node), constant_of(node.inputs[place])) if place == 1 else 0
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return None
+
+    def ranged(self, node: ir.Node) -> Sequence[ir.Value | None]:
+        return node.inputs[:2]
+
+    def quantize(self, part: Submodel, work: Work) -> Made:
         with temporary_folder() as folder:
             file = folder / "part.onnx"
             write_for_tool(part.model, file)
-            ranges = self._ranges(part, file, sorted(_PRODUCTS), work)
-        largest = {name: np.abs(np.asarray(each.range_value, np.float64)).max() for name, each in ranges.items()}
-        left = self._write(part.model.graph, largest)
-        note = f"{left} nodes stay in fp32: they read values that fill masks and cannot be scaled" if left else ""
-        return part.model, note
+            ranges = self.ranges(part, file, work, {})
+        left = self.immeasurable(part, ranges)
+        largest = {name: np.abs(np.asarray(bounds, np.float64)).max() for name, bounds in ranges.bounds.items()}
+        self._write(part.model.graph, largest, left)
+        return Made(part.model, left)
 
-    def _write(self, graph: ir.Graph, largest: dict[str, float]) -> int:
-        """Quantize the inputs of products, in place, each tensor once; the number of nodes that stay as they are."""
+    def _write(self, graph: ir.Graph, largest: dict[str, float], left: Container[str]) -> None:
+        """Quantize the inputs of products, in place, each tensor once, but for nodes that are left."""
         made: dict[tuple[ir.Value, int | None], ir.Value] = {}
-        left = 0
-        for node in list(graph):
-            values = [value for value in node.inputs[:2] if value is not None]
-            if not all(_is_bounded(value, largest) for value in values):
-                left += 1
-                continue
-            for place, value in enumerate(values):
-                axes = weight_axes(node, place) if place == 1 and self.channels(node) else None
-                axis = None if axes is None else axes[1]
+        for node in [node for node in graph if node.name not in left]:
+            for place, value in enumerate(node.inputs[:2]):
+                assert value is not None
+                if (tensor := constant_of(value)) is not None:
+                    largest[str(value.name)] = float(np.abs(tensor.numpy()).max(initial=0))
+                axis = channel_axis(node) if place == 1 and self.channels(node) else None
                 if (value, axis) not in made:
                     made[value, axis] = _quantized(graph, node, value, axis, largest)
                 node.replace_input_with(place, made[value, axis])
-        return left
 
 
 METHOD = Float8
-
-
-def _is_bounded(value: ir.Value, largest: dict[str, float]) -> bool:
-    """Whether a value can be scaled; the largest value of a weight is added to those that were measured."""
-    if (tensor := constant_of(value)) is not None:
-        largest[str(value.name)] = float(np.abs(tensor.numpy()).max(initial=0))
-    return is_divisible([largest.get(str(value.name), np.inf)])
 
 
 def _quantized(

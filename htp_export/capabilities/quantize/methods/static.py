@@ -4,41 +4,43 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method
-from htp_export.capabilities.quantize.ort_quantizers import OneRun, quantizers, quietly
+from htp_export.capabilities.quantize.calibrating import (
+    CALIBRATIONS,
+    Calibration,
+    Ranges,
+    is_divisible,
+    passes_over_data,
+)
+from htp_export.capabilities.quantize.method import Made, Method
+from htp_export.capabilities.quantize.ort_quantizers import quantizers
+from htp_export.capabilities.quantize.static_biases import WITH_BIAS, bias_shape, fit_biases, hide_biases, is_bias
+from htp_export.capabilities.quantize.static_part import TYPES, StaticPart
+from htp_export.capabilities.quantize.weight_operators import factor_of, fold_factors
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
-from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_for_tool
-from htp_export.files.parsing import model_from_proto
+from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import subgraphs
 from htp_export.weights.products import weight_axes
-
-_LARGEST = 1e30
-"""Ranges up to here are divided into steps. Masks are filled with numbers near the largest float, or infinity: in 256
-steps between these and 0, all other values would be 0."""
 
 _LARGE_PART = 1 << 30
 """Bytes of weights from which on they are beside the file that is calibrated: protobuf ends at 2 GiB."""
 
 _FIRST_QDQ, _FIRST_PER_CHANNEL = 10, 13  # opsets
-_WITH_BIAS = frozenset(
-    ("Conv", "ConvTranspose", "Gemm", "LayerNormalization", "InstanceNormalization", "BatchNormalization")
-)
 _FLOATS_FROM = {"BatchNormalization": 3, "Resize": 1}
 """Inputs from this place on stay floats."""
 
-TYPES = {"int8": "QInt8", "uint8": "QUInt8", "int16": "QInt16", "uint16": "QUInt16"}
-CALIBRATIONS = {"minmax": "MinMax", "entropy": "Entropy", "percentile": "Percentile"}
+_NORMS = frozenset(("LayerNormalization", "InstanceNormalization", "BatchNormalization"))
+_MATRIX_AXIS = 1
+"""The axis along which ONNX Runtime has scales of each matrix of a ``MatMul``, on the left and on the right."""
+
+_MOST_LISTED = 3  # tensors that a reason names
 
 
 class Static(Method):
@@ -57,6 +59,10 @@ class Static(Method):
             raise self.precision.fault(f"ONNX Runtime has no {pair[0]} with uint8 weights")
 
     @property
+    def readings(self) -> int:
+        return passes_over_data(self.precision.calibration)
+
+    @property
     def first_opset(self) -> int:
         return _FIRST_PER_CHANNEL if self.precision.per_channel else _FIRST_QDQ
 
@@ -71,133 +77,109 @@ class Static(Method):
         if place >= _FLOATS_FROM.get(node.op_type, place + 1):
             return None
         elements, bits = math.prod(tensor.shape.numpy()), self.precision.bits
-        if _is_bias(node, place):
-            return elements * 4 + (8 * elements if self.channels(node) else 4)
-        if node.op_type == "MatMul" or (place == 1 and node.op_type in _WITH_BIAS):
-            channels = self.channels(node) if place == 1 else 0
+        if is_bias(node, place):
+            return _bias_bytes(node, tensor, self.channels(node))
+        if node.op_type == "MatMul" or (place == 1 and node.op_type in WITH_BIAS):
+            channels = self.channels(node, place)
             return elements * bits // 8 + (4 + bits // 8) * channels
         return elements * self.precision.activation_bits // 8
 
-    def channels(self, node: ir.Node) -> int:
-        """The scales of the weight of a node; 0 where it has one, or no constant weight."""
-        weight, axes = constant_of(node.inputs[1]), weight_axes(node, 1)
-        if not self.precision.per_channel or axes is None or weight is None or len(weight.shape) < 2:
+    def channels(self, node: ir.Node, place: int = 1) -> int:
+        """The scales of a constant input of a node; 0 where it has one, or is no constant."""
+        axis = _MATRIX_AXIS if node.op_type == "MatMul" else 1 if node.op_type in _NORMS else channel_axis(node)
+        if node.op_type != "MatMul" and place != 1:
             return 0
-        return int(weight.shape.numpy()[axes[1]])
+        return self.scales_along(axis, constant_of(node.inputs[place]))
+
+    def scales_along(self, axis: int | None, weight: ir.TensorProtocol | None) -> int:
+        """The scales of a weight, one for each element of an axis; 0 for one scale."""
+        if not self.precision.per_channel or axis is None or weight is None or len(weight.shape) < 2:
+            return 0
+        return int(weight.shape.numpy()[axis])
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return node if _is_bias(node, place) else super().shared_by(node, place)
+        return node if is_bias(node, place) else factor_of(node, place)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
+        graph = part.model.graph
+        fold_factors(graph)
+        floats = fit_biases(graph, self.channels)
+        hidden = hide_biases(graph, floats)
         with temporary_folder() as folder:
             file = folder / "part.onnx"
-            kinds = sorted({node.op_type for node in part.model.graph})
             write_for_tool(part.model, file)
-            ranges = self._ranges(part, file, kinds, work)
-            bounds = {name: measured.range_value for name, measured in ranges.items()}
-            computed = (str(value.name) for node in part.model.graph for value in node.outputs)
-            for name in filter(bounds.get, computed):
-                if any(np.isnan(bound).any() for bound in bounds[name]):
-                    raise InputError(f"data: the model computes NaN in {name!r}; its range is not known")
-            wide = {name for name, each in bounds.items() if not is_divisible(each)}
-            wide |= {name for name, value in part.weights.items() if not _is_moderate(value)}
-            made, left = self._with_ranges(file, kinds, ranges, wide)
-        tensors = sorted(set(left.values()))
-        listed = ", ".join(tensors[:3]) + (", ..." if len(tensors) > 3 else "")
-        why = f"values of {listed} fill masks and cannot be divided into the steps of {self.precision.name}"
-        return made, f"{len(left)} nodes stay in fp32: {why}" if left else ""
+            ranges = self.ranges(part, file, work, hidden)
+            left = self.immeasurable(part, ranges)
+            return StaticPart(part, self.precision, work.name, file, ranges, left, floats, hidden).made()
 
-    @property
-    def _calibration(self) -> Any:
-        return quantizers().CalibrationMethod[CALIBRATIONS[self.precision.calibration]]
-
-    def _ranges(self, part: Submodel, file: Path, kinds: list[str], work: Work) -> Any:
-        """The ranges of the tensors of a part in all runs, which are in memory one at a time."""
-        tensors = (constant_of(value) for value in part.weights.values())
+    def ranges(self, part: Submodel, file: Path, work: Work, hidden: Mapping[str, ir.Value]) -> Ranges:
+        """The ranges of the tensors of a part, which is in a file, in all runs; ``hidden``: constants as inputs."""
+        tensors = [*map(constant_of, part.weights.values()), *(value.const_value for value in hidden.values())]
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        with quietly():
-            calibrator = quantizers("calibrate").create_calibrator(
-                file,
-                kinds,
-                augmented_model_path=str(file.with_name("augmented.onnx")),
-                calibrate_method=self._calibration,
-                use_external_data_format=size > _LARGE_PART,
-                extra_options={"symmetric": self.precision.symmetric},
-            )
-        with work.runs(part) as runs:
-            for arrays in runs:
-                with self._measuring():
-                    calibrator.collect_data(OneRun(arrays))
-        with self._measuring():
-            return calibrator.compute_data()
+        constants = {name: value.const_value.numpy() for name, value in hidden.items() if value.const_value is not None}
 
-    @contextlib.contextmanager
-    def _measuring(self) -> Iterator[None]:
-        """Call a calibrator; numpy has no histogram of values that fill masks, nor of a range without a width."""
-        try:
-            with quietly():
-                yield
-        except ValueError as error:
-            if "bins" not in str(error):
-                raise
-            raise self.precision.fault(
-                f"calibration {self.precision.calibration!r} has no histogram of values as large as those that fill "
-                "masks; calibrate with minmax, or leave these modules in fp32"
-            ) from error
+        @contextlib.contextmanager
+        def runs() -> Iterator[Iterator[Mapping[str, Array]]]:
+            with work.runs(part) as found:
+                yield ({**arrays, **constants} for arrays in found)
 
-    def _with_ranges(
-        self, file: Path, kinds: list[str], ranges: Any, wide: set[str]
-    ) -> tuple[ir.Model, Mapping[str, str]]:
-        """A part, quantized; and node → tensor, for nodes that stay because no range of the tensor can be divided."""
+        calibration = Calibration(
+            file,
+            sorted({node.op_type for node in part.model.graph}),
+            self.precision.calibration,
+            self.precision.symmetric,
+            size > _LARGE_PART,
+            {name: str(value.name) for name, value in (*part.inputs.items(), *part.results.items())},
+        )
+        return calibration.ranges(runs)
+
+    def ranged(self, node: ir.Node) -> Sequence[ir.Value | None]:
+        """The tensors of a node that are quantized."""
+        return (*node.inputs, *node.outputs)
+
+    def immeasurable(self, part: Submodel, ranges: Ranges) -> dict[str, str]:
+        """Name of a node → why it stays, for nodes with a tensor whose range cannot be divided."""
+        wide = {name for name, bounds in ranges.bounds.items() if not is_divisible(bounds)}
+        wide |= {name for name, value in part.weights.items() if not _is_moderate(value)}
+        steps = self.precision.name
+        problems = (
+            (wide, f"values of {{}} fill masks and cannot be divided into the steps of {steps}"),
+            (ranges.empty, "the data have no values of {}, whose range is not known"),
+        )
         left: dict[str, str] = {}
-
-        def is_left(_: onnx.ModelProto, node: onnx.NodeProto) -> bool:
-            names = [name for name in (*node.input, *node.output) if name in wide]
-            if names:
-                left[node.name] = names[0]
-            return bool(names)
-
-        precision, types = self.precision, quantizers().QuantType
-        with quietly():
-            config = quantizers("quantize").get_qdq_config(
-                file,
-                None,  # the ranges are measured
-                calibrate_method=self._calibration,
-                activation_type=types[TYPES[precision.activation]],
-                weight_type=types[TYPES[precision.weight]],
-                activation_symmetric=precision.symmetric,
-                per_channel=precision.per_channel,
-                reduce_range=precision.reduce_range,
-                keep_removable_activations=True,  # ONNX Runtime removes them when it loads the file
-                op_types_to_quantize=kinds,
-                nodes_to_exclude=is_left,
-            )
-            quantizer = quantizers("qdq_quantizer").QDQQuantizer(
-                quantizers("quant_utils").load_model_with_shape_infer(file),
-                config.per_channel,
-                config.reduce_range,
-                config.weight_type,
-                config.activation_type,
-                ranges,
-                [],
-                config.nodes_to_exclude,
-                config.op_types_to_quantize,
-                config.extra_options,
-            )
-            return model_from_proto(quantizer.quantize_model()), left
+        for names, problem in problems:
+            at_fault = dict[str, str]()
+            for node in part.model.graph:
+                values = (value for value in self.ranged(node) if value is not None and value.name in names)
+                first = next((value for value in values if not _has_no_elements(value)), None)
+                if first is not None:
+                    at_fault[str(node.name)] = str(first.name)
+            tensors = sorted({part.names.in_text(name) for name in at_fault.values()})
+            listed = ", ".join(tensors[:_MOST_LISTED]) + (", ..." if len(tensors) > _MOST_LISTED else "")
+            left |= dict.fromkeys(at_fault, problem.format(listed))
+        return left
 
 
 METHOD = Static
 
 
-def _is_bias(node: ir.Node, place: int) -> bool:
-    """Whether an input of a node is a bias, which gets 32 bits."""
-    return place == 2 and node.op_type in _WITH_BIAS
+def channel_axis(node: ir.Node) -> int | None:
+    """The axis of the weight of a product that its results have; None if it is no product."""
+    axes = weight_axes(node, 1)
+    return None if axes is None else axes[1]
 
 
-def is_divisible(bounds: Iterable[Any]) -> bool:
-    """Whether the bounds of a range can be divided into steps; those of values that fill masks cannot."""
-    return all(bool(np.all(np.abs(np.asarray(bound, np.float64)) < _LARGEST)) for bound in bounds)
+def _bias_bytes(node: ir.Node, tensor: ir.TensorProtocol, scales: int) -> int | None:
+    """The bytes of a bias with its scales and zero points; None if it stays as it is."""
+    shape = bias_shape(node, [int(size) for size in tensor.shape.numpy()], scales)
+    if shape is None:
+        return None
+    return 12 * math.prod(shape) if scales else 4 * math.prod(shape) + 4
+
+
+def _has_no_elements(value: ir.Value) -> bool:
+    """Whether a tensor never has elements, so that its range makes no difference."""
+    return value.shape is not None and 0 in value.shape
 
 
 def _is_moderate(value: ir.Value) -> bool:

@@ -5,13 +5,13 @@ Other forms, and convolutions and tables in 8 bits, which it does not know: ``we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import onnx
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.method import Method, Precision
+from htp_export.capabilities.quantize.method import Made, Method, Precision
 from htp_export.capabilities.quantize.methods.cast import Cast, cast_nodes
 from htp_export.capabilities.quantize.ort_quantizers import (
     groups_in_memory,
@@ -22,16 +22,18 @@ from htp_export.capabilities.quantize.ort_quantizers import (
 from htp_export.capabilities.quantize.weight_operators import (
     CONVOLUTIONS,
     FIRST_BLOCKS,
+    can_be_product,
+    factor_of,
     store_in_eight_bits,
     write_dequantized,
     write_products,
 )
-from htp_export.capabilities.quantize.work import Facts, Work
+from htp_export.capabilities.quantize.work import Facts, Left, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
 from htp_export.format.recipes import Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
-from htp_export.weights.products import is_matrix_product, weight_axes, weight_place
+from htp_export.weights.products import weight_axes, weight_place
 
 _PACKING = ("rtn", "k-quant")
 """Algorithms that pack two zero points of a column into a byte, and fail on an odd number of them."""
@@ -41,7 +43,9 @@ _INT8 = 4
 Without a level it computes in fp32: with weights of 8 bits more slowly than with floats (docs/quantize.md).
 """
 
-_FIRST_BY_CHANNEL = 13  # opset of DequantizeLinear with an axis
+_SCALES = 2  # their place among the inputs of MatMulNBits
+
+_FIRST_BY_CHANNEL, _FIRST_NARROW = 13, 19  # opsets of DequantizeLinear with an axis, and with scales in float16
 
 
 class Blocks(Method):
@@ -53,6 +57,7 @@ class Blocks(Method):
     accuracy_levels = (0, 1, 2, 3, 4)
     formats = ("default", "qdq")
     options = ("narrow_io",)
+    floats = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
     order = 1
     in_subgraphs = True
 
@@ -70,9 +75,13 @@ class Blocks(Method):
 
     @property
     def accuracy_level(self) -> int:
-        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32."""
+        """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32.
+
+        Products in float16 have none: at level 4, ONNX Runtime 1.32 computes something else on the CPU, unless all of
+        its optimizations are on.
+        """
         given = self.precision.accuracy_level
-        has_none = self.is_standard or self.precision.algorithm == "hqq"
+        has_none = self.is_standard or self.precision.algorithm == "hqq" or self.precision.activation == "float16"
         return given if given is not None else 0 if has_none else _INT8
 
     @property
@@ -91,8 +100,25 @@ class Blocks(Method):
         return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        is_old = node.op_type in CONVOLUTIONS and facts.opset < _FIRST_BY_CHANNEL
-        return (self._has_blocks(node) and not is_old) or (self._around is not None and self._around.takes(node, facts))
+        has_blocks = self._has_blocks(node) and not self._needs_opset(node, facts)
+        return has_blocks or (self._around is not None and self._around.takes(node, facts))
+
+    def why_not(self, node: ir.Node, facts: Facts) -> str:
+        if why := super().why_not(node, facts):
+            return why
+        if self._has_blocks(node) and (opset := self._needs_opset(node, facts)):
+            return f"DequantizeLinear has what it needs from opset {opset} on, and the model has {facts.opset}"
+        if self._fails_on_odd_blocks(node):
+            return f"{self.precision.algorithm} fails on an odd number of blocks in a column: choose another block_size"
+        return ""
+
+    def _needs_opset(self, node: ir.Node, facts: Facts) -> int:
+        """The opset from which on a convolution can be stored, where the model has an earlier one; 0 otherwise."""
+        weight = constant_of(node.inputs[weight_place(node)]) if node.op_type in CONVOLUTIONS else None
+        if weight is None:
+            return 0
+        first = _FIRST_NARROW if weight.dtype == ir.DataType.FLOAT16 else _FIRST_BY_CHANNEL
+        return first if facts.opset < first else 0
 
     def _has_blocks(self, node: ir.Node) -> bool:
         """Whether a product has a constant matrix on the right; also a ``Gather`` of rows; with 8 bits, convolutions.
@@ -102,7 +128,7 @@ class Blocks(Method):
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather", *CONVOLUTIONS):
             return False
         weight = constant_of(node.inputs[weight_place(node)])
-        if weight is None or weight.dtype != ir.DataType.FLOAT:
+        if weight is None or weight.dtype not in self.floats:
             return False
         precision, is_default = self.precision, self.precision.algorithm == "default"
         if node.op_type in CONVOLUTIONS:
@@ -112,9 +138,14 @@ class Blocks(Method):
         if node.op_type == "Gather":
             takes_rows = is_default and not self.is_standard and (precision.bits == 4 or self._around is None)
             return takes_rows and node.attributes.get_int("axis", 0) == 0
-        fails = precision.algorithm in _PACKING and precision.bits == 4 and self._has_points()
-        is_odd = -(-sizes_in_blocks(node)[0] // precision.block_size) % 2 == 1
-        return is_matrix_product(node) and not (fails and is_odd)
+        return can_be_product(node) and not self._fails_on_odd_blocks(node)
+
+    def _fails_on_odd_blocks(self, node: ir.Node) -> bool:
+        weight = constant_of(node.inputs[1]) if can_be_product(node) else None
+        if weight is None or len(weight.shape) != 2:
+            return False
+        fails = self.precision.algorithm in _PACKING and self.precision.bits == 4 and self._has_points()
+        return fails and -(-sizes_in_blocks(node)[0] // self.precision.block_size) % 2 == 1
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
@@ -124,7 +155,9 @@ class Blocks(Method):
             return None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
         if node.op_type in CONVOLUTIONS:
             axes = weight_axes(node, place)
-            return tensor.size + 4 * int(tensor.shape.numpy()[axes[1]]) if axes is not None else None
+            return (
+                tensor.size + tensor.dtype.itemsize * int(tensor.shape.numpy()[axes[1]]) if axes is not None else None
+            )
         bits, size = self.precision.bits, self.precision.block_size
         along, across = sizes_in_blocks(node)
         blocks = -(-along // size)
@@ -133,12 +166,16 @@ class Blocks(Method):
         else:
             packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
         if self.precision.algorithm == "hqq":
-            points = across * blocks * 4  # floats
+            points = across * blocks * tensor.dtype.itemsize  # floats
         elif not self._has_points():
             points = 0
-        return packed + across * blocks * self.precision.activation_bits // 8 + points
+        scale_bits = min(self.precision.activation_bits, tensor.dtype.bitwidth)
+        return packed + across * blocks * scale_bits // 8 + points
 
-    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[str]:
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return factor_of(node, place)
+
+    def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
         known = set(work.model.graph.all_nodes())
         yield from super().apply(with_weight, work)
@@ -156,10 +193,10 @@ class Blocks(Method):
     def _in_eight_bits(self, node: ir.Node) -> bool:
         return self.precision.bits == 8 and node.op_type in ("Gather", *CONVOLUTIONS)
 
-    def quantize(self, part: Submodel, work: Work) -> tuple[ir.Model, str]:
+    def quantize(self, part: Submodel, work: Work) -> Made:
         if any(self._in_eight_bits(node) for node in part.model.graph):
             store_in_eight_bits(part.model.graph, self.precision.block_size, symmetric=self.precision.symmetric)
-            return part.model, ""
+            return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
         weights = {
@@ -182,14 +219,20 @@ class Blocks(Method):
         with made_file() as file:
             onnx.save(made, file)
             quantized = read_model(file)
-        for node in quantized.graph if self.accuracy_level else ():
-            if node.op_type == "MatMulNBits":
-                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", self.accuracy_level)
+        for node in quantized.graph:
+            if node.op_type == "MatMulNBits" and (level := self._level_of(node)):
+                node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", level)
         if self.precision.algorithm == "default":
             self._record(quantized.graph, weights)
         if self.is_standard:
             write_dequantized(quantized.graph)
-        return quantized, ""
+        return Made(quantized)
+
+    def _level_of(self, node: ir.Node) -> int:
+        """The level of one product, whose scales are in the type of its input."""
+        scales = constant_of(node.inputs[_SCALES])
+        is_narrow = scales is not None and scales.dtype == ir.DataType.FLOAT16
+        return 0 if is_narrow and self.precision.accuracy_level is None else self.accuracy_level
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
         """Say of what the levels, scales and zero points were made."""

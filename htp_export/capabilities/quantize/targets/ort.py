@@ -10,8 +10,8 @@ from typing import Any
 
 import onnx_ir as ir
 
+from htp_export.capabilities.quantize.calibrating import CALIBRATIONS
 from htp_export.capabilities.quantize.method import Precision
-from htp_export.capabilities.quantize.methods.static import CALIBRATIONS, TYPES
 from htp_export.capabilities.quantize.plan_exporting import (
     IN_BLOCKS,
     LEVELS,
@@ -21,6 +21,7 @@ from htp_export.capabilities.quantize.plan_exporting import (
     block_fields,
     names,
 )
+from htp_export.capabilities.quantize.static_part import TYPES
 
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},
