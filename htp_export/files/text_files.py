@@ -14,6 +14,7 @@ import yaml
 from htp_export.errors import FileError, in_one_line
 from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
+from htp_export.format.json_text import parse_json
 
 
 @contextlib.contextmanager
@@ -28,7 +29,7 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
 def read_json(path: str | os.PathLike[str]) -> Any:
     """Read a JSON file; a `FileError` if it cannot be read or is not JSON."""
     with _named_if_unreadable(path, "JSON"):
-        return json.loads(Path(path).read_bytes())
+        return parse_json(Path(path).read_bytes(), finite=False)  # results may have numbers that are not finite
 
 
 @contextlib.contextmanager

@@ -258,7 +258,7 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     merged, torch_name, synthetic = entry.get("with", []), entry.get("name"), entry.get("synthetic", False)
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
-    elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
+    elif type(calls) is not int or calls < 0:
         problem = f"'calls' is not a count: {calls!r}"
     elif fate not in tuple(Fate):
         problem = f"'fate' is none of {', '.join(Fate)}: {fate!r}"

@@ -19,6 +19,7 @@ from htp_export.files.model_files import read_model, write_model
 from htp_export.files.parsing import check_flat_size, model_from_proto
 from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
+from htp_export.format.bounds import CALLS_OF_A_NODE, MOST_CALLS
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap, taps_from_json
@@ -385,6 +386,7 @@ def load(model: ModelSource) -> TaggedModel:
     graph_model = model_of(model)
     try:
         tagged = _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
+        _check_calls(tagged)
     except ValueError as error:
         if isinstance(model, str | os.PathLike):
             raise FileError(os.fspath(model), str(error)) from error
@@ -435,8 +437,8 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
         for owner in owners:
-            number = int(call) if owner == owners[-1] and call.isdecimal() else 0
-            calls[owner] = max(calls.get(owner, 1), number + 1)
+            number = tags.number_in(call) if owner == owners[-1] else None
+            calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
     if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
         above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
@@ -455,9 +457,20 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
 
 
+def _check_calls(tagged: TaggedModel) -> None:
+    """Refuse (``ValueError``) more calls of modules than a file with so many nodes may state."""
+    most = max(tagged.hierarchy.values(), key=lambda module: module.calls)
+    calls = sum(module.calls for module in tagged.hierarchy.values())
+    if calls > MOST_CALLS and calls > CALLS_OF_A_NODE * len(list(all_nodes(tagged.model))):
+        raise ValueError(
+            f"its modules have {calls:,} calls, {most.calls:,} of them module {most.path!r}, and too few nodes for that"
+        )
+
+
 def _newer_version(model: ir.Model) -> str:
     """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
     version = model.metadata_props.get(tags.FORMAT, tags.VERSION)
-    if version.isdecimal() and int(version) <= int(tags.VERSION):
+    number = tags.number_in(version)
+    if number is not None and number <= int(tags.VERSION):
         return ""
     return f"its tags are of version {version} of the file format, and this htp_export knows version {tags.VERSION}"

@@ -17,7 +17,8 @@ from onnx.reference import ReferenceEvaluator
 
 from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Fact, Operation, unknown_dims
 from htp_export.shapes.operator_kinds import RANDOM
-from htp_export.shapes.sizes import LARGEST, Dim, Size
+from htp_export.format.bounds import LARGEST
+from htp_export.shapes.sizes import Dim, Size
 
 Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
 """Type and shape of what a node makes."""

@@ -15,8 +15,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
-LARGEST = 2**63 - 1
-"""No tensor has more elements, and no integer of ONNX is larger."""
+from htp_export.format.bounds import LARGEST
 
 _MOST_FACTORS = 256
 """Names and factors in one polynomial."""

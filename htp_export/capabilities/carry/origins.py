@@ -22,6 +22,7 @@ from htp_export.errors import InputError, UntaggedModelError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.json_text import parse_json
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.tagged import TaggedModel, load
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
+_MOST_FOLDED = 128  # bytes of JSON for a character: of modules 400 levels deep, it is 28
+_SMALL = 1 << 24  # bytes of JSON that any text may unfold to
 
 T = TypeVar("T", bound=Hashable)
 
@@ -76,11 +79,11 @@ def text_to_map(text: str) -> GraphSummary:
     """What `map_to_text` wrote; a ValueError if the text is none."""
     try:
         unfolding = zlib.decompressobj()
-        plain = unfolding.decompress(base64.b85decode(text), _LARGEST)
+        plain = unfolding.decompress(base64.b85decode(text), min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text))))
         if unfolding.unconsumed_tail:
             raise ValueError("it is too large")
-        return _summary(json.loads(plain))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
+        return _summary(parse_json(plain))
+    except (ValueError, TypeError, KeyError, IndexError, zlib.error, binascii.Error) as error:
         raise ValueError(f"{tags.MAP} is not what the file format says: {error}") from error
 
 
