@@ -17,5 +17,11 @@ They are looked at one by one, which takes ten seconds for so many, and a file o
 CALLS_OF_A_NODE = 4
 """Calls for each node that a larger file may state: a node is computed in a module, and in those around it."""
 
+MOST_CHARACTERS = 1 << 28
+"""Characters of all module paths of a file and of the paths above them, which are looked up.
+
+A path of 100,000 dots has 100,000 paths above it. Those of a thousand modules inside one another have a million.
+"""
+
 DEEPEST = 300
 """Lists and objects of JSON inside one another: ``htp.functions`` takes two for each of 100 functions in another."""

@@ -128,9 +128,11 @@ class CallTree:
         if text is None:
             return cls(hierarchy)
         listed = tags.json_object(tags.CALLERS, text, "modules and the callers of their calls", list)
+        tags.check_paths(listed)
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
             callers = [tree._read(path, caller) for caller in calls]
+            tags.check_paths({caller.path for caller in callers if caller is not None})
             if len(callers) == tree._ran(path):
                 tree._callers[path] = callers
         return tree

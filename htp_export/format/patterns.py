@@ -12,7 +12,6 @@ that give nothing back (``(?>...)``, ``a*+``).
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from re import _constants, _parser  # type: ignore[attr-defined] # the parser of `re`, which has no public name
@@ -75,7 +74,7 @@ class Pattern:
     def __init__(self, text: str) -> None:
         self._work = _Work()
         try:
-            parsed = _parsed(text)
+            parsed = _parser.parse(text)
             self._automaton = _Automaton(parsed, parsed.state.flags, self._work)
         except (re.error, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from error
@@ -91,12 +90,6 @@ class Pattern:
     def _ends(self, text: str) -> Places:
         self._work.allowed += _MOST_VISITS * len(text)
         return self._automaton.ends(text)
-
-
-def _parsed(text: str) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of syntax that may get another meaning
-        return _parser.parse(text)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from htp_export.format.bounds import LARGEST
+from htp_export.format.bounds import LARGEST, MOST_CHARACTERS
 from htp_export.format.json_text import parse_json
 
 
@@ -143,6 +143,23 @@ def nearest_above(path: str, among: Container[str]) -> str | None:
         ('a', None)
     """
     return next((up for up in ancestors(path) if up != path and up in among), None)
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Refuse (``ValueError``) module paths of a file that have too many paths above them.
+
+    Examples:
+        >>> check_paths(["encoder.layer.0"])
+        >>> check_paths(["." * 100_000])
+        Traceback (most recent call last):
+        ValueError: the path of a module has 100,001 parts; with the paths above it, that is too long
+    """
+    left = MOST_CHARACTERS
+    for path in paths:
+        parts = path.count(".") + 1
+        left -= len(path) * parts
+        if left < 0:
+            raise ValueError(f"the path of a module has {parts:,} parts; with the paths above it, that is too long")
 
 
 def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:

@@ -19,7 +19,6 @@ from htp_export.files.model_files import read_model, write_model
 from htp_export.files.parsing import check_flat_size, model_from_proto
 from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
-from htp_export.format.bounds import CALLS_OF_A_NODE, MOST_CALLS
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap, taps_from_json
@@ -386,7 +385,7 @@ def load(model: ModelSource) -> TaggedModel:
     graph_model = model_of(model)
     try:
         tagged = _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
-        _check_calls(tagged)
+        tagged.hierarchy.check_calls(lambda: len(list(all_nodes(graph_model))))
     except ValueError as error:
         if isinstance(model, str | os.PathLike):
             raise FileError(os.fspath(model), str(error)) from error
@@ -439,10 +438,12 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
         for owner in owners:
             number = tags.number_in(call) if owner == owners[-1] else None
             calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
+    tags.check_paths({*hierarchy, *calls})
     if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
         above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
+    tags.check_paths(classes)
     if not classes:
         return TaggedModel(model, hierarchy, "none")
     if declared is None:
@@ -455,16 +456,6 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
             model.graph.name,
         )
     return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
-
-
-def _check_calls(tagged: TaggedModel) -> None:
-    """Refuse (``ValueError``) more calls of modules than a file with so many nodes may state."""
-    most = max(tagged.hierarchy.values(), key=lambda module: module.calls)
-    calls = sum(module.calls for module in tagged.hierarchy.values())
-    if calls > MOST_CALLS and calls > CALLS_OF_A_NODE * len(list(all_nodes(tagged.model))):
-        raise ValueError(
-            f"its modules have {calls:,} calls, {most.calls:,} of them module {most.path!r}, and too few nodes for that"
-        )
 
 
 def _newer_version(model: ir.Model) -> str:

@@ -16,7 +16,7 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
-from htp_export.shapes.sizes import evaluate, names_in
+from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
 

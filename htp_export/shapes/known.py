@@ -11,7 +11,8 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
-from htp_export.shapes.sizes import Dim, evaluate, is_unnamed, symbol, unnamed
+from htp_export.shapes.expressions import evaluate
+from htp_export.shapes.sizes import Dim, is_unnamed, symbol, unnamed
 
 LARGEST_CONTENTS = 64
 """Tensors of more elements than this are not looked into element by element."""

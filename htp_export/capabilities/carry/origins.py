@@ -203,6 +203,8 @@ def from_map(model: ir.Model) -> Origin:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
         parameters = parameters_from_json(props[tags.PARAMETERS]) if tags.PARAMETERS in props else {}
         hierarchy, summary = Hierarchy.from_json(props[tags.MODULES]), text_to_map(props[tags.MAP])
+        tags.check_paths({*hierarchy, *(owner for node in summary.nodes for owner in node.owners)})
+        hierarchy.check_calls(lambda: len(summary.nodes))
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
     return Origin(
