@@ -114,6 +114,22 @@ def described(error: BaseException, lines: int = 1) -> str:
     return name if said == name else f"{name}: {said}"
 
 
+_LONGEST_COMPARED = 200  # characters: the time of a comparison grows with their square, and names may be of a file
+
+
+def nearest_names(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The known names that an unknown one may have been meant for; none for a name that is too long to be typed.
+
+    Examples:
+        >>> nearest_names("encoder.layers.0", ["encoder.layer.0", "head"])
+        ['encoder.layer.0']
+    """
+    if len(name) > _LONGEST_COMPARED:
+        return []
+    typed = [each for each in known if len(each) <= _LONGEST_COMPARED]
+    return difflib.get_close_matches(name, typed, n=count, cutoff=cutoff)
+
+
 class HtpExportError(Exception):
     """Base class of the errors that htp_export raises; its messages have no addresses of objects."""
 
@@ -166,7 +182,7 @@ class UnknownModuleError(InputError, KeyError):
 
     def __init__(self, path: str, known: Iterable[str], where: str = "model") -> None:
         self.path = path
-        self.nearest = tuple(difflib.get_close_matches(path, list(known), n=3, cutoff=0.5))
+        self.nearest = tuple(nearest_names(path, known))
         hint = f"; nearest: {', '.join(map(repr, self.nearest))}" if self.nearest else ""
         if set(path) & set("*?[") or path.startswith(("class:", "re:", "!")):
             hint = f"; this takes one module, and no selector{hint}"

@@ -24,6 +24,7 @@ from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.json_text import parse_json
 from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.model_faults import names_model_faults
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 
 
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
+_MOST_FOLDED = 128  # bytes of JSON for a character: of modules 400 levels deep, it is 28
+_SMALL = 1 << 24  # bytes of JSON that any text may unfold to
 
 T = TypeVar("T", bound=Hashable)
 
@@ -79,11 +82,11 @@ def text_to_map(text: str) -> GraphSummary:
     """What `map_to_text` wrote; a ValueError if the text is none."""
     try:
         unfolding = zlib.decompressobj()
-        plain = unfolding.decompress(base64.b85decode(text), _LARGEST)
+        plain = unfolding.decompress(base64.b85decode(text), min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text))))
         if unfolding.unconsumed_tail:
             raise ValueError("it is too large")
-        return _summary(json.loads(plain))
-    except (ValueError, TypeError, KeyError, IndexError, RecursionError, zlib.error, binascii.Error) as error:
+        return _summary(parse_json(plain))
+    except (ValueError, TypeError, KeyError, IndexError, zlib.error, binascii.Error) as error:
         raise ValueError(f"{tags.MAP} is not what the file format says: {error}") from error
 
 
@@ -191,6 +194,8 @@ def from_map(model: ir.Model) -> Origin:
         signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
         parameters = parameters_from_json(props[tags.PARAMETERS]) if tags.PARAMETERS in props else {}
         hierarchy, summary = Hierarchy.from_json(props[tags.MODULES]), text_to_map(props[tags.MAP])
+        tags.check_paths({*hierarchy, *(owner for node in summary.nodes for owner in node.owners)})
+        hierarchy.check_calls(lambda: len(summary.nodes))
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
     return Origin(

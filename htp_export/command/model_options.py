@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
 import re
 import sys
@@ -20,6 +19,7 @@ from htp_export.command.options import Idle, ShapesOption, seed_option
 from htp_export.command.terminal import Steps, notice_line
 from htp_export.discovery import provider
 from htp_export.errors import InputError, ModelSourceError
+from htp_export.format.json_text import parse_json
 from htp_export.process.user_code import call_factory
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
         if key.strip() in overrides:
             raise InputError(f"--set {setting}: {key.strip()} is set twice")
         try:
-            overrides[key.strip()] = json.loads(value)
+            overrides[key.strip()] = parse_json(value, finite=False)
         except ValueError:
             overrides[key.strip()] = value
     return overrides

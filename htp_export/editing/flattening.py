@@ -214,6 +214,7 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
         return {}
     called = {f"{domain}::{name}": 0 for domain, name, _ in model.functions}
     for node in all_nodes(model):
+        node.metadata_props.pop(_CALLER, None)  # of a file that has the key
         if node.op_identifier() in model.functions:
             entry = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
             node.metadata_props[_CALLER] = json.dumps(entry)

@@ -51,7 +51,7 @@ class Records:
         content = "calls and their order"
         written = tags.json_object(tags.FUNCTIONS, text, content)
         order = written.get("order", [])
-        if not isinstance(order, list) or not all(isinstance(place, int) for place in order):
+        if not isinstance(order, list) or not all(type(place) is int for place in order):
             raise ValueError(f"{tags.FUNCTIONS} is not a JSON object of {content}")
         return cls(entry_of(written, "calls"), order)
 
@@ -101,8 +101,8 @@ class Expectations:
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:
         """The module call that a call in a body is for, when the function is called for ``instance``."""
         metadata = self.metadata(shared, instance)
-        owners, call = tags.owners_of(metadata), metadata.get(tags.CALL, "0")
-        return Instance(owners[0] if owners else instance.path, int(call) if call.isdecimal() else 0)
+        owners, call = tags.owners_of(metadata), tags.number_in(metadata.get(tags.CALL, ""))
+        return Instance(owners[0] if owners else instance.path, call or 0)
 
     def _call(self, owner: str, instance: Instance) -> str:
         """Which call of a module it is, where that ran several times, and once in the one that is called."""

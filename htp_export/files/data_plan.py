@@ -25,6 +25,7 @@ from htp_export.files.filesystem import CHUNK_BYTES
 from htp_export.files.replacing import Move
 from htp_export.files.stored import Slot
 from htp_export.format import tags
+from htp_export.format.json_text import parse_json
 
 _SMALL_BYTES = 256
 """Tensors up to this size stay in the ONNX file, as onnx and onnx_ir have it: shape inference reads them."""
@@ -244,10 +245,10 @@ def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[P
 
 def _notes(model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]) -> dict[str, dict[str, Any]]:
     try:
-        notes = json.loads(metadata.get(key, "{}"))
+        notes = parse_json(metadata.get(key, "{}"))
         if all(_is_note(facts, kinds) for facts in notes.values()):
             return dict(notes)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         pass
     raise FileError(model, f"its {key} is not what the file format says")
 

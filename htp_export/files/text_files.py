@@ -15,6 +15,7 @@ from htp_export.errors import FileError, in_one_line
 from htp_export.files.filesystem import opened_plain
 from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
+from htp_export.format.json_text import parse_json
 
 
 @contextlib.contextmanager
@@ -34,7 +35,7 @@ def read_json(path: str | os.PathLike[str], *, plain: bool = False) -> Any:
     ``plain``: a pipe or a device is refused, because it was found in a folder. One that the user names is waited for.
     """
     with _named_if_unreadable(path, "JSON"), opened_plain(path) if plain else Path(path).open("rb") as file:
-        return json.loads(file.read())
+        return parse_json(file.read(), finite=False)  # results may have numbers that are not finite
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ from htp_export.format.hierarchy import Hierarchy
 _log = logging.getLogger(__name__)
 
 _UNKNOWN = -1  # in place of a call's number
-MOST_CALLS = 1 << 16  # of one module, of which numbers are listed: a broken file may claim any number
 
 
 class Instance(NamedTuple):
@@ -139,9 +138,11 @@ class CallTree:
         if text is None:
             return cls(hierarchy)
         listed = tags.json_object(tags.CALLERS, text, "modules and the callers of their calls", list)
+        tags.check_paths(listed)
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
             callers = [tree._read(path, caller) for caller in calls]
+            tags.check_paths({caller.path for caller in callers if caller is not None})
             if len(callers) == tree._ran(path):
                 tree._callers[path] = callers
         return tree
@@ -150,9 +151,9 @@ class CallTree:
         match caller_text:
             case None:
                 return None
-            case int(number) if number >= 0 and not isinstance(caller_text, bool):
+            case int(number) if tags.is_call_number(number):
                 return Instance(self._nearest(path) or "", number)
-            case [str(caller), int(number)] if number >= 0 and not isinstance(number, bool):
+            case [str(caller), int(number)] if tags.is_call_number(number):
                 return Instance(caller, number)
         raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}")
 
@@ -206,7 +207,7 @@ class CallTree:
 
     def numbers(self, path: str, call: Instance) -> tuple[int, ...]:
         """Return the numbers of the calls of a module that ran in a call of another one; as in ``inside``."""
-        numbers = range(min(self._ran(path), MOST_CALLS))
+        numbers = range(self._ran(path))
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
         around = (call, Instance(call.path, _UNKNOWN))
@@ -310,10 +311,11 @@ class CallTree:
         if listed:
             return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
         last: list[Instance] = []
-        if encoded.isdecimal() and owners:
-            last.append(Instance(owners[-1], int(encoded)))
+        number = tags.number_in(encoded)
+        if number is not None and owners:
+            last.append(Instance(owners[-1], number))
         running = {caller.path for call in last for caller in self.chain(call)}
-        counts = {owner: min(max(self._ran(owner), 1), MOST_CALLS) for owner in owners if owner not in running}
+        counts = {owner: max(self._ran(owner), 1) for owner in owners if owner not in running}
         return [*(Instance(owner, number) for owner, count in counts.items() for number in range(count)), *last]
 
 

@@ -6,12 +6,13 @@ It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``;
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from htp_export.format import tags
+from htp_export.format.bounds import CALLS_OF_A_NODE, MOST_CALLS
 from htp_export.format.fates import Fate
 
 if TYPE_CHECKING:
@@ -147,6 +148,16 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         listed = tags.json_object(tags.MODULES, text, "module paths")
         return cls(_module_from_json(path, entry) for path, entry in listed.items())
 
+    def check_calls(self, nodes: Callable[[], int]) -> None:
+        """Refuse (``ValueError``) more calls than a file with so many ``nodes`` may state; a module is named."""
+        calls = sum(module.calls for module in self.values())
+        if calls > MOST_CALLS and calls > CALLS_OF_A_NODE * nodes():
+            most = max(self.values(), key=lambda module: module.calls)
+            raise ValueError(
+                f"its modules have {calls:,} calls, {most.calls:,} of them module {most.path!r}: "
+                "too many for its number of nodes"
+            )
+
     def to_json(self) -> str:
         """Return the tree as the file format's ``htp.modules``."""
         entries: dict[str, dict[str, Any]] = {}
@@ -258,7 +269,7 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     merged, torch_name, synthetic = entry.get("with", []), entry.get("name"), entry.get("synthetic", False)
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
-    elif not isinstance(calls, int) or isinstance(calls, bool) or calls < 0:
+    elif type(calls) is not int or calls < 0:
         problem = f"'calls' is not a count: {calls!r}"
     elif fate not in tuple(Fate):
         problem = f"'fate' is none of {', '.join(Fate)}: {fate!r}"

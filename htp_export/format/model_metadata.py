@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable, Container, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.json_text import parse_json
 from htp_export.format.parameters import ModuleParameters, parameters_to_json
 from htp_export.format.signatures import Signature, signatures_to_json
 
@@ -54,8 +55,8 @@ def write_model_metadata(
 def _parsed(key: str, text: str | None, of: str, parse: Callable[[Any], _T]) -> _T:
     """What is written under a key, an empty object where nothing is; a ValueError if it is not as described."""
     try:
-        return parse(json.loads(text or "{}"))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
+        return parse(parse_json(text or "{}"))
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{key} is not a JSON object of {of}: {error}") from error
 
 
@@ -73,9 +74,9 @@ def read_contamination(metadata: Mapping[str, str]) -> set[tuple[str, str, bool]
         ({('fc', 'x', False)}, set())
     """
     try:
-        listed = json.loads(metadata.get(tags.CONTAMINATION, "[]"))
+        listed = parse_json(metadata.get(tags.CONTAMINATION, "[]"))
         return {(str(path), str(name), bool(leaves)) for path, name, leaves in listed}
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError):
         return set()
 
 
@@ -145,7 +146,10 @@ def read_lora(metadata: Mapping[str, str]) -> dict[str, float]:
     """
 
     def factors(listed: Any) -> dict[str, float]:
-        return {str(path): float(entry["scaling"]) for path, entry in listed.items()}
+        scalings = {str(path): float(entry["scaling"]) for path, entry in listed.items()}
+        if not all(map(math.isfinite, scalings.values())):
+            raise ValueError("a scaling is not finite")
+        return scalings
 
     return _parsed(tags.LORA, metadata.get(tags.LORA), "modules and their scaling", factors)
 
@@ -237,13 +241,18 @@ def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
     if tags.PROVENANCE not in metadata:
         return ()
     try:
-        listed = json.loads(metadata[tags.PROVENANCE])
+        listed = parse_json(metadata[tags.PROVENANCE], finite=False)  # an option may be infinite
         notes = tuple(ProvenanceNote(**entry) for entry in listed)
-        if not all(isinstance(note.step, str) and isinstance(note.options, dict) for note in notes):
-            raise ValueError("a step has a name and options")
-    except (ValueError, TypeError, RecursionError) as error:
+        if not all(map(_is_note, notes)):
+            raise ValueError("a step has a name, options, two hashes, files and versions")
+    except (ValueError, TypeError) as error:
         raise InputError(f"its metadata {tags.PROVENANCE!r} cannot be read: {error}") from error
     return notes
+
+
+def _is_note(note: ProvenanceNote) -> bool:
+    texts = all(isinstance(text, str) for text in (note.step, note.input, note.output))
+    return texts and all(isinstance(each, dict) for each in (note.options, note.files, note.versions))
 
 
 def write_provenance(metadata: MutableMapping[str, str], notes: Sequence[ProvenanceNote]) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from htp_export.format import tags
+from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.format.hierarchy import module_paths
 
 if TYPE_CHECKING:
@@ -94,6 +95,14 @@ def parameters_to_json(parameters: Mapping[str, ModuleParameters]) -> str:
     return tags.json_text(plain)
 
 
+def _is_shape(shape: object) -> bool:
+    return (
+        isinstance(shape, list)
+        and len(shape) <= MOST_DIMENSIONS
+        and all(type(size) is int and size >= 0 for size in shape)
+    )
+
+
 def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
     """Parse the value of ``htp.parameters``; a ValueError names the module at fault.
 
@@ -110,7 +119,7 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
         for name, shape in entry.items():
             if isinstance(shape, str) and shape in shapes:
                 module_shapes[name], tied[name] = shapes[shape], shape
-            elif isinstance(shape, list) and all(isinstance(size, int) and size >= 0 for size in shape):
+            elif _is_shape(shape):
                 module_shapes[name] = tuple(shape)
             else:
                 raise ValueError(f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}")

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from htp_export.format.json_text import parse_json
+
 Recipe: TypeAlias = "str | float | list[Any]"
 
 CONSTANT: list[Any] = ["constant"]
@@ -196,8 +198,8 @@ def recipe_from_text(text: str) -> Recipe:
     if not text.startswith(("[", '"')):
         return text
     try:
-        recipe: Recipe = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        recipe: Recipe = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"it is not JSON: {error}") from error
     if isinstance(recipe, list):
         _check(recipe, _DEEPEST)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from htp_export.errors import SelectorError
+from htp_export.errors import SelectorError, nearest_names
+from htp_export.format.patterns import Pattern
 from htp_export.format.tags import ancestors
 
 
@@ -21,10 +20,13 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
     ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below it
     ``.`` or ``""``      the root
     ``class:LayerNorm``  a glob on the class, by its simple or its full name
-    ``re:.*\.(q|k)``      a regular expression that matches the whole path; it may hold commas
+    ``re:.*\.(q|k)``      a regular expression that matches the whole path, see below; it may hold commas
     ``a,b`` or a list    the union
     ``!dropout``         not these, wherever it stands; with nothing but exclusions, all others
     ==================  ===============================================================================
+
+    A selector may be that of a file: it is matched in time linear in the length of a path. Regular expressions are
+    those of ``re``, without references to groups, atomic groups and possessive repeats.
 
     Args:
         pattern: The selector. A comma splits it, except inside ``[...]`` and after ``re:``.
@@ -114,12 +116,17 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
 
 def _place(text: str) -> Place:
     body = text.removeprefix("!").lstrip()
+    if len(body) > _LONGEST_PLACE:
+        raise SelectorError(f"{body[:_LONGEST_SHOWN]}...", f"is longer than {_LONGEST_PLACE:,} characters")
     match = _PLACE.fullmatch(body)
     if match is None or not (match["side"] or body != text):
         raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
     call = None if match["call"] is None else int(match["call"])
     return Place(text, match["modules"], match["side"] or "", call, match["name"] or "", excludes=body != text)
 
+
+_LONGEST_PLACE = 10_000  # characters: the time of `_PLACE` grows with their square
+_LONGEST_SHOWN = 60  # characters in the message
 
 _PLACE = re.compile(
     r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?", re.DOTALL
@@ -142,7 +149,10 @@ def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[st
     chosen: set[str] = set() if any(not term.excludes for term in terms) else set(classes)
     excluded: set[str] = set()
     for term in terms:
-        matches = [path for path, name in classes.items() if term.matches(path, name)]
+        try:
+            matches = [path for path, name in classes.items() if term.matches(path, name)]
+        except ValueError as error:
+            raise SelectorError(term.text, str(error)) from error
         if not matches:
             raise SelectorError(term.text, "matches no module" + term.hint(classes))
         (excluded if term.excludes else chosen).update(matches)
@@ -164,19 +174,19 @@ class _Term:
     text: str
     excludes: bool
     kind: str  # "glob", "class" or "re"
-    regex: re.Pattern[str]
+    regex: re.Pattern[str] | Pattern
 
     def matches(self, path: str, class_name: str) -> bool:
         if self.kind == "class":
             return any(map(self.regex.fullmatch, (class_name.rpartition(".")[2], class_name)))
         if self.kind == "glob" and path:
             path = "." + path  # as in _glob_regex: every part stands after a dot, and the root is ""
-        return self.regex.fullmatch(path) is not None
+        return bool(self.regex.fullmatch(path))
 
     def hint(self, classes: Mapping[str, str]) -> str:
         wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
         known = {name.rpartition(".")[2] for name in classes.values()} if self.kind == "class" else classes
-        nearest = difflib.get_close_matches(wanted, sorted(known), n=3, cutoff=0.4)
+        nearest = nearest_names(wanted, sorted(known), cutoff=0.4)
         if nearest:
             return f"; nearest: {', '.join(map(repr, nearest))}"
         some = sorted(name or "." for name in known)
@@ -184,22 +194,23 @@ class _Term:
 
 
 _MOST_LISTED = 5  # modules in a message that has none that is near
-_BRACKETS = r"\[!?\]?[^\]]*\]"  # "]" is literal where it stands first; a bracket that is never closed is no bracket
 
 
 def _split(text: str) -> list[str]:
     """The parts of a selector between commas; a comma in brackets or after ``re:`` splits nothing."""
     if not isinstance(text, str):
         raise SelectorError(repr(text), "a selector is a string or a list of strings")
-    parts, rest = [], text
-    while not re.match(r"\s*!?\s*re:", rest):
-        part = re.match(rf"(?:{_BRACKETS}|[^,])*", rest)
-        end = part.end() if part else 0
-        if end == len(rest):
-            break
-        parts.append(rest[:end].strip())
-        rest = rest[end + 1 :]
-    parts.append(rest.strip())
+    parts, start, place, begins = list[str](), 0, 0, True
+    for token in _tokens(text):
+        if token == ",":
+            parts.append(text[start:place].strip())
+            start, begins = place + 1, True
+        elif token == ":" and begins:
+            begins = False
+            if text[start:place].strip().removeprefix("!").lstrip() == "re":
+                break
+        place += len(token)
+    parts.append(text[start:].strip())
     if len(parts) > 1 and "" in parts:
         raise SelectorError(text, "nothing stands between two commas; write '.' for the root")
     return parts
@@ -217,34 +228,100 @@ def _term(text: str) -> _Term:
     elif not rest:
         raise SelectorError(text, f"nothing after '{kind}:'")
     try:
-        regex = re.compile(fnmatch.translate(rest) if kind == "class" else rest if kind == "re" else _glob_regex(rest))
+        if kind == "re":
+            return _Term(text, excludes, kind, Pattern(rest))
+        regex = re.compile(_class_regex(rest) if kind == "class" else _glob_regex(rest))
     except (re.error, ValueError) as error:
         raise SelectorError(text, str(error)) from error
     return _Term(text, excludes, kind, regex)
+
+
+def _tokens(text: str) -> Iterator[str]:
+    """The characters of a selector, and its brackets, as ``[a-z]``; a "]" right behind the opening one closes nothing.
+
+    A bracket that is never closed is a character.
+    """
+    place, may_close = 0, True
+    while place < len(text):
+        end = place + 1
+        if text[place] == "[" and may_close:
+            inside = end + text.startswith("!", end)
+            closing = text.find("]", inside + 1)
+            may_close = closing >= 0
+            end = closing + 1 if may_close else end
+        yield text[place:end]
+        place = end
+
+
+# Regular expressions of globs are matched by `re`, without a way back into what a star has matched: the first place
+# where what follows a star can match is as good as any later one, as long as another star follows.
+
+_END = r"(?=\.|\Z)"  # of a part of a path
+_PARTS = r"(?:\.[^.]++)*"
 
 
 def _glob_regex(glob: str) -> str:
     """The regular expression of a glob on paths that are written with a dot before every part."""
     if glob in ("", "."):
         return ""
-    parts = re.findall(rf"\.((?:{_BRACKETS}|[^.])*)", "." + glob)
-    if "" in parts:
-        raise ValueError("a part between two dots is empty")
-    return "".join(r"(?:\.[^.]+)*" if part == "**" else r"\." + _part_regex(part) for part in parts)
-
-
-def _part_regex(part: str) -> str:
-    regex = []
-    for token in re.findall(rf"{_BRACKETS}|\*+|.", part, re.DOTALL):
-        if token[0] == "*":
-            regex.append("[^.]*")
-        elif token == "?":
-            regex.append("[^.]")
-        elif len(token) > 1:
-            inside = token[1:-1].replace("\\", r"\\").replace("[", r"\[")
-            negated = inside.startswith("!")
-            inside = inside.removeprefix("!").replace("]", r"\]")
-            regex.append(rf"(?!\.)[{'^' if negated else ''}{inside}]")
+    parts: list[list[str]] = [[]]
+    for token in _tokens(glob):
+        if token == ".":
+            parts.append([])
         else:
-            regex.append(re.escape(token))
-    return "".join(regex)
+            parts[-1].append(token)
+    if [] in parts:
+        raise ValueError("a part between two dots is empty")
+    runs = [""]
+    for part in parts:
+        if part == ["*", "*"]:
+            runs.append("")
+        else:
+            runs[-1] += rf"\.{_stars_regex(part, '[^.]')}{_END}"
+    return _with_gaps(runs, _PARTS)
+
+
+def _class_regex(glob: str) -> str:
+    """The regular expression of a glob on the names of classes, whose stars match dots, too."""
+    return _stars_regex(list(_tokens(glob)), "(?s:.)")
+
+
+def _stars_regex(tokens: Sequence[str], character: str) -> str:
+    """The regular expression of a glob; ``character`` is that of any character that a star may match."""
+    runs = [""]
+    for token in tokens:
+        if token == "*":
+            runs.append("")
+        elif token == "?":
+            runs[-1] += character
+        elif len(token) > 1:
+            runs[-1] += rf"(?={character}){_bracket_regex(token[1:-1])}"
+        else:
+            runs[-1] += re.escape(token)
+    return _with_gaps(runs, f"{character}*")
+
+
+def _with_gaps(runs: Sequence[str], gap: str) -> str:
+    """Expressions with a ``gap`` of any length between them, each of which matches texts of one length.
+
+    A gap is as short as it can be, once and for all; the last one is as long as it can be, up to the last expression.
+    """
+    first, *others = runs
+    if not others:
+        return first
+    middle = "".join(f"(?>{gap}?{run})" for run in others[:-1] if run)
+    return f"{first}{middle}{gap}{others[-1]}"
+
+
+def _bracket_regex(inside: str) -> str:
+    """The regular expression of what a bracket contains: characters, and ranges of them."""
+    negated = inside.startswith(("!", "^"))
+    characters, place = inside[negated:], 0
+    items = list[str]()
+    while place < len(characters):
+        ends = [characters[place]]
+        if characters.startswith("-", place + 1) and place + 2 < len(characters):
+            ends.append(characters[place + 2])
+        items.append("-".join(map(re.escape, ends)))
+        place += 2 * len(ends) - 1
+    return f"[{'^' if negated else ''}{''.join(items)}]"

@@ -13,6 +13,9 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
+from htp_export.format.bounds import LARGEST, MOST_CHARACTERS
+from htp_export.format.json_text import parse_json
+
 
 class Reason(StrEnum):
     """How the owners of a node are known."""
@@ -108,7 +111,15 @@ def path_order(path: str) -> tuple[tuple[int, str], ...]:
         >>> sorted(["layer.10", "layer.2", "head"], key=path_order)
         ['head', 'layer.2', 'layer.10']
     """
-    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in path.split("."))
+    return tuple(map(_part_order, path.split(".")))
+
+
+def _part_order(part: str) -> tuple[int, str]:
+    """A number is after one with fewer digits: it is not computed, because a part of a path may have any length."""
+    if not (part.isascii() and part.isdecimal()):
+        return -1, part
+    digits = part.lstrip("0")
+    return len(digits), digits
 
 
 def ancestors(path: str) -> Iterator[str]:
@@ -132,6 +143,23 @@ def nearest_above(path: str, among: Container[str]) -> str | None:
         ('a', None)
     """
     return next((up for up in ancestors(path) if up != path and up in among), None)
+
+
+def check_paths(paths: Iterable[str]) -> None:
+    """Refuse (``ValueError``) module paths of a file that have too many paths above them.
+
+    Examples:
+        >>> check_paths(["encoder.layer.0"])
+        >>> check_paths(["." * 100_000])
+        Traceback (most recent call last):
+        ValueError: the path of a module has 100,001 parts; with the paths above it, that is too long
+    """
+    left = MOST_CHARACTERS
+    for path in paths:
+        parts = path.count(".") + 1
+        left -= len(path) * parts
+        if left < 0:
+            raise ValueError(f"the path of a module has {parts:,} parts; with the paths above it, that is too long")
 
 
 def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:
@@ -210,8 +238,8 @@ def json_object(key: str, text: str, of: str, values: type = object) -> dict[str
     ``values``: the class of its values.
     """
     try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        listed = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{key} is not JSON: {error}") from error
     if not isinstance(listed, dict) or not all(isinstance(value, values) for value in listed.values()):
         raise ValueError(f"{key} is not a JSON object of {of}")
@@ -227,8 +255,8 @@ def owners_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
     """
     if OWNERS in metadata:
         try:
-            listed = json.loads(metadata[OWNERS])
-        except (ValueError, RecursionError):
+            listed = parse_json(metadata[OWNERS])
+        except ValueError:
             listed = None
         if isinstance(listed, list) and listed and all(isinstance(path, str) for path in listed):
             return tuple(listed)
@@ -248,11 +276,31 @@ def encoded_calls(metadata: Mapping[str, str]) -> str:
 def calls_listed(encoded: str) -> dict[str, list[int]]:
     """Parse a value of ``htp.calls``: module path → numbers of its calls; empty if it is something else."""
     try:
-        listed = json.loads(encoded) if encoded.startswith("{") else {}
-    except (ValueError, RecursionError):
+        listed = parse_json(encoded) if encoded.startswith("{") else {}
+    except ValueError:
         return {}
-    are_calls = (isinstance(calls, list) and all(type(k) is int and k >= 0 for k in calls) for calls in listed.values())
-    return listed if all(are_calls) else {}
+    for calls in listed.values():
+        if not isinstance(calls, list) or not all(map(is_call_number, calls)):
+            return {}
+    return dict(listed)
+
+
+def is_call_number(number: object) -> bool:
+    """Whether a value of JSON is the number of a call, from 0."""
+    return type(number) is int and number >= 0
+
+
+def number_in(text: str) -> int | None:
+    """Parse a number that is a value of metadata, as of ``htp.call``; None for other text, and beyond `LARGEST`.
+
+    Examples:
+        >>> number_in("3"), number_in('{"fc":[0,2]}'), number_in("9" * 5000)
+        (3, None, None)
+    """
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(LARGEST)):
+        return None
+    number = int(text)
+    return number if number <= LARGEST else None
 
 
 def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
+_MOST_SCOPES = 1_000  # in the name of a node: those of modules, which Python itself does not nest deeper
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
@@ -42,7 +43,7 @@ def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
         classes = _strings(node.metadata_props.get(_CLASSES, "[]"))[:-1]
         return tuple(zip(paths, classes if len(classes) == len(paths) else itertools.repeat(""), strict=False))
     if node.name and node.name.startswith("/"):
-        parts = node.name.split("/")[1:-1]
+        parts = node.name.split("/", maxsplit=_MOST_SCOPES)[1:-1]
         return (("", ""), *((path, "") for path in itertools.accumulate(parts, "{}.{}".format)))
     return ()
 
@@ -52,13 +53,13 @@ def _strings(literal: str) -> tuple[str, ...]:
     """Parse a Python list of strings as torch writes it; empty if it is invalid, because files are not trusted."""
     try:
         value = ast.literal_eval(literal)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ()
     return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else ()
 
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
-_FRAME = re.compile(r'File "([^"\n]*)", line (\d+), in ([^\n]*)(?:\n *([^\n]*))?')
+_FRAME = re.compile(r'File "([^"\n]*)", line ([0-9]{1,9}), in ([^\n]*)(?:\n *([^\n]*))?')
 
 
 class SourceLine(NamedTuple):

@@ -220,8 +220,11 @@ class _Calls:
             for path, info in tree.items()
             if path in self.modules or path in above or not path
         )
-        instances = (Instance(path, number) for path, numbers in self.numbers.items() for number in numbers)
-        self._calls = {call: Instance(call.path, self.numbers[call.path].index(call.call)) for call in instances}
+        self._calls = {
+            Instance(path, number): Instance(path, place)
+            for path, numbers in self.numbers.items()
+            for place, number in enumerate(numbers)
+        }
         callers: dict[str, list[Instance | None]] = {}
         for path, numbers in self.numbers.items():
             callers_inside = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]

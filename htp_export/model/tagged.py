@@ -385,6 +385,7 @@ def load(model: ModelSource) -> TaggedModel:
     graph_model = model_of(model)
     try:
         tagged = _tagged(graph_model, name_of(model, f"model {graph_model.graph.name!r}"))
+        tagged.hierarchy.check_calls(lambda: len(list(all_nodes(graph_model))))
     except ValueError as error:
         if isinstance(model, str | os.PathLike):
             raise FileError(os.fspath(model), str(error)) from error
@@ -435,12 +436,14 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
         for owner in owners:
-            number = int(call) if owner == owners[-1] and call.isdecimal() else 0
-            calls[owner] = max(calls.get(owner, 1), number + 1)
+            number = tags.number_in(call) if owner == owners[-1] else None
+            calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
+    tags.check_paths({*hierarchy, *calls})
     if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
         above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
+    tags.check_paths(classes)
     if not classes:
         return TaggedModel(model, hierarchy, "none")
     if declared is None:
@@ -458,6 +461,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
 def _newer_version(model: ir.Model) -> str:
     """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
     version = model.metadata_props.get(tags.FORMAT, tags.VERSION)
-    if version.isdecimal() and int(version) <= int(tags.VERSION):
+    number = tags.number_in(version)
+    if number is not None and number <= int(tags.VERSION):
         return ""
     return f"its tags are of version {version} of the file format, and this htp_export knows version {tags.VERSION}"

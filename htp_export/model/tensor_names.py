@@ -230,10 +230,10 @@ class _Namer:
 
     def _place(self, node: ir.Node) -> tuple[str, str]:
         """The deepest module above all owners of a node, and which call of it, where it is one of several."""
-        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "")
+        owners, call = tags.owners_of(node.metadata_props), tags.number_in(node.metadata_props.get(tags.CALL, ""))
         if len(owners) != 1:
             return tags.common_ancestor(owners), ""
-        return owners[0], f"@{int(call)}/" if call.isdecimal() else ""
+        return owners[0], "" if call is None else f"@{call}/"
 
 
 def _beginnings(name: str) -> Iterator[str]:

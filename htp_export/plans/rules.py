@@ -22,7 +22,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError, InputError
 from htp_export.files.text_files import read_json, read_yaml
 from htp_export.format import tags
-from htp_export.format.call_tree import MOST_CALLS, Instance, Part
+from htp_export.format.call_tree import Instance, Part
 from htp_export.format.selectors import chosen_and_excluded
 from htp_export.model.module_facts import elements_of, is_weight
 from htp_export.model.tagged import TaggedModel
@@ -189,7 +189,7 @@ def modules_within(tagged: TaggedModel, selector: str | Sequence[str]) -> list[s
 
 def _calls_of(tagged: TaggedModel, path: str) -> Iterator[Part]:
     """The calls of a module; one that never ran is where its path is."""
-    calls = min(tagged.hierarchy[path].calls, MOST_CALLS)
+    calls = tagged.hierarchy[path].calls
     for number in range(calls):
         yield from tagged.calls.of_calls((path,), [Instance(path, number)]).parts
     if not calls:

@@ -43,10 +43,22 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
 
 
 def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`."""
+    """The level of each module that is drawn, from 0 at the top; ``parents`` are those of `drawn_parents`.
+
+    A file may list a module before the one that it is drawn below.
+
+    Examples:
+        >>> drawn_levels({"a.b": "a", "a": "", "": None})
+        {'': 0, 'a': 1, 'a.b': 2}
+    """
     levels: dict[str, int] = {}
-    for path, parent in parents.items():
-        levels[path] = 0 if parent is None else levels[parent] + 1
+    for path in parents:
+        unknown, current = list[str](), path if path not in levels else None
+        while current is not None and current not in levels:
+            unknown.append(current)
+            current = parents[current]
+        above = -1 if current is None else levels[current]
+        levels.update((each, above + 1 + place) for place, each in enumerate(reversed(unknown)))
     return levels
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +11,12 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.errors import InputError, OpenDimensionError
+from htp_export.errors import InputError, OpenDimensionError, nearest_names
 from htp_export.files.npz_file import NpzArrays
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
-from htp_export.shapes.sizes import evaluate, names_in
+from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
 
@@ -266,7 +265,7 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
     names = list(known)
     if name in names:
         return
-    near = difflib.get_close_matches(str(name), names, n=1)
+    near = nearest_names(str(name), names, count=1, cutoff=0.6)
     hint = f"; nearest: {near[0]!r}" if near else ""
     problem = f"no {what} {name!r} in this model, only {', '.join(map(repr, names))}{hint}"
     if not names:

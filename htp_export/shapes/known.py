@@ -10,7 +10,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.errors import FileError
-from htp_export.shapes.sizes import LARGEST, Dim, evaluate, is_unnamed, symbol, unnamed
+from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
+from htp_export.shapes.expressions import evaluate
+from htp_export.shapes.sizes import Dim, is_unnamed, symbol, unnamed
 
 LARGEST_CONTENTS = 64
 """Tensors of more elements than this are not looked into element by element."""
@@ -18,7 +20,6 @@ LARGEST_CONTENTS = 64
 MOST_ELEMENTS = 8192
 """Numbers of larger tensors are not kept: they are data, not shapes."""
 
-_MOST_DIMENSIONS = 64  # of a tensor whose sizes are not known; numpy has no more, and a file may claim any number
 
 WHOLE = frozenset((ir.DataType.INT64, ir.DataType.INT32, ir.DataType.BOOL))
 """The types of tensors that hold sizes, places and decisions."""
@@ -268,7 +269,7 @@ def axes_of(node: Operation, known: Known, name: str = "axes", place: int = 1) -
 
 def unknown_dims(rank: Dim) -> list[Dim | None] | None:
     """A shape of which only the rank is known; None where that is not known, or no tensor has so many dimensions."""
-    return [None] * rank if isinstance(rank, int) and 0 <= rank <= _MOST_DIMENSIONS else None
+    return [None] * rank if isinstance(rank, int) and 0 <= rank <= MOST_DIMENSIONS else None
 
 
 def objects(nested: Any, shape: Sequence[int] | None = None) -> Contents:

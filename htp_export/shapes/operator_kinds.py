@@ -57,6 +57,31 @@ _SELECTING = frozenset(("Slice", "Split", "Concat", "Gather", "Pad", "Tile"))
 """They give back some of the numbers that they are given, or repeat some."""
 
 
+GROWING = frozenset(
+    [
+        "AffineGrid",
+        "BlackmanWindow",
+        "CenterCropPad",
+        "Col2Im",
+        "ConstantOfShape",
+        "DFT",
+        "Expand",
+        "EyeLike",
+        "HammingWindow",
+        "HannWindow",
+        "MaxUnpool",
+        "MelWeightMatrix",
+        "OneHot",
+        "Pad",
+        "Range",
+        "Resize",
+        "Tile",
+        "Upsample",
+    ]
+)
+"""Their results are as large as numbers that they read say: a few bytes of a file can ask for any size."""
+
+
 def base_op(op: str) -> str:
     """The operator without its domain: ``Conv`` for ``com.microsoft.nchwc::Conv``."""
     return op.rpartition("::")[2]

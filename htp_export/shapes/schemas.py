@@ -15,16 +15,61 @@ import onnx
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 
+from htp_export.format.bounds import LARGEST
 from htp_export.shapes.known import MOST_ELEMENTS, Array, Dims, Fact, Operation, unknown_dims
-from htp_export.shapes.operator_kinds import RANDOM
-from htp_export.shapes.sizes import LARGEST, Dim, Size
+from htp_export.shapes.operator_kinds import GROWING, RANDOM, RESHAPING, SIZES_ONLY
+from htp_export.shapes.operators.elementwise import ELEMENTWISE, LIKE_FIRST
+from htp_export.shapes.sizes import Dim, Size
 
 Result: TypeAlias = tuple[ir.TypeProtocol | None, Dims | None]
 """Type and shape of what a node makes."""
 
-# What these make may be far larger than what they read.
-_GROWING = frozenset(("ConstantOfShape", "Expand", "Tile", "Range", "Pad", "OneHot", "Resize", "Upsample", "EyeLike"))
-_NOT_EVALUATED = RANDOM | {"Dropout"}
+EVALUATED = (
+    {*LIKE_FIRST, *ELEMENTWISE, *RESHAPING, *SIZES_ONLY}
+    | set(
+        [
+            "ArgMax",
+            "ArgMin",
+            "BitCast",
+            "Compress",
+            "Concat",
+            "ConstantOfShape",
+            "CumProd",
+            "Expand",
+            "EyeLike",
+            "Gather",
+            "GatherElements",
+            "GatherND",
+            "Gemm",
+            "MatMul",
+            "NonZero",
+            "OneHot",
+            "Pad",
+            "Range",
+            "ReduceL1",
+            "ReduceL2",
+            "ReduceLogSum",
+            "ReduceLogSumExp",
+            "ReduceMax",
+            "ReduceMean",
+            "ReduceMin",
+            "ReduceProd",
+            "ReduceSum",
+            "ReduceSumSquare",
+            "Slice",
+            "Split",
+            "Tile",
+            "TopK",
+            "Transpose",
+            "Unique",
+        ]
+    )
+) - (RANDOM | {"Dropout"})
+"""Operators with which sizes, places and masks are computed.
+
+Their time and memory are those of their inputs and results. Others can take any time for a small result: windows that
+are padded, samples, regular expressions, images.
+"""
 
 
 def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Result]:
@@ -54,13 +99,13 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> li
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
     """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
-    if node.op_type in _NOT_EVALUATED or _schema(node.op_type, version, node.domain) is None:
+    if node.op_type not in EVALUATED or node.domain or _schema(node.op_type, version, node.domain) is None:
         return None
     arrays = {f"i{place}": known.array for place, known in enumerate(inputs) if known is not None}
     if any(array is None for array in arrays.values()) or not all(value.name for value in node.outputs):
         return None
     broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
-    if node.op_type in _GROWING or broadcast > MOST_ELEMENTS:
+    if node.op_type in GROWING or broadcast > MOST_ELEMENTS:
         for _, shape in inferred(node, version, inputs):
             sizes = [dim for dim in shape or (None,) if isinstance(dim, int)]
             if shape is None or len(sizes) < len(shape) or math.prod(sizes) > MOST_ELEMENTS:

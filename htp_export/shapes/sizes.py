@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
-import onnx_ir as ir
-
-LARGEST = 2**63 - 1
-"""No tensor has more elements, and no integer of ONNX is larger."""
+from htp_export.format.bounds import LARGEST
 
 _MOST_FACTORS = 256
 """Names and factors in one polynomial."""
@@ -93,38 +90,6 @@ def symbol(name: str) -> Size:
     if len(name) > _LONGEST:
         name = f"{_UNNAMED}{hashlib.blake2b(name.encode(errors='replace'), digest_size=12).hexdigest()}"
     return Size((((name,), 1),))
-
-
-def names_in(text: str) -> frozenset[str]:
-    """The open dimensions in the expression that a file writes for a size; none, if it is no expression.
-
-    Examples:
-        >>> sorted(names_in("past + 2*sequence")), names_in("past +")
-        (['past', 'sequence'], frozenset())
-    """
-    try:
-        return ir.SymbolicDim(text).free_symbols()
-    except Exception:  # whatever sympy says of a text that is no expression
-        return frozenset()
-
-
-def evaluate(text: str, sizes: Mapping[str, int]) -> int | None:
-    """A size that a file writes as a name or as an expression; None if not all sizes in it are known.
-
-    Examples:
-        >>> evaluate("past + sequence", {"past": 3, "sequence": 4}), evaluate("past + sequence", {"past": 3})
-        (7, None)
-    """
-    if text in sizes or text.isidentifier():
-        return sizes.get(text)
-    names = names_in(text)
-    if not names or not names <= sizes.keys():
-        return None
-    try:
-        size = ir.SymbolicDim(text).evaluate(dict(sizes))
-    except Exception:  # as above
-        return None
-    return size if isinstance(size, int) and size >= 0 else None
 
 
 def unnamed(name: str, place: int) -> Size:

@@ -1,6 +1,7 @@
 """Quantized checkpoints become packed weights without quantizing again."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import htp_export
+from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
 from htp_export.command.main import main
 from htp_export.huggingface import load_model
 from tests.decoders import TEXT
@@ -190,8 +193,43 @@ def test_a_checkpoint_that_does_not_fit_is_refused_and_named(case, changes, prob
     assert not (tmp_path / "made.onnx").exists()
 
 
+def with_state(folder: Path, **changes: Any) -> Path:
+    """A checkpoint of bitsandbytes whose first weight has another state; ``HUGE`` is a number of 500 digits."""
+    name, case = "first.weight.quant_state.bitsandbytes__nf4", "bitsandbytes nf4, nested"
+    source, _ = checkpoint(folder / "source", case)
+    state = json.loads(bytes(load_file(source / "model.safetensors")[name].tolist()))
+    text = json.dumps(state | changes).replace('"HUGE"', "9" * 500)
+    changed, _ = checkpoint(folder / "changed", case, **{name: torch.tensor([*text.encode()], dtype=torch.uint8)})
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"blocksize": 0}, "no shape of a matrix and no blocksize"),
+        ({"blocksize": 1 << 40}, "no shape of a matrix and no blocksize"),
+        ({"blocksize": "64"}, "no shape of a matrix and no blocksize"),
+        ({"shape": [[64], 96]}, "no shape of a matrix and no blocksize"),
+        ({"nested_blocksize": 0}, "no nested_blocksize and no nested_offset"),
+        ({"nested_blocksize": 1}, "'weight.nested_absmax' has shape [1], and [96] is needed"),
+        ({"nested_offset": {}}, "no nested_blocksize and no nested_offset"),
+        ({"nested_offset": "HUGE"}, "a number has 500 digits"),
+    ],
+)
+def test_a_state_of_bitsandbytes_with_other_numbers_is_refused_and_named(changes, problem, files, tmp_path):
+    source = with_state(tmp_path, **changes)
+    with pytest.raises(htp_export.errors.HtpExportError, match=f"module 'first': .*{re.escape(problem)}"):
+        htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
+
+
+def test_a_nested_block_larger_than_the_weight_takes_no_memory(tmp_path):
+    wanted, _ = checkpoint(tmp_path / "wanted", "bitsandbytes nf4, nested")
+    found = with_state(tmp_path, nested_blocksize=1 << 62)
+    np.testing.assert_array_equal(*(read_packed(each)["first.weight"] for each in (wanted, found)))
+
+
 def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files, tmp_path):
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     source, _ = checkpoint(tmp_path / "source", "gptq")
     tensors = load_file(source / "model.safetensors")

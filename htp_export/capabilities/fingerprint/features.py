@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -19,7 +19,9 @@ from htp_export.model.graph_facts import Array, GraphFacts
 from htp_export.model.neighbours import producer_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs, infer_bound
+from htp_export.shapes.known import Shape
 from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard
+from htp_export.shapes.schemas import EVALUATED
 from htp_export.shapes.symbolic import Symbolic
 
 if TYPE_CHECKING:
@@ -335,7 +337,7 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
         known = _known(facts, inferred, current)
         if known is not None:
             feeds[current] = known
-        elif node is None or node.op_type in MIXING or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
+        elif node is None or not _is_plain(node) or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
             return None
         else:
             nodes.add(node)
@@ -345,12 +347,41 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
     opsets = dict(facts.tagged.model.graph.opset_imports)
     ordered = [node for node in facts.nodes if node in nodes]
     graph = ir.GraphView(list(feeds), [value], nodes=ordered, opset_imports=opsets, name="mask").clone()
+    if not _is_small(graph, list(feeds.values())):
+        return None
     try:
         with np.errstate(all="ignore"):
             evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
             return np.asarray(next(iter(evaluator.run(None, {str(of.name): array for of, array in feeds.items()}))))
     except Exception:  # it raises whatever numpy does on what does not fit
         return None
+
+
+def _is_plain(node: ir.Node) -> bool:
+    """Whether a node may compute a mask, in a time that its inputs and results bound."""
+    return node.domain == "" and node.op_type in {"Constant", *EVALUATED} and node.op_type not in MIXING
+
+
+def _is_small(graph: ir.Graph, feeds: Sequence[Array]) -> bool:
+    """Whether all that a graph computes of some inputs is small, whatever the file says of shapes."""
+    alone = graph.clone()
+    for given, array in zip(list(alone.inputs), feeds, strict=True):
+        given.const_value = ir.tensor(array)
+    given = list(alone.inputs)
+    alone.inputs.clear()
+    for each in given:
+        alone.register_initializer(each)
+    made = [value for node in alone for value in node.outputs if value.name]
+    for value in made:
+        value.type = value.shape = None
+    known = Symbolic(alone)
+    sizes = (known.shape(value) for value in made)
+    return all(shape is not None and _count(shape) <= _MOST_ELEMENTS for shape in sizes)
+
+
+def _count(shape: Shape) -> float:
+    """The number of elements; infinite if it is not known."""
+    return math.prod(size if isinstance(size, int) else math.inf for size in shape)
 
 
 def _known(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from htp_export.files.replacing import replace_file
 from htp_export.files.text_files import read_json
 from htp_export.format import tags
 from htp_export.format.model_metadata import factor_name
+from htp_export.format.patterns import Pattern
 from htp_export.runtime.arrays import Array, from_ort, from_torch, to_ort
 
 _Entry = TypeVar("_Entry")
@@ -192,7 +193,8 @@ def _of_peft(folder: Path) -> Adapter:
     if not weights.is_file():
         pickles = [name for name in _PICKLES if (folder / name).exists()]
         raise FileError(folder / (pickles or [_WEIGHTS])[0], f"is needed as {_WEIGHTS}; pickles are not read")
-    read = _layers(weights, _tensors(weights), lambda path, rank: _scaling(folder, config, path, rank))
+    alphas = _alphas(folder / _CONFIG, config)
+    read = _layers(weights, _tensors(weights), lambda path, rank: alphas.scaling(path, rank))
     for path, layer in read.layers.items():
         if bool(config.get("use_dora")) != (layer.magnitude is not None):
             what = "no" if layer.magnitude is None else "a"
@@ -243,11 +245,37 @@ def _fit(a: Array, b: Array) -> bool:
     return 2 <= a.ndim == b.ndim <= 5 and a.shape[0] == b.shape[1] and all(size == 1 for size in b.shape[2:])
 
 
-def _scaling(folder: Path, config: Mapping[str, Any], path: str, rank: int) -> float:
-    """``lora_alpha`` over the rank, or over its root with ``use_rslora``; as PEFT computes it for a module."""
-    patterns = config.get("alpha_pattern") or {}
-    keys = [key for key in patterns if re.match(rf"(.*\.)?({key})$", path)]
-    alpha = patterns[keys[0]] if keys else config.get("lora_alpha")
-    if not isinstance(alpha, int | float) or rank < 1:
-        raise FileError(folder / _CONFIG, f"has no lora_alpha for module {path!r}")
-    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+@dataclass(frozen=True)
+class _Alphas:
+    """The factors of products by module, as PEFT's config has them.
+
+    ``patterns`` are expressions for ends of module paths and their factors; the first one that matches holds, and
+    ``common`` for other modules.
+    """
+
+    file: Path
+    patterns: Sequence[tuple[Pattern, Any]]
+    common: Any
+    uses_root: bool
+
+    def scaling(self, path: str, rank: int) -> float:
+        """``lora_alpha`` over the rank, or over its root with ``use_rslora``; as PEFT computes it for a module."""
+        try:
+            found = next((alpha for pattern, alpha in self.patterns if pattern.match(path)), self.common)
+        except ValueError as error:
+            raise FileError(self.file, f"cannot be used for module {path!r}: alpha_pattern: {error}") from error
+        if not isinstance(found, int | float) or not math.isfinite(found) or rank < 1:
+            raise FileError(self.file, f"has no lora_alpha for module {path!r}")
+        return float(found) / (math.sqrt(rank) if self.uses_root else rank)
+
+
+def _alphas(file: Path, config: Mapping[str, Any]) -> _Alphas:
+    written, patterns = config.get("alpha_pattern") or {}, list[tuple[Pattern, Any]]()
+    if not isinstance(written, dict):
+        raise FileError(file, "has an alpha_pattern that is no JSON object of patterns and numbers")
+    for key, alpha in written.items():
+        try:
+            patterns.append((Pattern(rf"(.*\.)?({key})$"), alpha))  # as peft.utils.other.get_pattern_key has it
+        except ValueError as error:
+            raise FileError(file, f"has an alpha_pattern {key!r} that cannot be read: {error}") from error
+    return _Alphas(file, patterns, config.get("lora_alpha"), bool(config.get("use_rslora")))

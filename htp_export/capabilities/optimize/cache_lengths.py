@@ -13,8 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.editing.editing import Array, add_constant, stand_in
+from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.operator_kinds import is_standard
-from htp_export.shapes.sizes import Dim, evaluate, names_in
+from htp_export.shapes.sizes import Dim
 from htp_export.shapes.symbolic import Symbolic
 
 

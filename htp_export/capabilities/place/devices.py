@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from htp_export.errors import InputError
+from htp_export.errors import InputError, in_one_line
 from htp_export.runtime.assignments import HOST
 
 ANNOTATION = "layer_ann"
@@ -69,8 +69,8 @@ def is_device(device: str, provider: str) -> bool:
     return provider == device
 
 
-def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
-    """Session options with entries for layer assignment; an `InputError` if ONNX Runtime would ignore them."""
+def check_honoured() -> None:
+    """Refuse a version of ONNX Runtime that ignores the devices of nodes (`InputError`)."""
     import onnxruntime
 
     if tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2]) < _HONOURED_SINCE:
@@ -78,7 +78,23 @@ def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any
             f"ONNX Runtime {onnxruntime.__version__} ignores the devices of nodes; it needs "
             f"{'.'.join(map(str, _HONOURED_SINCE))} or later"
         )
+
+
+def session_options_with(entries: Mapping[str, str], options: Any = None) -> Any:
+    """Session options with entries for layer assignment; an `InputError` if ONNX Runtime refuses or ignores them."""
+    check_honoured()
+    return with_entries(entries, options)
+
+
+def with_entries(entries: Mapping[str, str], options: Any = None) -> Any:
+    """Session options with configuration entries; an `InputError` if ONNX Runtime refuses one, as a very long text."""
+    import onnxruntime
+
     options = onnxruntime.SessionOptions() if options is None else options
     for name, value in entries.items():
-        options.add_session_config_entry(name, value)
+        try:
+            options.add_session_config_entry(name, value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            problem = f"the entry {name!r}, of {len(value):,} characters: {in_one_line(error)}"
+            raise InputError(f"ONNX Runtime does not accept {problem}") from error
     return options

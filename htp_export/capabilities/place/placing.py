@@ -16,9 +16,10 @@ from htp_export.capabilities.place.devices import (
     ANNOTATION,
     SETTINGS,
     assignment_settings,
+    check_honoured,
     device_named,
     is_device,
-    session_options_with,
+    with_entries,
 )
 from htp_export.capabilities.place.parts import Needs, needs_of, nodes_that_fit
 from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, Placement, crossings, placed_modules
@@ -28,10 +29,11 @@ from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format.model_metadata import read_placement, write_placement
+from htp_export.format.tags import PLACEMENT
 from htp_export.model.cutting import Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.regions import all_nodes, twins_of
-from htp_export.model.tagged import ModelSource, TaggedModel, load
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.model.tensor_names import make_node_names_unique
 from htp_export.plans.rules import assigned
 from htp_export.runtime.assignments import HOST, Assignment, assign
@@ -42,6 +44,7 @@ _REST = "cpu"
 """Where goes what does not fit."""
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
+_LONGEST_SIZE = 30  # characters of a size as text; a number of 400 digits is infinite
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -120,6 +123,7 @@ def place(
     for node, device in devices.items():
         twin[node].metadata_props[ANNOTATION] = device
     options = {SETTINGS: assignment_settings(dict.fromkeys(devices.values()))}
+    with_entries(options)
     write_placement(placed.model.metadata_props, options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
@@ -131,7 +135,7 @@ def place(
 def _budget(device: str, size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) else None
+    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) and len(size) <= _LONGEST_SIZE else None
     if match is None:
         raise InputError(f"budget of {device}: {size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
     number, unit, binary = match.groups()
@@ -271,7 +275,7 @@ def placement(
     original = load(model)
     tagged = read_flat(original)
     tagged.require_tags()
-    entries, remarks = _entries(tagged, session_options)
+    entries, remarks = _entries(tagged, session_options, name_of(model, f"model {tagged.model.graph.name!r}"))
     named = tagged.clone()
     renamed = make_node_names_unique(named.model.graph)
     with temporary_folder() as folder:
@@ -290,20 +294,24 @@ def placement(
     return _placement(named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes))
 
 
-def _entries(tagged: TaggedModel, options: Any) -> tuple[dict[str, str], tuple[str, ...]]:
+def _entries(tagged: TaggedModel, options: Any, name: str) -> tuple[dict[str, str], tuple[str, ...]]:
     """The configuration entries that the model asks for, if the options have no others; and what is to be said."""
     own = "" if options is None else entry_of(options, SETTINGS)
     try:
         written = read_placement(tagged.model.metadata_props).get(SETTINGS)  # a file may not set any other entry
     except ValueError as error:
-        raise InputError(f"model {tagged.model.graph.name!r}: {error}") from error
+        raise InputError(f"{name}: {error}") from error
     if own or written is None:
         return ({SETTINGS: own} if own else {}), ()
     entries = {SETTINGS: written}
     try:
-        session_options_with(entries)
+        check_honoured()
     except InputError as error:
         return {}, (str(error),)
+    try:
+        with_entries(entries)
+    except InputError as error:
+        raise InputError(f"{name}: its metadata {PLACEMENT!r}: {error}") from error
     return entries, ()
 
 

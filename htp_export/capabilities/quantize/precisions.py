@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import Any
 
 from htp_export.capabilities.quantize.method import CHECKPOINT, FIELDS, Precision
 from htp_export.errors import InputError, RuleError
+from htp_export.format.json_text import parse_json
 
 AUTO = Precision("auto")
 """Stands for one that is faster than fp32 on this machine, which `serving` chooses."""
@@ -74,7 +74,7 @@ def _field(text: str) -> tuple[str, Any]:
     if not (name and value):
         raise InputError(f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0")
     with contextlib.suppress(ValueError):  # numbers, true and false; others are words
-        return name, json.loads(value)
+        return name, parse_json(value)
     return name, value
 
 

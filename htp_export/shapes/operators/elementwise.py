@@ -16,7 +16,7 @@ from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Sha
 from htp_export.shapes.operators import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
-_LIKE_FIRST = """
+LIKE_FIRST = """
 Abs Acos Acosh Asin Asinh Atan Atanh BatchNormalization BitwiseNot Cast CastLike Ceil Celu Clip Cos Cosh CumSum
 Dropout Elu Erf Exp Floor Gelu HardSigmoid HardSwish Hardmax Identity InstanceNormalization IsInf IsNaN
 GroupNormalization LRN LayerNormalization LeakyRelu Log LogSoftmax LpNormalization MeanVarianceNormalization
@@ -57,7 +57,7 @@ def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
     return second if isinstance(second, int) else None
 
 
-@shape_rule(*_LIKE_FIRST)
+@shape_rule(*LIKE_FIRST)
 def like_first(node: Operation, known: Known) -> Sequence[Dims | None]:
     """A result that has the shape of the first input."""
     return [known.shape(node.inputs[0])]

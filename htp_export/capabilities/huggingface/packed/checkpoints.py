@@ -6,13 +6,12 @@ Files of others are not trusted: no pickle is opened, and shapes are compared be
 from __future__ import annotations
 
 import functools
-import json
 import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,6 +28,7 @@ from htp_export.capabilities.huggingface.packed.weights import (
 from htp_export.errors import FileError
 from htp_export.files.checkpoint import read_checkpoint
 from htp_export.files.text_files import read_json
+from htp_export.format.json_text import parse_json
 from htp_export.runtime.arrays import from_torch
 
 Tensors = Callable[[str], Array]
@@ -41,6 +41,7 @@ _WIDTHS = (2, 4, 8)  # bits of a number that GPTQ and AWQ pack without one lying
 _VERSIONS = ("gptq", "gptq_v2")
 _STATE = "weight.quant_state.bitsandbytes__"
 _LONGEST_STATE = 1 << 12  # bytes: bitsandbytes writes some hundred, as JSON
+_LARGEST_BLOCK = 1 << 16  # numbers with one scale: bitsandbytes has up to 4096
 _CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
 
@@ -122,22 +123,49 @@ def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: 
     [kind] = kinds
     if math.prod(shapes[f"{_STATE}{kind}"]) > _LONGEST_STATE:
         raise ValueError(f"{_STATE}{kind!r} is too long")
-    state = json.loads(read(f"{_STATE}{kind}").tobytes())
-    (outputs, inputs), block = state["shape"], state["blocksize"]
+    state = parse_json(read(f"{_STATE}{kind}").tobytes())
+    outputs, inputs, block = _state_sizes(state)
     count = -(-outputs * inputs // block)
     _require(shapes, **{"weight.absmax": (count,), "weight.quant_map": (16,)})
+    nested = _nested(state, count) if "weight.nested_absmax" in shapes else None
+    if nested is not None:
+        _require(shapes, **{"weight.nested_absmax": (-(-count // nested.block),), "weight.nested_quant_map": (256,)})
     if math.prod(shapes["weight"]) * 2 != outputs * inputs:
         raise ValueError(f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed")
 
     def coded() -> Coded:
         scales = read("weight.absmax")
-        if "weight.nested_absmax" in shapes:
-            outer = np.repeat(read("weight.nested_absmax"), state["nested_blocksize"])[:count]
-            scales = read("weight.nested_quant_map")[scales] * outer + np.float32(state["nested_offset"])
-        codes, table = read("weight").reshape(-1), read("weight.quant_map")
+        if nested is not None:
+            outer = np.repeat(read("weight.nested_absmax"), nested.block)[:count]
+            places = _integers(scales, np.uint8)
+            scales = read("weight.nested_quant_map")[places] * outer + np.float32(nested.offset)
+        codes, table = _integers(read("weight"), np.uint8).reshape(-1), read("weight.quant_map")
         return Coded(codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind))
 
     return Layer((outputs, inputs), coded)
+
+
+class _Nested(NamedTuple):
+    """How bitsandbytes quantized scales once more: those of a block have one scale."""
+
+    block: int
+    offset: float
+
+
+def _state_sizes(state: Any) -> tuple[int, int, int]:
+    """The sizes of a matrix, and the numbers in a block, of the state of a quantized weight."""
+    match state:
+        case {"shape": [int(outputs), int(inputs)], "blocksize": int(block)} if outputs > 0 and inputs > 0:
+            if 0 < block <= _LARGEST_BLOCK:  # scales are repeated so often
+                return outputs, inputs, block
+    raise ValueError("the state of 'weight' has no shape of a matrix and no blocksize")
+
+
+def _nested(state: Mapping[str, Any], count: int) -> _Nested:
+    match state:
+        case {"nested_blocksize": int(block), "nested_offset": int(offset) | float(offset)} if block > 0:
+            return _Nested(min(block, count), float(offset))
+    raise ValueError("the state of 'weight' has no nested_blocksize and no nested_offset")
 
 
 def _int8(weight: Array, bounds: Array) -> Packed:
@@ -177,8 +205,12 @@ def _require(shapes: Mapping[str, tuple[int, ...]], **wanted: tuple[int, ...]) -
 
 
 def _words(array: Array) -> Array:
-    if array.dtype != np.int32:
-        raise ValueError(f"integers are packed into {array.dtype}, and int32 is read")
+    return _integers(array, np.int32)
+
+
+def _integers(array: Array, kind: type[np.integer[Any]]) -> Array:
+    if array.dtype != kind:
+        raise ValueError(f"integers are packed into {array.dtype}, and {np.dtype(kind)} is read")
     return array
 
 

@@ -14,7 +14,15 @@ from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import connected
 from htp_export.model.recipes import follow, lift_constants
 from htp_export.runtime.sessions import RunnableModel, Session, as_written
-from htp_export.shapes.operator_kinds import RANDOM, RESHAPING, is_standard, reads_of, subgraphs, with_subgraphs
+from htp_export.shapes.operator_kinds import (
+    GROWING,
+    RANDOM,
+    RESHAPING,
+    is_standard,
+    reads_of,
+    subgraphs,
+    with_subgraphs,
+)
 from htp_export.shapes.sizes import product
 from htp_export.shapes.symbolic import Symbolic
 
@@ -230,6 +238,9 @@ def find_constant_nodes(
         sizes = [_size(value, known) for value in node.outputs if value.name]
         if None in sizes and not all(is_constant(value) or _is_sequence(value) for value in read):
             continue  # once the tensors that it reads have been computed, its size may be known
+        if None in sizes and (growing := _growing(node, known, most)) is not None:
+            decline("unfolded_constants", [node], f"the size of what {growing.op_type} makes is not known")
+            continue
         if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
             constant_nodes.append(node)
@@ -240,6 +251,16 @@ def find_constant_nodes(
             decline("unfolded_constants", [node], f"the result is large: {grown:,} bytes more")
     works = (ConstantNodes(nodes) for nodes in connected(constant_nodes, reads=_reads))
     return [work for work in works if work.results]
+
+
+def _growing(node: ir.Node, known: Symbolic, most: int) -> ir.Node | None:
+    """The first node, it or one in its subgraphs, whose results may be larger than what it reads, as numbers say."""
+    for inner in with_subgraphs(node):
+        sizes = [_size(value, known) for value in inner.outputs if value.name]
+        bounded = inner.domain == "" and inner.op_type not in GROWING
+        if not bounded and not all(size is not None and size <= most for size in sizes):
+            return inner
+    return None
 
 
 def _is_sequence(value: ir.Value) -> bool:
