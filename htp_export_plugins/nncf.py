@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import math
 import traceback
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,9 @@ class Activations(Static):
             return super().bytes_of(node, place, tensor, facts)
         shape = [int(size) for size in tensor.shape.numpy()]
         return math.prod(shape) + (5 * shape[0] if self.precision.per_channel else 0)
+
+    def shared_by(self, node: ir.Node, place: int) -> Hashable:
+        return None  # NNCF's own affair
 
     def channels(self, node: ir.Node, place: int = 1) -> int:
         return self.scales_along(channel_axis(node), constant_of(node.inputs[place]))

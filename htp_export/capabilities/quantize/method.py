@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.ort_quantizers import tool_failures, without_faulty
+from htp_export.capabilities.quantize.weight_operators import separate_copies
 from htp_export.capabilities.quantize.work import Facts, Left, Work, named
 from htp_export.discovery import names_in, plug_in, plug_ins
 from htp_export.editing.submodels import Submodel, constant_of
@@ -139,7 +140,11 @@ class Method:
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        """Equal for readers that share one copy of a weight in the precision: all, unless it depends on more."""
+        """How a constant input of a node is quantized; None if it stays as it is.
+
+        Inputs that read one weight in the same way share one copy of it. Those that read it in another way get another
+        constant: tools have one scale, or one layout, for each name.
+        """
         return None
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
@@ -168,6 +173,7 @@ class Method:
 
     def _made(self, nodes: Sequence[ir.Node], work: Work) -> tuple[Submodel, Made]:
         part = work.cut_out(nodes)
+        separate_copies(part.model.graph, self.shared_by)
         with tool_failures(part.names.in_text):
             return part, self.quantize(part, work)
 

@@ -85,40 +85,39 @@ def without_faulty(
 ) -> tuple[Result | None, dict[Item, PartError]]:
     """The result of an attempt without the nodes on which it fails, and the failure of each of these.
 
-    They are found by halves. The result is None if the attempt fails on each one. The first failure is raised if it is
-    one of all of them together, or if there are too many.
+    The nodes are added by halves to those that are known to do. The result is None if none does. If too many fail, the
+    first failure is raised.
+
+    Examples:
+        >>> def attempt(numbers):
+        ...     if 3 in numbers:
+        ...         raise PartError("3 is odd")
+        ...     return sum(numbers)
+        >>> without_faulty([1, 2, 3, 4], attempt)
+        (7, {3: PartError('3 is odd')})
     """
-    try:
-        return attempt(items), {}
-    except PartError as failure:
-        first = failure
+    done: list[Item] = []
+    result: Result | None = None
     faulty: dict[Item, PartError] = {}
+    first: PartError | None = None
     waiting = [list(items)]
     while waiting:
         some = waiting.pop()
-        failure_of_some = first if len(some) == len(items) else _failure(some, attempt)
-        if failure_of_some is None:
-            continue
-        if len(some) > 1:
-            half = len(some) // 2
-            waiting += [some[half:], some[:half]]
-            continue
-        faulty[some[0]] = failure_of_some
-        if len(faulty) > _MOST_FAULTY:
-            raise first
-    rest = [item for item in items if item not in faulty]
-    try:
-        return (attempt(rest) if rest else None), faulty
-    except PartError as failure:
-        raise first from failure
-
-
-def _failure(items: Sequence[Item], attempt: Callable[[Sequence[Item]], object]) -> PartError | None:
-    try:
-        attempt(items)
-    except PartError as failure:
-        return failure
-    return None
+        try:
+            result = attempt([*done, *some])
+            done += some
+        except PartError as failure:
+            first = first or failure
+            if not some:
+                raise
+            if len(some) > 1:
+                half = len(some) // 2
+                waiting += [some[half:], some[:half]]
+                continue
+            faulty[some[0]] = failure
+            if len(faulty) > _MOST_FAULTY:
+                raise first from failure
+    return result, faulty
 
 
 class _Feed(dict[str, Any]):

@@ -39,6 +39,7 @@ IDLE = (
     Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
     Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
     Idle(("weights",), lambda given: given["plan_for"], "--plan-for reads no weights"),
+    Idle(("strict",), lambda given: given["plan_for"], "--plan-for quantizes nothing"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
     DATA_HAS_VALUES,
 )
@@ -59,6 +60,7 @@ def quantize_command(
     plan_for: Annotated[str | None, "Write the plan for another tool to -o: ort, nncf, modelopt, genai, olive."] = None,
     share_weights: ShareOption = False,
     weights: Annotated[Path | None, "A quantized checkpoint (GPTQ, AWQ, bitsandbytes, GGUF): packed weights."] = None,
+    strict: Annotated[bool, "Refuse the plan if a node, or the bias of one, would stay as it is."] = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
@@ -95,6 +97,7 @@ def quantize_command(
             check=check,
             share_weights=share_weights,
             weights=weights,
+            strict=strict,
         )
     table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))
     if output is not None and not dry_run and not table.as_json and not table.as_csv:

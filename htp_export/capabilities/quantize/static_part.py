@@ -2,7 +2,7 @@
 
 The quantizer looks at no results. So what it made is looked through, and it is made again until nothing is wrong:
 
-- A bias that does not fit into 32 bits is clipped; it stays in fp32.
+- A bias that does not fit into 32 bits is clipped; its node stays in fp32.
 - Operators that only move or pick values give their results the scale of their input. Results outside of its range
   (``Resize`` with cubic interpolation) would be clipped; such a node stays in fp32.
 - The default optimizations of ONNX Runtime fuse quantized operators with others that lack some attributes. A node with
@@ -11,8 +11,8 @@ The quantizer looks at no results. So what it made is looked through, and it is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +28,11 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     tool_failures,
     without_faulty,
 )
-from htp_export.capabilities.quantize.static_biases import hide_biases, is_bias, show_biases
+from htp_export.capabilities.quantize.static_biases import is_bias, show_biases
 from htp_export.capabilities.quantize.work import named
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError, described
 from htp_export.files.filesystem import temporary_folder
-from htp_export.files.model_files import write_for_tool
 from htp_export.files.parsing import model_from_proto
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.sessions import RunnableModel, Session
@@ -68,25 +67,22 @@ class StaticPart:
     file: Path
     ranges: Ranges
     left: dict[str, str]
-    floats: dict[str, str]
-    hidden: dict[str, ir.Value] = field(default_factory=dict)
+    floats: Mapping[str, str]
+    hidden: Mapping[str, ir.Value]
 
     def made(self) -> Made:
         """The part, quantized."""
         while True:
             model = self._without_faulty()
-            clipped, outside = self._clipped(model.graph), self._outside(model.graph)
-            if not clipped and not outside:
+            wrong = self._clipped(model.graph) | self._outside(model.graph)
+            if not wrong:
                 break
-            self.left |= outside
-            self.floats |= clipped
-            self.hidden |= hide_biases(self.part.model.graph, clipped)
-            write_for_tool(self.part.model, self.file)
+            self.left |= wrong
         show_biases(model.graph, self.hidden)
-        floats = {name: why for name, why in self.floats.items() if name not in self.left}
-        partly = {
-            name: f"the bias of {named(self.part.nodes[name])} stays in fp32: {why}" for name, why in floats.items()
-        }
+        partly: dict[str, str] = {}
+        for name, why in self.floats.items():
+            if name not in self.left:
+                partly[name] = f"the bias of {named(self.part.nodes[name])} stays in fp32: {why}"
         return Made(model, self.left, partly)
 
     def _without_faulty(self) -> ir.Model:
@@ -152,7 +148,10 @@ class StaticPart:
         return model
 
     def _clipped(self, graph: ir.Graph) -> dict[str, str]:
-        """Name of a node → why its bias stays, for biases that are clipped."""
+        """Name of a node → why it stays, for nodes whose biases are clipped.
+
+        A bias in fp32 is no help: ONNX Runtime makes the same integers of it when it optimizes the model.
+        """
         found: dict[str, str] = {}
         for node in graph:
             tensor = constant_of(node.inputs[0]) if node.op_type == "DequantizeLinear" else None
@@ -161,8 +160,9 @@ class StaticPart:
             if not np.isin(tensor.numpy(), (_INT32.min, _INT32.max)).any():
                 continue
             for use in node.outputs[0].uses():
-                if is_bias(use.node, use.idx):
-                    found[str(use.node.name)] = "ONNX Runtime would clip it to the range of int32"
+                name = str(use.node.name)
+                if is_bias(use.node, use.idx) and name in self.part.nodes:
+                    found[name] = f"ONNX Runtime would clip the bias of {named(self.part.nodes[name])} to int32"
         return found
 
     def _outside(self, graph: ir.Graph) -> dict[str, str]:

@@ -7,7 +7,8 @@ operators read weights in blocks through a ``DequantizeLinear``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,28 @@ FIRST_BLOCKS = 21
 """The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
 
 _BIAS = 2  # its place among the inputs of a Gemm
+
+
+def separate_copies(graph: ir.Graph, way: Callable[[ir.Node, int], Hashable]) -> None:
+    """Give each way of reading a constant a constant of its own, in place.
+
+    ``way``: Of a node and a place among its inputs; None for what stays as it is, which keeps the name.
+    """
+    ways: defaultdict[ir.Value, dict[tuple[ir.Node, int], Hashable]] = defaultdict(dict)
+    for node in graph:
+        for place, value in enumerate(node.inputs):
+            if value is not None and value.is_initializer():
+                ways[value][node, place] = way(node, place)
+    for value, way_of in ways.items():
+        others = list(dict.fromkeys(way_of.values()))
+        others.remove(None if None in others else others[0])
+        tensor = value.const_value
+        assert tensor is not None
+        for number, other in enumerate(others, 2):
+            copy = add_initializer(graph, tensor, f"{value.name}_{number}", recipe_of(value))
+            for (node, place), its_way in way_of.items():
+                if its_way == other:
+                    node.replace_input_with(place, copy)
 
 
 def fold_factors(graph: ir.Graph) -> None:
@@ -67,8 +90,17 @@ def _multiply(graph: ir.Graph, node: ir.Node, place: int, factor: float) -> None
 
 
 def factor_of(node: ir.Node, place: int) -> float:
-    """The number by which `fold_factors` multiplies the matrix of a node; 1 for others."""
-    return node.attributes.get_float("alpha", 1.0) if is_standard(node, "Gemm") and place < _BIAS else 1.0
+    """The number by which `fold_factors` multiplies a constant input of a node."""
+    if not is_standard(node, "Gemm"):
+        return 1.0
+    return node.attributes.get_float("beta" if place == _BIAS else "alpha", 1.0)
+
+
+def way_as_product(node: ir.Node, place: int) -> Hashable:
+    """The way in which `write_products` changes a constant input of a node; None if it does not."""
+    if place == 1:
+        return "matrix", factor_of(node, place), node.attributes.get_int("transB", 0)
+    return None if (factor := factor_of(node, place)) == 1 else ("bias", factor)
 
 
 def can_be_product(node: ir.Node) -> bool:

@@ -51,18 +51,18 @@ class Cache(Method):
                     array = np.abs(arrays[name]).max((0, 2), initial=0)
                     largest[name] = np.maximum(largest.get(name, array), array)
         for node in nodes:
-            self._quantize(node, work.model.graph, largest)
+            self._quantize(node, work, largest)
         return iter(())
 
-    def _quantize(self, node: ir.Node, graph: ir.Graph, largest: dict[str, Array]) -> None:
+    def _quantize(self, node: ir.Node, work: Work, largest: dict[str, Array]) -> None:
         node.resize_inputs(max(len(node.inputs), 1 + max(place for _, _, place in _CACHES.values())))
         for which, (past, present) in _caches_of(node).items():
             bound = largest[str(present.name)].reshape(-1)
             if not self.precision.per_channel:
                 bound = bound.max(keepdims=True)
             scale = np.where(bound > 0, bound / _LARGEST, 1).astype(np.float32)
-            tensor = ir.Tensor(scale)
-            made = add_initializer(graph, tensor, f"{present.name}_scale", step("computed", "quantized"))
+            name = work.names.tensors.unused(f"{present.name}_scale")
+            made = add_initializer(work.model.graph, ir.Tensor(scale), name, step("computed", "quantized"))
             node.replace_input_with(_CACHES[which][2], made)
             kind = "PER_CHANNEL" if self.precision.per_channel else "PER_TENSOR"
             node.attributes[f"{which}_quant_type"] = ir.AttrString(f"{which}_quant_type", kind)

@@ -14,7 +14,7 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     quantizers,
     quietly,
 )
-from htp_export.capabilities.quantize.weight_operators import can_be_product, factor_of, write_products
+from htp_export.capabilities.quantize.weight_operators import can_be_product, way_as_product, write_products
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
@@ -22,6 +22,7 @@ from htp_export.weights.products import weight_axes, weight_place
 
 _FIRST_DYNAMIC, _FIRST_PER_CHANNEL = 10, 13  # opsets
 _WITH_WEIGHT = frozenset(("MatMul", "Gemm", "Conv", "Gather", "LSTM"))
+_PRODUCTS = frozenset(("MatMul", "Gemm"))
 _BY_CHANNEL = frozenset(("MatMul", "Gemm", "LSTM"))
 
 
@@ -45,12 +46,14 @@ class Dynamic(Method):
             return False
         if node.op_type == "LSTM":
             return not node.attributes.get_int("layout", 0) and _is_float(constant_of(node.inputs[2]))
-        return node.op_type not in ("MatMul", "Gemm") or can_be_product(node)
+        return node.op_type not in _PRODUCTS or can_be_product(node)
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         axes = weight_axes(node, place)
         if place != weight_place(node) and (axes is None or node.op_type != "LSTM"):
-            return tensor.size if place == 0 else None  # a constant input is quantized with the weight
+            if place == 0:
+                return tensor.size  # a constant input is quantized with the weight
+            return None if self.shared_by(node, place) is None else tensor.nbytes
         shape = [int(size) for size in tensor.shape.numpy()]
         directions = shape[0] if node.op_type == "LSTM" else 1
         by_channel = axes is not None and self._has_scales_by_channel(node)
@@ -58,7 +61,11 @@ class Dynamic(Method):
         return math.prod(shape) + 5 * (scales or (directions if node.op_type == "LSTM" else 0))
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return factor_of(node, place)
+        if place == 0:
+            return "operand"
+        if node.op_type in _PRODUCTS:
+            return way_as_product(node, place)
+        return node.op_type if weight_axes(node, place) is not None else None
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
         """ONNX Runtime turns the weights of an LSTM in place, also where another LSTM reads them: each is alone.

@@ -26,6 +26,7 @@ from htp_export.runtime.arrays import Array
 _TYPE = ir.DataType.FLOAT8E4M3FN
 _LARGEST = 448.0  # of float8e4m3fn
 _FIRST = 19  # opset
+_READ = 2  # inputs of a product; its bias stays
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
 
 
@@ -48,7 +49,7 @@ class Float8(Static):
         return not node.domain and node.op_type in _PRODUCTS and facts.has_floats(node)
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
-        if place > 1:
+        if place >= _READ:
             return None
         return math.prod(tensor.shape.numpy()) + 5 * self.channels(node, place)
 
@@ -56,10 +57,10 @@ class Float8(Static):
         return self.scales_along(channel_axis(node), constant_of(node.inputs[place])) if place == 1 else 0
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return None
+        return ("axis", channel_axis(node) if self.channels(node, place) else None) if place < _READ else None
 
     def ranged(self, node: ir.Node) -> Sequence[ir.Value | None]:
-        return node.inputs[:2]
+        return node.inputs[:_READ]
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         with temporary_folder() as folder:
@@ -75,7 +76,7 @@ class Float8(Static):
         """Quantize the inputs of products, in place, each tensor once, but for nodes that are left."""
         made: dict[tuple[ir.Value, int | None], ir.Value] = {}
         for node in [node for node in graph if node.name not in left]:
-            for place, value in enumerate(node.inputs[:2]):
+            for place, value in enumerate(node.inputs[:_READ]):
                 assert value is not None
                 if (tensor := constant_of(value)) is not None:
                     largest[str(value.name)] = float(np.abs(tensor.numpy()).max(initial=0))
@@ -98,7 +99,7 @@ def _quantized(
     tensor = constant_of(value)
     array = np.asarray(largest[str(value.name)]) if tensor is None else np.asarray(tensor.numpy())
     others = None if axis is None else tuple(k for k in range(array.ndim) if k != axis % array.ndim)
-    measured = np.abs(array).max(others, keepdims=True) / _LARGEST
+    measured = np.abs(array).max(others, keepdims=True, initial=0) / _LARGEST
     scale = np.where(measured > np.finfo(np.float32).tiny, measured, 1).astype(np.float32)  # zeros have some scale
     scales = scale.reshape(() if axis is None else -1)
     recipe = step("computed", *([] if tensor is None else [recipe_of(value)]), "quantized")

@@ -86,10 +86,7 @@ class Static(Method):
 
     def channels(self, node: ir.Node, place: int = 1) -> int:
         """The scales of a constant input of a node; 0 where it has one, or is no constant."""
-        axis = _MATRIX_AXIS if node.op_type == "MatMul" else 1 if node.op_type in _NORMS else channel_axis(node)
-        if node.op_type != "MatMul" and place != 1:
-            return 0
-        return self.scales_along(axis, constant_of(node.inputs[place]))
+        return self.scales_along(_scale_axis(node, place), constant_of(node.inputs[place]))
 
     def scales_along(self, axis: int | None, weight: ir.TensorProtocol | None) -> int:
         """The scales of a weight, one for each element of an axis; 0 for one scale."""
@@ -98,7 +95,14 @@ class Static(Method):
         return int(weight.shape.numpy()[axis])
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return node if is_bias(node, place) else factor_of(node, place)
+        tensor = constant_of(node.inputs[place])
+        if tensor is None or not tensor.dtype.is_floating_point() or place >= _FLOATS_FROM.get(node.op_type, place + 1):
+            return None
+        if is_bias(node, place):  # its scale is made of that of the input
+            return None if _bias_bytes(node, tensor, self.channels(node)) is None else node
+        is_weight = node.op_type == "MatMul" or (place == 1 and node.op_type in WITH_BIAS)
+        axis = _scale_axis(node, place) if self.channels(node, place) else None
+        return is_weight, axis, factor_of(node, place)
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         graph = part.model.graph
@@ -161,6 +165,15 @@ class Static(Method):
 
 
 METHOD = Static
+
+
+def _scale_axis(node: ir.Node, place: int) -> int | None:
+    """The axis of a constant input along which ONNX Runtime can have a scale for each element."""
+    if node.op_type == "MatMul":
+        return _MATRIX_AXIS
+    if place != 1:
+        return None
+    return 1 if node.op_type in _NORMS else channel_axis(node)
 
 
 def channel_axis(node: ir.Node) -> int | None:

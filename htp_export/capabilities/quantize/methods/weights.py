@@ -23,8 +23,8 @@ from htp_export.capabilities.quantize.weight_operators import (
     CONVOLUTIONS,
     FIRST_BLOCKS,
     can_be_product,
-    factor_of,
     store_in_eight_bits,
+    way_as_product,
     write_dequantized,
     write_products,
 )
@@ -152,7 +152,8 @@ class Blocks(Method):
 
     def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
         if not self._has_blocks(node) or place != weight_place(node):
-            return None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
+            around = None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
+            return around if around is not None or self.shared_by(node, place) is None else tensor.nbytes
         if node.op_type in CONVOLUTIONS:
             axes = weight_axes(node, place)
             return (
@@ -173,7 +174,11 @@ class Blocks(Method):
         return packed + across * blocks * scale_bits // 8 + points
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return factor_of(node, place)
+        if not self._has_blocks(node):
+            return None
+        if node.op_type in ("MatMul", "Gemm"):
+            return way_as_product(node, place)
+        return (node.op_type, weight_axes(node, place)) if place == weight_place(node) else None
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         with_weight = [node for node in nodes if self._has_blocks(work.twins[node])]
