@@ -133,12 +133,16 @@ def drained(path: Path) -> Iterator[None]:
         os.close(reader)
 
 
+class Late(BaseException):
+    """Something was waited for that does not come; nothing catches it."""
+
+
 @contextlib.contextmanager
 def within(seconds: int) -> Iterator[None]:
-    """Raise a `TimeoutError` in a ``with`` block that takes longer, also one that waits for a pipe."""
+    """Raise `Late` in a ``with`` block that takes longer, also one that waits for a pipe."""
 
     def late(*_: object) -> None:
-        raise TimeoutError(f"nothing came within {seconds} s")
+        raise Late(f"nothing came within {seconds} s")
 
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(seconds)

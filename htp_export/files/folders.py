@@ -97,7 +97,7 @@ def new_folder(folder: Path) -> Iterator[None]:
     If the block fails, the files that it put into place are removed, and the folders that were made, if nobody else has
     put anything into them.
     """
-    with removed_on_failure(), _made(folder):
+    with _made(folder), removed_on_failure():
         yield
 
 

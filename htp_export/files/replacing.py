@@ -97,7 +97,8 @@ class WorkFolder:
             self._release()
             return
         for folder in (self.new, *(() if self._keeps_old else (self._old,))):
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder.is_dir() and not folder.is_symlink():  # of a pipe in its place, the end would be waited for
+                shutil.rmtree(folder, ignore_errors=True)
         if not filesystem.removes_open_files():
             self._release()
         filesystem.remove(self.path / "lock")
@@ -187,6 +188,8 @@ class WorkFolder:
 
     def finish(self) -> None:
         """Do what the journal of a killed process still lists; nothing if a target was changed meanwhile."""
+        if os.path.lexists(self._journal) and not filesystem.is_plain_file(self._journal):
+            return  # it is none of ours, and the folder is left
         try:
             with filesystem.opened_plain(self._journal) as journal:
                 plan = json.load(journal)

@@ -23,6 +23,7 @@ from htp_export import lora, tools
 from htp_export.command.commands import command_names
 from htp_export.command.main import main
 from htp_export.errors import FileError
+from htp_export.files import folders, replacing
 from tests.everywhere.test_outputs import MODELS, OTHERS
 from tests.nets import spread
 from tests.obstacles import NO_FILE, OBSTACLES, drained, state, unmount, within
@@ -270,3 +271,195 @@ def test_no_tool_takes_the_place_of_a_folder(tool: str, given: Path, tmp_path: P
             given / "net.onnx", output=tmp_path / "out.onnx", **{"opset": 20} if tool == "version_converter" else {}
         )
     assert state(tmp_path) == before
+
+
+# --- after kills ------------------------------------------------------------------------------------------
+
+
+def die_at(method: str, target: str, write: Callable[[], Any]) -> None:
+    """Write in a child process that dies when it is about to keep an old target, or to put the new one in its place."""
+    child = os.fork()
+    if child == 0:
+        do = getattr(replacing._Step, method)
+        setattr(replacing._Step, method, lambda step: os._exit(7) if step.target.name == target else do(step))
+        with contextlib.suppress(BaseException):
+            write()
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+@forks
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("place", ["out.onnx", "out.onnx.data"])
+@pytest.mark.parametrize("method", ["keep", "do"])
+def test_what_is_put_in_the_way_after_a_kill_stays(method, place, obstacle, given, tmp_path, elsewhere):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    tagged = htp_export.load(given / "net.onnx")
+    tagged.save(folder / "out.onnx", "out.onnx.data")
+    die_at(method, "out.onnx", lambda: tagged.save(folder / "out.onnx", "out.onnx.data"))
+    (folder / place).unlink()
+    OBSTACLES[obstacle](folder / place, elsewhere)
+    before = state(folder / place)
+    with within(SECONDS):
+        tagged.save(folder / "another.onnx")
+    assert state(folder / place) == before
+    assert not list(folder.glob(".htp-*"))
+
+
+@forks
+def test_what_is_put_into_a_folder_after_a_kill_stays_in_it(given, tmp_path):
+    stages = tmp_path / "stages"
+    htp_export.partition(given / "net.onnx", 2, stages)
+    die_at("keep", "stages", lambda: htp_export.partition(given / "net.onnx", 3, stages))
+    (stages / "notes.txt").write_text("mine")
+    before = state(stages)
+    htp_export.load(given / "net.onnx").save(tmp_path / "another.onnx")
+    assert state(stages) == before
+    assert len(htp_export.load_partition(stages).stages) == 2
+    assert not list(tmp_path.glob(".htp-*"))
+    (stages / "notes.txt").unlink()
+    die_at("keep", "stages", lambda: htp_export.partition(given / "net.onnx", 3, stages))
+    htp_export.load(given / "net.onnx").save(tmp_path / "another.onnx")
+    assert len(htp_export.load_partition(stages).stages) == 3
+
+
+@forks
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+def test_what_takes_the_place_of_a_folder_after_a_kill_stays_and_so_does_the_old_one(
+    obstacle, given, tmp_path, elsewhere
+):
+    home = tmp_path / "home"
+    home.mkdir()
+    htp_export.partition(given / "net.onnx", 2, home / "stages")
+    old = (home / "stages" / "manifest.json").read_bytes()
+    die_at("do", "stages", lambda: htp_export.partition(given / "net.onnx", 3, home / "stages"))
+    assert not (home / "stages").exists()
+    OBSTACLES[obstacle](home / "stages", elsewhere)
+    before = state(home / "stages")
+    for name in ("another.onnx", "last.onnx"):
+        htp_export.load(given / "net.onnx").save(home / name)
+    assert state(home / "stages") == before
+    assert [file.read_bytes() for file in home.rglob("manifest.json")] == [old]
+
+
+@forks
+def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(given, tmp_path, monkeypatch):
+    stages, keep = tmp_path / "stages", replacing._Step.keep
+    htp_export.partition(given / "net.onnx", 2, stages)
+
+    def late(step: Any) -> None:
+        if step.target == stages:
+            (stages / "notes.txt").write_text("mine")
+        keep(step)
+
+    monkeypatch.setattr(replacing._Step, "keep", late)
+    with pytest.raises(FileError, match="stages: cannot be written: files were put into the folder meanwhile"):
+        htp_export.partition(given / "net.onnx", 3, stages)
+    assert (stages / "notes.txt").read_text() == "mine"
+    assert len(htp_export.load_partition(stages).stages) == 2
+    assert not list(tmp_path.glob(".htp-*"))
+
+
+@pytest.mark.parametrize("obstacle", OBSTACLES)
+@pytest.mark.parametrize("place", ["journal", "lock", "new", "old"])
+def test_what_looks_like_the_folder_of_a_killed_process_is_not_followed(place, obstacle, given, tmp_path, elsewhere):
+    killed = tmp_path / "home" / ".htp-0123456789ab"
+    killed.mkdir(parents=True)
+    if place != "lock":
+        (killed / "lock").touch()
+    OBSTACLES[obstacle](killed / place, elsewhere)
+    before, lead_to = state(killed / place), state(elsewhere)
+    with within(SECONDS):
+        htp_export.load(given / "net.onnx").save(tmp_path / "home" / "another.onnx")
+    assert state(elsewhere) == lead_to
+    if place in ("journal", "lock") and obstacle in NO_FILE:
+        assert state(killed / place) == before
+
+
+# --- folders that are written -----------------------------------------------------------------------------
+
+
+def test_an_empty_folder_stays_the_folder_that_it_was_and_is_filled(given, tmp_path):
+    stages = tmp_path / "stages"
+    stages.mkdir(0o2750)
+    (stages / "empty").mkdir()
+    before = os.stat(stages)
+    made = htp_export.partition(given / "net.onnx", 2, stages)
+    assert (os.stat(stages).st_ino, os.stat(stages).st_mode) == (before.st_ino, before.st_mode)
+    assert {path.name for path in stages.iterdir()} == {"empty", "manifest.json", *made.files}
+    assert len(htp_export.load_partition(stages).stages) == 2
+    with pytest.raises(FileError, match="holds 'empty/', which is not of a partition"):
+        htp_export.partition(given / "net.onnx", 3, stages)
+    (stages / "empty").rmdir()
+    htp_export.partition(given / "net.onnx", 3, stages)
+    assert os.stat(stages).st_mode == before.st_mode
+    assert len(htp_export.load_partition(stages).stages) == 3
+
+
+def test_a_link_to_an_empty_folder_stays_and_the_folder_is_filled(given, tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "stages").symlink_to(tmp_path / "real")
+    before = os.stat(tmp_path / "real").st_ino
+    htp_export.partition(given / "net.onnx", 2, tmp_path / "stages")
+    assert (tmp_path / "stages").is_symlink()
+    assert os.stat(tmp_path / "real").st_ino == before
+    assert (tmp_path / "real" / "manifest.json").exists()
+
+
+def test_a_mounted_folder_is_filled_once_and_never_replaced(given, tmp_path, elsewhere):
+    OBSTACLES["mounted"](tmp_path / "stages", elsewhere)
+    (tmp_path / "stages" / "precious.txt").unlink()
+    htp_export.partition(given / "net.onnx", 2, tmp_path / "stages")
+    assert len(htp_export.load_partition(tmp_path / "stages").stages) == 2
+    before = state(tmp_path / "stages")
+    with pytest.raises(FileError, match="is a mount point with files, which cannot be replaced"):
+        htp_export.partition(given / "net.onnx", 3, tmp_path / "stages")
+    assert state(tmp_path / "stages") == before
+
+
+def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(given, tmp_path, monkeypatch):
+    """Another process may have begun to write there, too."""
+    monkeypatch.chdir(given)
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+
+    def fails(_: Any) -> None:
+        (tmp_path / "out" / "made" / "notes.txt").write_text("mine")
+        raise OSError("the disk is full")
+
+    models = [str(given / "net.onnx"), str(given / "part.onnx")]
+    assert main(["optimize", *models, str(tmp_path / "broken.onnx"), "-o", str(tmp_path / "made")]) == 2
+    assert not (tmp_path / "made").exists()
+    with pytest.raises(OSError, match="the disk is full"), folders.new_folder(tmp_path / "out" / "made"):
+        htp_export.load(given / "net.onnx").save(tmp_path / "out" / "made" / "net.onnx")
+        fails(None)
+    assert [path.name for path in (tmp_path / "out" / "made").iterdir()] == ["notes.txt"]
+
+
+def test_a_search_replaces_its_own_plans_and_no_others(given, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(given)
+    words = ["search", "net.onnx", "--choices", "int4", "--trials", "1", "-o", str(tmp_path / "found")]
+    (tmp_path / "found").mkdir()
+    for name in ("plan0.json", "steps3.json", "prompts0.npz", "front.svg", "front.json"):
+        (tmp_path / "found" / name).write_text('{"0": "int8"}')
+        assert main(words) == 2
+        assert f"holds '{name}', which is not of a search" in capsys.readouterr().err
+        (tmp_path / "found" / name).unlink()
+    assert main(words) == 0
+    assert main(words) == 0
+    (tmp_path / "found" / "plan0.json").write_text('{"0": "fp16"}')
+    capsys.readouterr()
+    assert main(words) == 2
+    assert "holds 'plan0.json'" in capsys.readouterr().err
+    assert (tmp_path / "found" / "plan0.json").read_text() == '{"0": "fp16"}'
