@@ -19,6 +19,7 @@ from htp_export.command.terminal import print_json, print_text, show, split_name
 from htp_export.errors import FileError, InputError
 from htp_export.files.targets import Kind
 from htp_export.files.text_files import read_json
+from htp_export.format.bounds import number_in
 from htp_export.process.argument_types import MOST_RUNS, MOST_SEED
 from htp_export.process.user_code import names_factory
 from htp_export.reporting.columns import MODULE, csv_text, sorted_by
@@ -220,12 +221,15 @@ def parse_dims(settings: list[str]) -> dict[str, int]:
     """
     sizes = {}
     for setting in (part.strip() for text in settings for part in text.split(",")):
-        name, equals, size = setting.partition("=")
-        if not (equals and name.strip() and size.strip().isdecimal()):
+        name, equals, text = setting.partition("=")
+        if not (equals and name.strip() and text.strip().isdecimal()):
             raise InputError(f"--dims {setting}: write name=size, such as batch=1")
+        size = number_in(text.strip())
+        if size is None:
+            raise InputError(f"--dims {setting}: a size is a number of 64 bits")
         if name.strip() in sizes:
             raise InputError(f"--dims {setting}: {name.strip()} is given twice")
-        sizes[name.strip()] = int(size)
+        sizes[name.strip()] = size
     return sizes
 
 

@@ -15,10 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from htp_export.format.bounds import LARGEST
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.inputs import Inputs, default_shapes
 from htp_export.shapes.inference import Inference
-from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation
+from htp_export.shapes.known import MOST_ELEMENTS, Dims, Fact, Operation, possible
 from htp_export.shapes.operator_kinds import RESHAPING, VIEW, is_standard
 from htp_export.shapes.sizes import Dim
 
@@ -152,11 +153,14 @@ class UnknownShapeError(Exception):
 
 
 def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, int]]:
-    """Every step, with those in bodies after the one that holds them, and how often each runs."""
+    """Every step, with those in bodies after the one that holds them, and how often each runs.
+
+    Loops in loops of a file may run more often than can be printed; more than 64 bits say no more.
+    """
     for step in steps:
         yield step, times
         for body in step.bodies:
-            yield from walk(body.steps, times * body.times)
+            yield from walk(body.steps, min(times * body.times, LARGEST))
 
 
 # ONNX Runtime gives the output of these the memory of the input.
@@ -181,13 +185,16 @@ def run_by_shapes(
     wanted = Inputs.of(tagged.model)
     bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
     bound.check()
-    tensors = {}
+    tensors, impossible = {}, ""
     for declared in wanted:
         known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
         shape = bound.shapes[declared.name]
         sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        if sizes is not None and possible(sizes) is None:  # of a file
+            sizes, impossible = None, impossible or f"first {declared.name!r}"
         tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
     runner = _Runner(tagged, tensors, bound.sizes)
+    runner.first_unknown = impossible
     runner.walk(tagged.model.graph)
     outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
     return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)

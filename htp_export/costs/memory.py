@@ -9,17 +9,18 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from htp_export.costs.execution import Body, Run, RunStep, Tensor, run_by_shapes
 from htp_export.editing.flattening import read_flat
+from htp_export.format.bounds import LARGEST
 from htp_export.model.tagged import ModelSource
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, RESHAPING, SIZES_ONLY
 
-_Bytes: TypeAlias = npt.NDArray[np.int64]
+_Bytes: TypeAlias = npt.NDArray[Any]
 
 _NO_TRAFFIC = RESHAPING | SIZES_ONLY | CONTROL_FLOW | {"Constant", "Identity"}
 # Of the first input, only what is picked is read.
@@ -146,7 +147,8 @@ def _captured(body: Body) -> Iterator[Tensor]:
 
 def _in_bodies(steps: Sequence[RunStep]) -> _Bytes:
     """What the subgraphs of each step take at their peak, besides what the step makes."""
-    return np.array([max(map(_body_peak, step.bodies), default=0) for step in steps], dtype=np.int64)
+    peaks = [max(map(_body_peak, step.bodies), default=0) for step in steps]
+    return np.array(peaks, dtype=_type_of(peaks))
 
 
 def _body_peak(body: Body) -> int:
@@ -156,13 +158,18 @@ def _body_peak(body: Body) -> int:
 
 
 def _occupied(lives: Iterable[Life], steps: int) -> _Bytes:
-    change = np.zeros(steps + 1, dtype=np.int64)
     counted = [(life.start, life.end + 1, life.size) for life in lives if life.size]
+    change = np.zeros(steps + 1, dtype=_type_of([size for _, _, size in counted]))
     if counted:
         starts, ends, sizes = zip(*counted, strict=True)
         np.add.at(change, list(starts), sizes)
         np.subtract.at(change, list(ends), sizes)
     return np.cumsum(change[:-1])
+
+
+def _type_of(sizes: Sequence[int]) -> type[Any]:
+    """The element type for sums of sizes: Python's integers where those of a file are too large for int64."""
+    return np.int64 if sum(sizes) <= LARGEST else object
 
 
 @dataclass(frozen=True)

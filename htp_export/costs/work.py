@@ -36,6 +36,9 @@ class Work:
 
 NOTHING = Work()
 
+_TOO_MUCH = 1 << 256
+"""Operations that no node has, which attributes of a file may ask for; sums of fewer can be printed."""
+
 Formula: TypeAlias = Callable[[RunStep], Work]
 """What a node computes. It raises ``UnknownShapeError`` where it needs a shape that is not known."""
 
@@ -104,4 +107,4 @@ def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
         return None
     if not isinstance(work, Work):
         raise InputError(f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)")
-    return work
+    return work if max(abs(work.macs), abs(work.other)) < _TOO_MUCH else None

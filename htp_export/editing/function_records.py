@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import onnx_ir as ir
 
 from htp_export.format import tags
+from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
@@ -101,7 +102,7 @@ class Expectations:
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:
         """The module call that a call in a body is for, when the function is called for ``instance``."""
         metadata = self.metadata(shared, instance)
-        owners, call = tags.owners_of(metadata), tags.number_in(metadata.get(tags.CALL, ""))
+        owners, call = tags.owners_of(metadata), number_in(metadata.get(tags.CALL, ""))
         return Instance(owners[0] if owners else instance.path, call or 0)
 
     def _call(self, owner: str, instance: Instance) -> str:

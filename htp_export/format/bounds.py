@@ -25,3 +25,16 @@ A path of 100,000 dots has 100,000 paths above it. Those of a thousand modules i
 
 DEEPEST = 300
 """Lists and objects of JSON inside one another: ``htp.functions`` takes two for each of 100 functions in another."""
+
+
+def number_in(text: str) -> int | None:
+    """Parse a whole number, as of ``htp.call``; None for other text, and beyond `LARGEST`.
+
+    Examples:
+        >>> number_in("3"), number_in('{"fc":[0,2]}'), number_in("9" * 5000)
+        (3, None, None)
+    """
+    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(LARGEST)):
+        return None
+    number = int(text)
+    return number if number <= LARGEST else None

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 from htp_export.format import tags
+from htp_export.format.bounds import number_in
 from htp_export.format.hierarchy import Hierarchy
 
 _log = logging.getLogger(__name__)
@@ -311,7 +312,7 @@ class CallTree:
         if listed:
             return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
         last: list[Instance] = []
-        number = tags.number_in(encoded)
+        number = number_in(encoded)
         if number is not None and owners:
             last.append(Instance(owners[-1], number))
         running = {caller.path for call in last for caller in self.chain(call)}

@@ -13,7 +13,7 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from htp_export.format.bounds import LARGEST, MOST_CHARACTERS
+from htp_export.format.bounds import MOST_CHARACTERS
 from htp_export.format.json_text import parse_json
 
 
@@ -288,19 +288,6 @@ def calls_listed(encoded: str) -> dict[str, list[int]]:
 def is_call_number(number: object) -> bool:
     """Whether a value of JSON is the number of a call, from 0."""
     return type(number) is int and number >= 0
-
-
-def number_in(text: str) -> int | None:
-    """Parse a number that is a value of metadata, as of ``htp.call``; None for other text, and beyond `LARGEST`.
-
-    Examples:
-        >>> number_in("3"), number_in('{"fc":[0,2]}'), number_in("9" * 5000)
-        (3, None, None)
-    """
-    if not (text.isascii() and text.isdecimal()) or len(text) > len(str(LARGEST)):
-        return None
-    number = int(text)
-    return number if number <= LARGEST else None
 
 
 def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:

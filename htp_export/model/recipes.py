@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
     return view  # type: ignore[no-any-return]
 
 
+_MOST_ENDS = 256  # of a name that are tried: tools add a few words, and a file may have a name of any length
+
+
 def known_beginning(name: str, known: Container[str]) -> str | None:
     """The longest of some names that a name is, or begins with, before what a tool added to it.
 
@@ -62,7 +66,7 @@ def known_beginning(name: str, known: Container[str]) -> str | None:
         ('fc.weight', None)
     """
     ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
-    return next((name[:end] for end in ends if name[:end] in known), None)
+    return next((name[:end] for end in itertools.islice(ends, _MOST_ENDS) if name[:end] in known), None)
 
 
 def lift_constants(model: ir.Model) -> bool:

@@ -19,6 +19,7 @@ from htp_export.files.model_files import read_model, write_model
 from htp_export.files.parsing import check_flat_size, model_from_proto
 from htp_export.files.written_check import made_from
 from htp_export.format import selectors, tags
+from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, NodeCalls
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import Tap, taps_from_json
@@ -436,7 +437,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     for node in all_nodes(model):
         owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
         for owner in owners:
-            number = tags.number_in(call) if owner == owners[-1] else None
+            number = number_in(call) if owner == owners[-1] else None
             calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
     tags.check_paths({*hierarchy, *calls})
     if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
@@ -461,7 +462,7 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
 def _newer_version(model: ir.Model) -> str:
     """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
     version = model.metadata_props.get(tags.FORMAT, tags.VERSION)
-    number = tags.number_in(version)
+    number = number_in(version)
     if number is not None and number <= int(tags.VERSION):
         return ""
     return f"its tags are of version {version} of the file format, and this htp_export knows version {tags.VERSION}"

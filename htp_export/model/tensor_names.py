@@ -7,6 +7,7 @@ the PyTorch model.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.files.stored import viewed
 from htp_export.format import tags
+from htp_export.format.bounds import number_in
 from htp_export.format.model_metadata import read_contamination, write_model_metadata
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.model.regions import all_values
@@ -230,16 +232,20 @@ class _Namer:
 
     def _place(self, node: ir.Node) -> tuple[str, str]:
         """The deepest module above all owners of a node, and which call of it, where it is one of several."""
-        owners, call = tags.owners_of(node.metadata_props), tags.number_in(node.metadata_props.get(tags.CALL, ""))
+        owners, call = tags.owners_of(node.metadata_props), number_in(node.metadata_props.get(tags.CALL, ""))
         if len(owners) != 1:
             return tags.common_ancestor(owners), ""
         return owners[0], "" if call is None else f"@{call}/"
 
 
+_MOST_ENDS = 256  # of a name that are tried: a file may have a name of any length
+
+
 def _beginnings(name: str) -> Iterator[str]:
     """A name, and what comes before each part that a tool may have added: ``fc.weight_quantized``."""
     yield name
-    yield from (name[: match.start()] for match in re.finditer(r"[^\w.]|_", name))
+    ends = itertools.islice(re.finditer(r"[^\w.]|_", name), _MOST_ENDS)
+    yield from (name[: match.start()] for match in ends)
 
 
 def _percent(match: re.Match[str]) -> str:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.declared_inputs import Input
+from htp_export.runtime.declared_inputs import Input, check_elements
 from htp_export.runtime.inputs import Inputs
 
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
@@ -172,6 +172,7 @@ def _made_up(declared: Input, sizes: Mapping[str, int], length: int) -> Array:
     is_float = declared.type.is_floating_point()
     open_size = 0 if is_float else length
     shape = [size if isinstance(size, int) else sizes.get(str(size), open_size) for size in declared.shape]
+    check_elements(declared.name, shape)
     if is_float or not shape:
         return np.zeros(shape, declared.type.numpy())
     if "mask" in words(declared.name):

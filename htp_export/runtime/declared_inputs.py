@@ -12,8 +12,12 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.files.npz_file import ArrayHeader
+from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.runtime.arrays import Array, from_torch
 from htp_export.shapes.operator_kinds import is_standard
+
+_MOST_ELEMENTS = 1 << 30
+"""Elements of an input that is made up: 4 GiB of float32, and more than any video has."""
 
 Shape = tuple[int | str | None, ...]
 
@@ -124,11 +128,24 @@ def _type_name(array: Array | ArrayHeader) -> str:
         return str(array.dtype)
 
 
+def check_elements(name: str, shape: Sequence[int]) -> None:
+    """Refuse the shape of an input for which no array is made (`InputError`): a file may state any."""
+    if len(shape) > MOST_DIMENSIONS:
+        raise InputError(f"input {name!r}: has {len(shape)} dimensions, and numpy at most {MOST_DIMENSIONS}")
+    elements = math.prod(map(int, shape))
+    if elements > _MOST_ELEMENTS or max(shape, default=0) > _MOST_ELEMENTS:
+        raise InputError(
+            f"input {name!r}: {list(shape)} are more than {_MOST_ELEMENTS:,} elements, which are not made up; "
+            "give smaller sizes, or data"
+        )
+
+
 def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
     """Create a random array for an input, see `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
     kind = wanted.type
     if kind is None or kind == ir.DataType.STRING:
         raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give data")
+    check_elements(wanted.name, shape)
     if kind == ir.DataType.BOOL:
         return np.asarray(generator.random(shape) < true)
     if kind.is_floating_point():

@@ -14,11 +14,14 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.runtime.arrays import Array, from_ort
-from htp_export.runtime.declared_inputs import Input
+from htp_export.runtime.declared_inputs import Input, check_elements
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.sessions import Session
 
-CACHE = re.compile(r"(?P<before>.*?)(?P<layer>\d+)\.(?P<kind>key|value)(?P<after>s?)", re.DOTALL)
+CACHE = re.compile(
+    r"(?P<before>.*?)(?<![0-9])(?P<layer>[0-9]{1,9})\.(?P<kind>key|value)(?P<after>s?)",
+    re.DOTALL,
+)
 """``past_key_values.0.key`` as optimum has it, ``input.cache.layers.0.keys`` as transformers has it."""
 
 _IDS, _MASK, _POSITIONS, _LOGITS = "input_ids", "attention_mask", "position_ids", "logits"
@@ -153,4 +156,5 @@ def _empty(declared: Input, batch: int) -> Array:
     """A tensor of the cache without tokens: sizes that the file leaves open are 0."""
     shape = declared.shape or ()
     sizes = [batch if k == 0 else size if isinstance(size, int) else 0 for k, size in enumerate(shape)]
+    check_elements(declared.name, sizes)
     return np.zeros(sizes, np.float32 if declared.type is None else declared.type.numpy())

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OpenDimensionError, nearest_names
 from htp_export.files.npz_file import NpzArrays
+from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
 from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
@@ -99,7 +100,7 @@ class Inputs:
         for name, size in sizes.items():
             _check_name("open dimension", name, names)
             if not _is_size(size):
-                raise InputError(f"size {name!r} is a whole number, not {size!r}")
+                raise InputError(f"size {name!r} is a whole number, not {_shown(size)}")
         given_shapes = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
         conflicts = dict.fromkeys(
             text
@@ -257,7 +258,9 @@ class Inputs:
     def _given_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         _check_name("input", name, self._by_name)
         if not isinstance(shape, Sequence) or not all(map(_is_size, shape)):
-            raise InputError(f"input {name!r}: a shape is a list of whole numbers, not {shape!r}")
+            raise InputError(f"input {name!r}: a shape is a list of whole numbers, not {_shown(shape)}")
+        if len(shape) > MOST_DIMENSIONS:
+            raise InputError(f"input {name!r}: a shape of {len(shape)} dimensions; numpy has at most {MOST_DIMENSIONS}")
         return tuple(int(size) for size in shape)
 
 
@@ -274,7 +277,14 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and int(size) >= 0
+    return isinstance(size, int | np.integer) and not isinstance(size, bool) and 0 <= int(size) <= LARGEST
+
+
+def _shown(value: object) -> str:
+    """A size or shape that cannot be used; Python prints no integer of more than 4,300 digits."""
+    numbers = value if isinstance(value, Sequence) else [value]
+    too_large = any(isinstance(number, int) and number > LARGEST for number in numbers)
+    return "one of more than 64 bits" if too_large else repr(value)
 
 
 def _open(declared: Input, bound: Bound) -> Iterator[tuple[int, str | None]]:

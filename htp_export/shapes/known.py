@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
@@ -163,15 +164,17 @@ class Known:
             return declared
         if declared is None or len(declared) != len(inferred):
             return self._completed(value, inferred)
-        return tuple(
+        dims = (
             written if dim is None or (is_unnamed(dim) and not is_unnamed(written)) else dim
             for dim, written in zip(inferred, declared, strict=True)
         )
+        return possible(tuple(dims))
 
     def _completed(self, value: ir.Value, inferred: Dims | None) -> Shape | None:
         if inferred is None:
             return None
-        return tuple(self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(inferred))
+        dims = (self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(inferred))
+        return possible(tuple(dims))
 
     def _unnamed(self, value: ir.Value, place: int) -> Dim:
         name = value.name or str(id(value))
@@ -191,7 +194,7 @@ class Known:
                 dims.append(self._unnamed(value, place))
             else:
                 dims.append(self._named(dim))
-        return tuple(dims)
+        return possible(tuple(dims))
 
     def _named(self, dim: Any) -> Dim:
         text = str(dim.value)
@@ -214,6 +217,12 @@ class Known:
         if tensor is None:
             tensor = constant_tensor(value) if value.producer() is not None else None
         return None if tensor is None or value.is_graph_input() else small_array(tensor)
+
+
+def possible(shape: Shape) -> Shape | None:
+    """A shape; None for one that no tensor has, which a file may state: all sizes can be multiplied and printed."""
+    is_possible = len(shape) <= MOST_DIMENSIONS and math.prod(dim for dim in shape if isinstance(dim, int)) <= LARGEST
+    return shape if is_possible else None
 
 
 def small_array(tensor: ir.TensorProtocol) -> Array | None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import onnx_ir as ir
@@ -136,6 +137,61 @@ def test_what_is_no_request_does_not_end_it(server, request_):
 def test_a_client_that_says_nothing_keeps_no_other_waiting(server):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert ask(server).status == 200
+
+
+def held(server: PageServer, count: int, begun: bytes) -> list[socket.socket]:
+    """Connections that begin a request and do not end it."""
+    made = [socket.create_connection(("127.0.0.1", server.port), timeout=30) for _ in range(count)]
+    for connection in made:
+        connection.sendall(begun)
+    return made
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Whether the other side ends a connection without an answer."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET / HT"])
+def test_half_open_connections_take_few_threads_and_keep_no_other_waiting(server, begun):
+    before = threading.active_count()
+    connections = held(server, 100, begun)
+    began = time.monotonic()
+    assert ask(server).status == 200
+    assert time.monotonic() - began < 5
+    assert threading.active_count() - before <= 32
+    assert all(map(is_ended, connections[:50]))  # the oldest ones
+    for connection in connections:
+        connection.close()
+    assert ask(server).status == 200
+
+
+def test_a_request_that_does_not_end_is_not_waited_for(server, monkeypatch):
+    monkeypatch.setattr("htp_export.capabilities.view.page.server._LONGEST_REQUEST", 0.2)
+    [connection] = held(server, 1, b"GET / HTTP/1.1\r\n")
+    began = time.monotonic()
+    assert is_ended(connection)
+    assert 0.1 < time.monotonic() - began < 10
+    connection.close()
+
+
+def test_a_page_that_is_read_slowly_is_sent_to_its_end(monkeypatch):
+    monkeypatch.setattr("htp_export.capabilities.view.page.server._LONGEST_REQUEST", 0.2)
+    page = "x" * (16 << 20)  # more than the buffers of two sockets hold
+    with PageServer() as slow:
+        threading.Thread(target=slow.run, args=(page,), daemon=True).start()
+        request = f"GET {slow.path} HTTP/1.1\r\nHost: 127.0.0.1:{slow.port}\r\n\r\n"
+        with socket.create_connection(("127.0.0.1", slow.port), timeout=30) as connection:
+            connection.sendall(request.encode())
+            head = connection.recv(10)
+            time.sleep(1.5)
+            rest = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        slow.shutdown()
+    assert head == b"HTTP/1.0 2"
+    assert len(rest) > len(page)
 
 
 def test_a_port_that_is_taken_is_said_in_one_line(tmp_path, capsys):

@@ -11,12 +11,13 @@ from htp_export.command.options import FileArgument, Idle, JsonOption
 from htp_export.command.outputs import Writes, show_next, show_written, written_folder
 from htp_export.command.terminal import Steps, print_json, show
 from htp_export.errors import InputError
+from htp_export.format.bounds import number_in
 
 EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = ("Deploy", 3)
 IDLE = (
     Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
-    Idle(("balance", "slack"), lambda given: not _is_count(given["stages"]), "the stages begin at the named modules"),
+    Idle(("balance", "slack"), lambda given: _count_of(given["stages"]) is None, "the stages begin at the named modules"),
 )
 
 
@@ -49,7 +50,8 @@ def partition_command(
     if balance not in ("parameters", "flops") and not Path(balance).suffix and not Path(balance).exists():
         raise InputError(f"--balance {balance}: balance parameters or flops, or name a JSON file")
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
-    wanted = int(stages[0]) if _is_count(stages) else stages
+    count = _count_of(stages)
+    wanted = stages if count is None else count
     with Steps(quiet=as_json).step(f"cutting {file}"):
         result = partition(file, wanted, output, balance=weights, slack=slack, serve=serve, genai_config=genai_config)
     if as_json:
@@ -60,6 +62,6 @@ def partition_command(
         show_next("htp-export", "view", result.stages[0].file or output)
 
 
-def _is_count(stages: list[str]) -> bool:
-    """Whether the stages are a number of them, and no modules."""
-    return len(stages) == 1 and stages[0].isdecimal()
+def _count_of(stages: list[str]) -> int | None:
+    """The number of stages; None if they are named by modules."""
+    return number_in(stages[0]) if len(stages) == 1 else None

@@ -144,6 +144,9 @@ def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
 
 def _prune_groups(rows: Array, keys: Array, kept: int, group: int) -> None:
     """Set elements of rows to zero in place."""
+    kept, group = (min(number, rows.shape[1]) for number in (kept, group))  # a plan may state any size of a group
+    if not group:
+        return
     missing = -rows.shape[1] % group
     filled = np.pad(keys.astype(np.uint64) + 1, ((0, 0), (0, missing)))  # zeros that fill come before zeros that are
     order = np.argsort(filled.reshape(len(rows), -1, group), axis=-1, kind="stable")

@@ -67,7 +67,7 @@ def sparsity_of(value: Any) -> Sparsity:
     text = value.strip() if isinstance(value, str) else ""
     if text == "drop":
         return Sparsity("blocks")
-    if match := re.fullmatch(r"(\d+):(\d+)", text):
+    if match := re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", text):
         kept, group = int(match[1]), int(match[2])
         if not 0 <= kept <= group or not group:
             raise InputError(f"sparsity {text!r}: of n:m, n is at most m, and m is not 0")
@@ -103,7 +103,7 @@ def sparsities_of(plan: Mapping[str, Any]) -> dict[str, Sparsity]:
 
 
 def _rank(text: str) -> Sparsity:
-    match = re.fullmatch(r"rank:(?:(\d+)|(\d+(?:\.\d*)?)%)", text)
+    match = re.fullmatch(r"rank:(?:([0-9]{1,9})|([0-9]{1,9}(?:\.[0-9]*)?)%)", text)
     rank, share = (int(match[1] or 0), float(match[2] or 0) / 100) if match else (0, 0.0)
     if not rank and not 0 < share <= 1:
         raise InputError(f"sparsity {text!r}: write the rank, 'rank:16', or the share of it that stays, 'rank:25%'")

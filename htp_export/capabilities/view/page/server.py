@@ -3,15 +3,23 @@
 Whoever can reach the port is not trusted: other users, and every site that the browser has open, which can send
 requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands under a random path, a request names
 this server as its host, and as its origin if it has one; no file is read after the start, and nothing is written.
+Each connection takes a thread, and there are few: of more connections, the oldest one ends, so that none is kept waiting
+by others that say nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import logging
+import math
 import os
 import secrets
+import socket
 import socketserver
+import threading
+import time
+from collections.abc import Iterable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -20,6 +28,13 @@ from htp_export.errors import InputError
 
 _LOGGER = logging.getLogger(__name__)
 _LOOPBACK = "127.0.0.1"
+_MOST_CONNECTIONS = 32
+"""At a time; a browser opens six. ``docs/untrusted.md`` has the number."""
+
+_LONGEST_REQUEST = 10.0
+"""Seconds until all of a request has to be there: it may come one letter at a time."""
+
+_MOMENT = 0.1  # seconds for a thread to end, before the next connection ends, too
 _HEADERS = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": "frame-ancestors 'none'",  # browsers pass it over in the page's own policy
@@ -40,6 +55,9 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     def __init__(self, port: int = 0) -> None:
         self.page = b""
         self.path = f"/{secrets.token_urlsafe(32)}/"
+        self._free = threading.Semaphore(_MOST_CONNECTIONS)
+        self._deadlines: dict[socket.socket, float] = {}  # of each connection, in the order in which they came
+        self._lock = threading.Lock()
         try:
             super().__init__((_LOOPBACK, port), _Request)
         except OSError as error:
@@ -62,6 +80,56 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         except KeyboardInterrupt:
             return
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; if none is left, the oldest connection ends, and this one waits for its thread."""
+        wait = 0.0
+        while not self._free.acquire(timeout=wait):
+            with self._lock:
+                oldest = next(iter(self._deadlines), None)
+            self._end([] if oldest is None else [oldest])
+            wait = _MOMENT
+        with self._lock:
+            self._deadlines[request] = time.monotonic() + _LONGEST_REQUEST
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no thread for it
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and let another connection have the thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def service_actions(self) -> None:
+        """End the connections whose request is not there in time; `serve_forever` calls this twice a second."""
+        now = time.monotonic()
+        with self._lock:
+            late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
+        self._end(late)
+
+    def received(self, connection: socket.socket) -> None:
+        """Note that the request of a connection is complete: its answer may take any time."""
+        with self._lock:
+            if connection in self._deadlines:
+                self._deadlines[connection] = math.inf
+
+    def shutdown_request(self, request: Any) -> None:
+        """End a connection, and forget it."""
+        with self._lock:
+            self._deadlines.pop(request, None)
+        super().shutdown_request(request)
+
+    def _end(self, connections: Iterable[socket.socket]) -> None:
+        """Forget connections, and wake the threads that read from them, or write to them; these close them."""
+        for connection in connections:
+            with self._lock:
+                self._deadlines.pop(connection, None)
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log what failed: a client that goes away while it is answered is no fault of ours."""
         _LOGGER.debug("a request was not answered", exc_info=True)
@@ -71,9 +139,10 @@ class _Request(BaseHTTPRequestHandler):
     """One request, of which nothing but the method, the path and three headers is looked at."""
 
     server: PageServer
-    timeout = 60  # seconds; for clients that connect and say nothing
+    timeout = 60  # seconds; for clients that read nothing
 
     def _answer(self) -> None:
+        self.server.received(self.connection)
         refused = self._refused()
         if refused is not None:
             self._head(refused, 0, {"Allow": "GET, HEAD"} if refused is HTTPStatus.METHOD_NOT_ALLOWED else {})
