@@ -73,7 +73,7 @@ def made_from(sources: Callable[[], Iterable[ir.Model]]) -> Iterator[None]:
 
 
 def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
-    """Refuse a model that is not valid, or has a dimension of 0 that no tensor had before.
+    """Refuse a model that is not valid, or has a tensor without elements that had some before, or was not there.
 
     It is written all the same if the models that it was made of had the same faults. Where nobody has said what it was
     made of (`made_from`), its faults are logged. ``proto`` is what `hollow_proto` makes, and is used up.

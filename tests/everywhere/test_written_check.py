@@ -426,7 +426,7 @@ def test_no_command_refuses_what_it_made_of_a_valid_file(given, tmp_path):
     ),
 )
 def test_no_command_refuses_what_it_made_of_a_net(name, exporter, shared_files, tmp_path):
-    assert len(tried(shared_files.net(name, exporter), tmp_path)) > 20
+    assert len(tried(shared_files.net(name, exporter), tmp_path)) >= 15  # of what only passes on its input, few
 
 
 def test_no_function_writes_a_model_without_the_check():

@@ -1,6 +1,7 @@
 """Level ``fused``: what onnxscript's rewriter cannot take stays as it is and is named, and the results stay right."""
 
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +229,19 @@ def test_onnxscript_is_as_it_was_afterwards():
         interrupted()
     assert not {*map(id, during)} & {*map(id, before)}
     assert changed() == before
+
+
+def test_other_threads_have_onnxscripts_own_rules():
+    from onnxscript import optimizer
+
+    def operators() -> list[str]:
+        model = tagged("(float[3] x) => (float y) { a = Add (x, tiny) y = Log (a) }", opset=20, tiny=np.float32(1e-15))
+        optimizer.optimize(model)
+        return ops(model)
+
+    with ThreadPoolExecutor(1) as others, changed_rules():
+        assert others.submit(operators).result() == ["Log"]
+        assert operators() == ["Add", "Log"]
 
 
 # --- sequences and optional values ---

@@ -146,7 +146,7 @@ def _run(
 
 
 def _check_open_inputs(name: str, before: ir.Graph, after: ir.Graph) -> None:
-    """Refuse a result in which an input without elements by default, as that of an adapter, is such a constant."""
+    """Refuse a result without an optional input whose default has no elements, as those of adapters have."""
     left = {value.name for value in after.inputs}
     read = {value.name for value in before.inputs if value.uses()}
     for given, shape in default_shapes(before).items():

@@ -62,21 +62,22 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
     from onnxscript.rewriter import pattern
     from onnxscript.rewriter.ort_fusions import _core
 
-    matcher, folder = pattern.SimplePatternMatcher, _constant_folding.FoldConstantsPass
-    originals = _Originals(matcher.match, matcher._match_constant, pattern.RewriteRule.try_rewrite, folder.process_node)
-    changes = _Changes(originals)
-    places: list[tuple[Any, str, Callable[..., Any]]] = [
-        (matcher, "match", lambda *args, **options: changes.match(*args, **options)),
-        (matcher, "_match_constant", lambda *args: changes.match_constant(*args)),
-        (pattern.RewriteRule, "try_rewrite", lambda *args, **options: changes.try_rewrite(*args, **options)),
-        (folder, "process_node", lambda *args, **options: changes.process_node(*args, **options)),
-        (shape_inference, "_merge_func", _set_inferred),
-        (_core, "fuse_skip_layer_normalization", lambda model, debug=False: 0),
-    ]
+    matcher, folder, rule = pattern.SimplePatternMatcher, _constant_folding.FoldConstantsPass, pattern.RewriteRule
     with _ONE_AT_A_TIME.lock, contextlib.ExitStack() as until:
+        originals = _Originals(matcher.match, matcher._match_constant, rule.try_rewrite, folder.process_node)
+        changes = _Changes(originals)
+        places: list[tuple[Any, str, Callable[..., Any]]] = [
+            (matcher, "match", changes.match),
+            (matcher, "_match_constant", changes.match_constant),
+            (rule, "try_rewrite", changes.try_rewrite),
+            (folder, "process_node", changes.process_node),
+            (shape_inference, "_merge_func", _set_inferred),
+            (_core, "fuse_skip_layer_normalization", lambda model, debug=False: 0),
+        ]
         for owner, name, changed in places:
-            until.callback(setattr, owner, name, getattr(owner, name))
-            setattr(owner, name, changed)
+            original = getattr(owner, name)
+            until.callback(setattr, owner, name, original)
+            setattr(owner, name, _in_this_thread(changed, original))
         yield changes.unhandled
     _release(changes.unfinished)
     if changes.crowded:
@@ -86,6 +87,16 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
             "several results were looked for among the nearest %d nodes only, and may have been missed",
             *(node.name, node.op_type, f" and {len(others)} others" if others else "", MOST),
         )
+
+
+def _in_this_thread(changed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is changed for the present thread only: torch may export in another one."""
+    here = threading.get_ident()
+
+    def chosen(*args: Any, **options: Any) -> Any:
+        return (changed if threading.get_ident() == here else original)(*args, **options)
+
+    return chosen
 
 
 @dataclass(frozen=True)

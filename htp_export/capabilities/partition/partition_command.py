@@ -17,7 +17,9 @@ EXAMPLE = "bert.onnx 4 -o stages/"
 PLACE = ("Deploy", 3)
 IDLE = (
     Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
-    Idle(("balance", "slack"), lambda given: _count_of(given["stages"]) is None, "the stages begin at the named modules"),
+    Idle(
+        ("balance", "slack"), lambda given: _count_of(given["stages"]) is None, "the stages begin at the named modules"
+    ),
 )
 
 
