@@ -1,4 +1,4 @@
-"""Forks of a process while another of its threads is in the middle of something: ``python -m tests.forks FOLDER NAME...``.
+"""Forks of a process while another of its threads works: ``python -m tests.forks FOLDER NAME...``.
 
 It prints, as JSON, for each name how the child process ended, what it found changed, and whether the thread finished
 its own work.

@@ -1,4 +1,4 @@
-"""What may lie where a file is written: folders, links, pipes, devices and files of others, and how to tell they stayed.
+"""Obstacles where a file is written: folders, links, pipes, devices and files of others; and whether they stayed.
 
 Each obstacle is a function that makes it at a path; what it needs besides lies in a folder of its own.
 """
@@ -84,7 +84,9 @@ def broken_link(path: Path, elsewhere: Path) -> None:
 
 OBSTACLES: dict[str, Callable[[Path, Path], None]] = {
     made.__name__: made
-    for made in (folder, link_to_folder, mounted, pipe, null_device, block_device, a_socket, file, link_to_file, broken_link)
+    for made in (
+        folder, link_to_folder, mounted, pipe, null_device, block_device, a_socket, file, link_to_file, broken_link,
+    )
 }  # fmt: skip
 
 NO_FILE = ("folder", "link_to_folder", "mounted", "a_socket", "block_device")
@@ -101,18 +103,18 @@ def state(path: Path) -> Any:
     found = os.lstat(path)
     told: list[Any] = [found.st_mode, found.st_ino, found.st_rdev]
     if stat.S_ISLNK(found.st_mode):
-        told += [os.readlink(path), state(path.parent / os.readlink(path))]
+        told += [str(path.readlink()), state(path.parent / path.readlink())]
     elif stat.S_ISREG(found.st_mode):
         told.append(path.read_bytes())
     elif stat.S_ISDIR(found.st_mode):
-        told.append({name: state(path / name) for name in sorted(os.listdir(path))})
+        told.append({name: state(path / name) for name in sorted(entry.name for entry in path.iterdir())})
     return told
 
 
 @contextlib.contextmanager
 def drained(path: Path) -> Iterator[None]:
     """Read what is written into a pipe, for as long as a ``with`` block lasts."""
-    if not stat.S_ISFIFO(os.stat(path).st_mode):
+    if not stat.S_ISFIFO(path.stat().st_mode):
         yield
         return
     ended = threading.Event()

@@ -183,7 +183,7 @@ class WorkFolder:
                 raise
             self._keeps_old = True  # also if a further signal ends this
             self._journal.unlink(missing_ok=True)
-            self._keeps_old = not all([_put_back(step, error) for step in reversed(begun)])
+            self._keeps_old = not all([_put_back(step, error) for step in reversed(begun)])  # noqa: C419 - each is put back
             raise
 
     def finish(self) -> None:
@@ -206,7 +206,7 @@ class WorkFolder:
             for step in waiting if is_wanted else ():
                 is_wanted = is_wanted and step.finish()
             if not is_wanted:
-                self._keeps_old = not all([step.folder_is_back() for step in waiting])
+                self._keeps_old = not all([step.folder_is_back() for step in waiting])  # noqa: C419 - each is tried
         except OSError:
             return  # another time
         if not is_wanted or _all_done(removed):
@@ -316,7 +316,7 @@ def _identity(entry: dict[str, int] | None) -> Identity | None:
 
 
 def _check_kind(move: Move, target: Path, *, is_folder: bool) -> None:
-    """Refuse to replace what is neither a plain file nor, by a folder, a folder; and a file that may not be replaced."""
+    """Refuse to replace an entry that is no plain file (or folder, by a folder), or that may not be replaced."""
     if not os.path.lexists(target):
         return
     if move.free:
@@ -359,12 +359,6 @@ def foreign_entry(folder: Path, earlier: Collection[str]) -> str | None:
         if not is_known or identity.device != device:
             return name
     return None
-
-
-def _check_earlier(folder: Path, holds: Mapping[str, Identity], earlier: Collection[str]) -> None:
-    foreign = _foreign_entry(folder, holds, earlier)
-    if foreign is not None:
-        raise FileExistsError(errno.EEXIST, f"it holds {foreign!r}, which stays", os.fspath(folder))
 
 
 def _put_back(step: _Step, error: BaseException) -> bool:

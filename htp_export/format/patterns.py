@@ -60,14 +60,14 @@ _Items: TypeAlias = Sequence[tuple[Any, Any]]
 
 
 class Pattern:
-    """A regular expression; matching takes time linear in the text.
+    r"""A regular expression; matching takes time linear in the text.
 
     Raises:
         ValueError: The expression cannot be read, is too large, or refers to groups; also of a match that takes more
             steps than are allowed.
 
     Examples:
-        >>> Pattern(r"layer\\.\\d+").fullmatch("layer.12"), Pattern("(.|.|.)*!").fullmatch("encoder" * 100)
+        >>> Pattern(r"layer\.\d+").fullmatch("layer.12"), Pattern("(.|.|.)*!").fullmatch("encoder" * 100)
         (True, False)
     """
 
@@ -158,7 +158,8 @@ class _Automaton:
             _, added, removed, inner = argument
             return self._sequence(inner, (flags | added) & ~removed, then)
         if operation in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
-            return self._repeat(*argument, flags, then)
+            least, most, repeated = argument
+            return self._repeat(least, most, repeated, flags, then)
         if operation is _constants.AT:
             source, own = _PLACES[argument], flags & _OWN_FLAGS
             self._conditions.setdefault((source, own), _at(source, own))
@@ -170,10 +171,10 @@ class _Automaton:
             return self._add(_State([then], condition=looks))
         if operation is _constants.FAILURE:
             return self._add(_State(never=True))
-        source = _source(operation, argument)
-        if source is None:
+        one_character = _source(operation, argument)
+        if one_character is None:
             raise ValueError(f"the regular expression has {str(operation).lower()}, which takes no bounded time")
-        return self._add(_State([then], character=re.compile(source, flags & _OWN_FLAGS)))
+        return self._add(_State([then], character=re.compile(one_character, flags & _OWN_FLAGS)))
 
     def _repeat(self, least: Any, most: Any, items: _Items, flags: int, then: int) -> int:
         if most is _constants.MAXREPEAT:

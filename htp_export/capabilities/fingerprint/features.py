@@ -365,12 +365,11 @@ def _is_plain(node: ir.Node) -> bool:
 def _is_small(graph: ir.Graph, feeds: Sequence[Array]) -> bool:
     """Whether all that a graph computes of some inputs is small, whatever the file says of shapes."""
     alone = graph.clone()
-    for given, array in zip(list(alone.inputs), feeds, strict=True):
-        given.const_value = ir.tensor(array)
-    given = list(alone.inputs)
+    inputs = list(alone.inputs)
     alone.inputs.clear()
-    for each in given:
-        alone.register_initializer(each)
+    for value, array in zip(inputs, feeds, strict=True):
+        value.const_value = ir.tensor(array)
+        alone.register_initializer(value)
     made = [value for node in alone for value in node.outputs if value.name]
     for value in made:
         value.type = value.shape = None

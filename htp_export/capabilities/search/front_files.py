@@ -115,7 +115,7 @@ def _makes(file: Path, point: Any) -> bool:
         if isinstance(content, dict):
             return bool(content == point["plan"])
         plans = {name: options["plan"] for step in content for name, options in step.items()}
-        return plans.get("prune") == point["prune"] and plans.get("quantize", point["plan"]) == point["plan"]
+        return bool(plans.get("prune") == point["prune"] and plans.get("quantize", point["plan"]) == point["plan"])
     except (InputError, TypeError, KeyError, AttributeError):
         return False
 

@@ -157,7 +157,9 @@ class Blocks(Method):
         if node.op_type in CONVOLUTIONS:
             axes = weight_axes(node, place)
             return (
-                tensor.size + tensor.dtype.itemsize * int(tensor.shape.numpy()[axes[1]]) if axes is not None else None
+                tensor.size + int(tensor.dtype.itemsize) * int(tensor.shape.numpy()[axes[1]])
+                if axes is not None
+                else None
             )
         bits, size = self.precision.bits, self.precision.block_size
         along, across = sizes_in_blocks(node)
@@ -167,7 +169,7 @@ class Blocks(Method):
         else:
             packed, points = across * blocks * size * bits // 8, across * ((blocks * bits + 7) // 8)
         if self.precision.algorithm == "hqq":
-            points = across * blocks * tensor.dtype.itemsize  # floats
+            points = across * blocks * int(tensor.dtype.itemsize)  # floats
         elif not self._has_points():
             points = 0
         scale_bits = min(self.precision.activation_bits, tensor.dtype.bitwidth)

@@ -3,8 +3,8 @@
 Whoever can reach the port is not trusted: other users, and every site that the browser has open, which can send
 requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands under a random path, a request names
 this server as its host, and as its origin if it has one; no file is read after the start, and nothing is written.
-Each connection takes a thread, and there are few: of more connections, the oldest one ends, so that none is kept waiting
-by others that say nothing.
+Each connection takes a thread, and there are few: of more connections, the oldest one ends, so that none is kept
+waiting by others that say nothing.
 """
 
 from __future__ import annotations
