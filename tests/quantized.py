@@ -5,15 +5,18 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.parser
 import onnx_ir as ir
 import pytest
 import torch
-from onnxruntime import InferenceSession
+from onnxruntime import GraphOptimizationLevel, InferenceSession, SessionOptions
 from torch import nn
 
 import htp_export
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.selectors import select_below
 from tests.nets import spread
+from tests.written import written as graph_of_text
 
 IDS = np.arange(14, dtype=np.int64).reshape(2, 7)
 
@@ -116,3 +119,37 @@ def matrix_of(node: ir.Node) -> np.ndarray[Any, Any]:
     zeros = numbers(points[0])[:, :blocks, None] if points else np.full((1, 1, 1), 1 << (bits - 1))
     held = numbers(levels).reshape(rows, blocks, -1).astype(np.float32) - zeros.astype(np.float32)
     return (held * scales[..., None]).reshape(rows, -1)[:, :columns].copy()
+
+
+def tagged_graph(text: str, opset: int = 17, /, **constants: Any) -> ir.Model:
+    """The model of a graph in ONNX's text notation, in which each node is a module, named by its first output."""
+    nodes = onnx.parser.parse_graph(text).node
+    owners = {node.output[0]: node.output[0] for node in nodes}
+    model = graph_of_text(text, opset, owners, **{name: _constant(array) for name, array in constants.items()})
+    for node in model.graph:
+        node.metadata_props["htp.reason"] = "scope"
+    modules = [ModuleInfo(path, "net.Module", 1, "computed") for path in sorted({"", *owners})]
+    model.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()})
+    return model
+
+
+def results(model: Path | ir.Model, feed: dict[str, Any], *, optimized: bool = False) -> list[Any]:
+    """The outputs of a model in ONNX Runtime, as it is written or with the default optimizations."""
+    options = SessionOptions()
+    options.log_severity_level = 4
+    levels = GraphOptimizationLevel
+    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimized else levels.ORT_DISABLE_ALL
+    source = str(model) if isinstance(model, Path) else ir.to_proto(model).SerializeToString()
+    return InferenceSession(source, options, providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def distance(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference, as a share of the largest number that is expected."""
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max(initial=0) / max(np.abs(expected).max(initial=0), 1e-9))
+
+
+def _constant(array: Any) -> np.ndarray:
+    """An array; of floats of Python, in 32 bits."""
+    found = np.asarray(array)
+    return found.astype(np.float32) if found.dtype == np.float64 else found

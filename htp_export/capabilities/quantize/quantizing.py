@@ -205,13 +205,11 @@ def _changed(
 
 
 def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, strict: bool) -> None:
-    """Refuse a plan of which nothing could be done; with ``strict``, of which anything stays as it is."""
-    whole = {each.node for each in left if not each.partly}
-    if whole and whole >= choice.precision_of.keys():
-        for each in left:
-            if each.failure is not None:
-                raise tool_error(name, each.failure, f" ({named(each.node)})") from each.failure
-        raise InputError(f"no node can have its precision: {left[0].why}")
+    """Refuse a plan on all of which a tool failed; with ``strict``, one of which anything stays as it is."""
+    failures = {each.node: each.failure for each in left if each.failure is not None}
+    if failures and failures.keys() >= choice.precision_of.keys():
+        node, failure = next(iter(failures.items()))
+        raise tool_error(name, failure, f" ({named(node)})") from failure
     if strict and left:
         first = left[0]
         stays = first.why if first.partly else f"{named(first.node)} stays as it is: {first.why}"

@@ -203,7 +203,10 @@ class Measurer:
         data = self.feeds if self.calibration is None else self.calibration
         drops = any(precision.max_drop is not None for precision in plan.values())
         checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
-        return quantize(tagged or self.tagged, dict(plan), data=data, **checked).tagged
+        result = quantize(tagged or self.tagged, dict(plan), data=data, **checked)
+        if not result.operators:
+            raise InputError(f"nothing changes: {result.kept[0].reason}")
+        return result.tagged
 
     def _made(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> tuple[TaggedModel, int]:
         """What plans make of the model, if it is not made, and the elements of its weights that are not zero."""

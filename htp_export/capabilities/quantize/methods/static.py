@@ -17,12 +17,13 @@ from htp_export.capabilities.quantize.calibrating import (
     passes_over_data,
 )
 from htp_export.capabilities.quantize.method import Made, Method
-from htp_export.capabilities.quantize.ort_quantizers import quantizers
+from htp_export.capabilities.quantize.ort_quantizers import quantizers, raised_by_tool, tool_error
 from htp_export.capabilities.quantize.static_biases import WITH_BIAS, bias_shape, fit_biases, hide_biases, is_bias
 from htp_export.capabilities.quantize.static_part import TYPES, StaticPart
 from htp_export.capabilities.quantize.weight_operators import factor_of, fold_factors
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
+from htp_export.errors import HtpExportError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.files.model_files import write_for_tool
 from htp_export.runtime.arrays import Array
@@ -135,7 +136,14 @@ class Static(Method):
             size > _LARGE_PART,
             {name: str(value.name) for name, value in (*part.inputs.items(), *part.results.items())},
         )
-        return calibration.ranges(runs)
+        try:
+            return calibration.ranges(runs)
+        except HtpExportError:
+            raise
+        except Exception as error:  # the part does not run, which is no fault of a quantizer
+            if not raised_by_tool(error):
+                raise
+            raise tool_error(work.name, error) from error
 
     def ranged(self, node: ir.Node) -> Sequence[ir.Value | None]:
         """The tensors of a node that are quantized."""
