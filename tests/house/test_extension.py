@@ -15,7 +15,7 @@ from htp_export.discovery import plug_in
 from htp_export.errors import InputError
 
 NEW_FILES = {
-    "cost/formulas/mine.py": """
+    "costs/formulas/mine.py": """
 from htp_export.costs.work import Work
 
 FORMULAS = {("my.own", "Mystery"): lambda step: Work(macs=7)}
