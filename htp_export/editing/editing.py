@@ -23,6 +23,10 @@ BOUNDARY = "htp_export.boundary"
 """Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
 
 
+REPLACED_BY = "htp_export.replaced_by"
+"""Key in the ``meta`` of a value for which an equal one stands in: this one."""
+
+
 def is_boundary(value: ir.Value) -> bool:
     """Whether a value is an input or output of a module; the pipeline marks these values."""
     return BOUNDARY in value.meta
@@ -132,10 +136,18 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
         if fixed or new.producer() is None or new.graph is not old.graph:
             return False
         take_place(old, new)
-        return True
-    old.replace_all_uses_with(new)
-    new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
+    else:
+        old.replace_all_uses_with(new)
+        new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
+    old.meta[REPLACED_BY] = new
+    _keep_boundary(old, new)
     return True
+
+
+def _keep_boundary(old: ir.Value, new: ir.Value) -> None:
+    """Mark a value that has the place of an input or output of a module: it is one, too."""
+    if is_boundary(old):
+        new.meta[BOUNDARY] = True
 
 
 def take_place(
@@ -183,6 +195,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
     result = new[-1].outputs[0]
     for place, node in enumerate(new, 1 - len(new)):
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
+    _keep_boundary(old.outputs[0], result)
     ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
 
 

@@ -15,7 +15,7 @@ import onnx_ir as ir
 from htp_export.files.data_plan import describe_own, in_safe_order, put_notes
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import obsolete_files, places_of, read_model, write_model
-from htp_export.files.parsing import is_protobuf
+from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.replacing import Move, work_folder
 from htp_export.files.stored import slots
 from htp_export.format import tags
@@ -31,7 +31,8 @@ def written_whole(
     link, and the data files are beside the link, as with ``torch.onnx.export``. If it is a device or a pipe, all
     weights are in the model; a FileError if they are more than an ONNX file can hold.
 
-    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files.
+    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files. A model with data files
+    that is not valid is an InputError, and no file is written.
     """
     target = Path(path)
     if is_special(target):
@@ -67,7 +68,7 @@ def _note(file: Path, replaced: Mapping[str, Path], about: Mapping[str, Mapping[
     """Write the descriptions of its data files into a model; ``replaced`` is the file that each, by name, replaces."""
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
     proto = onnx.load(file, load_external_data=False)
-    model = ir.from_proto(proto)
+    model = deserialized(proto)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):
