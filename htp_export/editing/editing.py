@@ -12,7 +12,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe
-from htp_export.model.boundaries import BOUNDARY
+from htp_export.model.boundaries import BOUNDARY, REPLACED_BY
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
@@ -130,10 +130,18 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
         if fixed or new.producer() is None or new.graph is not old.graph:
             return False
         take_place(old, new)
-        return True
-    old.replace_all_uses_with(new)
-    new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
+    else:
+        old.replace_all_uses_with(new)
+        new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
+    old.meta[REPLACED_BY] = new
+    _keep_boundary(old, new)
     return True
+
+
+def _keep_boundary(old: ir.Value, new: ir.Value) -> None:
+    """Mark a value that has the place of an input or output of a module: it is one, too."""
+    if is_boundary(old):
+        new.meta[BOUNDARY] = True
 
 
 def take_place(
@@ -181,6 +189,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
     result = new[-1].outputs[0]
     for place, node in enumerate(new, 1 - len(new)):
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
+    _keep_boundary(old.outputs[0], result)
     ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
 
 

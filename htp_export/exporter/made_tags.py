@@ -176,7 +176,7 @@ class ExportEvidence(FateEvidence[Key]):
         if self._moved(path) or (self._lost(path) and not passes_on):
             return None
         boundary, final = self._passed[path], self._record.final
-        if not boundary.outputs:
+        if not boundary.outputs and not self._record.log.returned_inputs.get(path):
             return Fate.CONSTANT
         inputs = {final.get(key) for key in boundary.inputs}
         if not passes_on and not all(final[key] in inputs for key in boundary.outputs):
@@ -309,7 +309,8 @@ def _node_metadata(
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
     """Module path → its calls; only modules all of whose calls were seen from inside.
 
-    Every layer is given the whole cache; its signature has the parts that it reads or gives back.
+    Every layer is given the whole cache; its signature has the parts that it reads or gives back. A number that the
+    model is given is named if it is an input of the file.
     """
     signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
@@ -320,6 +321,7 @@ def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Sign
                 name: _name(record, key)
                 for name, key in tensors.inputs
                 if not call.path or key in read or key in tensors.outputs or not tensors.is_part(name)
+                if name not in tensors.numbers or record.final.get(key) is not None
             }
             outputs = tuple(_name(record, key) for key in tensors.outputs)
             signatures.setdefault(call.path, []).append(Signature(inputs, outputs))

@@ -19,7 +19,7 @@ from htp_export.errors import FileError
 from htp_export.files.data_plan import describe_own, in_safe_order, put_notes, with_serial
 from htp_export.files.filesystem import check_kind_of_target, is_plain_file, is_special, temporary_folder
 from htp_export.files.model_files import may_take_place_of, obsolete_files, places_of, read_model, write_model
-from htp_export.files.parsing import is_protobuf
+from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.protobuf_bytes import graph_protos
 from htp_export.files.replacing import Move, WorkFolder, work_folder
 from htp_export.files.stored import slots
@@ -44,7 +44,8 @@ def written_whole(
     files beside the model replace one that exists only if ``replaces`` returns true for it. If it has the same
     contents, it stays; otherwise it is a FileError, and nothing is replaced.
 
-    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files.
+    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files. A model with data files
+    that is not valid is an InputError, and no file is written.
     """
     target = Path(path)
     check_kind_of_target(target)
@@ -153,7 +154,7 @@ def _note(
     is_changed: bool,
 ) -> None:
     """Write the descriptions of its data files, by name, into the file of a model; ``is_changed``: and the model."""
-    model = ir.from_proto(proto)
+    model = deserialized(proto)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot in slots(model):
         if isinstance(slot.tensor, ir.ExternalTensor):

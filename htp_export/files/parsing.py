@@ -65,7 +65,7 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     accepts this, but onnx_ir cannot copy such a model. A model that is not valid (`structure`), such as one with a
     cycle, is refused.
     """
-    model = _deserialized(proto)
+    model = deserialized(proto)
     for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
         value.const_value = viewed(tensor)
     return _checked(model)
@@ -73,7 +73,7 @@ def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
 
 def _of_own(proto: onnx.ModelProto) -> ir.Model:
     """The model in a message that nobody else holds."""
-    model = _deserialized(proto)
+    model = deserialized(proto)
     for stored in _with_metadata(model).values():
         del stored.raw.metadata_props[:]
     return model
@@ -90,7 +90,8 @@ def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:
     }
 
 
-def _deserialized(proto: onnx.ModelProto) -> ir.Model:
+def deserialized(proto: onnx.ModelProto) -> ir.Model:
+    """Return the model in a message as it is; an InputError if onnx_ir cannot read it, with what is at fault."""
     try:
         model = ir.from_proto(_with_dense_initializers(proto))
     except Exception as error:  # whatever it comes across

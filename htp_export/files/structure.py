@@ -120,6 +120,32 @@ def _node_text(node: ir.Node) -> str:
     return f"node {_short(node.name or '')} ({node.op_type})"
 
 
+def fault_of_names(model: ir.Model) -> str:
+    """Return which tensors of a model in memory have one name, or none; empty if each has a name of its own.
+
+    Such a model can be written, but not be read.
+
+    Examples:
+        >>> x = ir.val("h", ir.DataType.FLOAT, [2])
+        >>> relu = ir.node("Relu", [x], outputs=[ir.val("h")], name="act")
+        >>> graph = ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20})
+        >>> fault_of_names(ir.Model(graph, ir_version=10))
+        "an input and a result of node 'act' (Relu) are both called 'h'"
+    """
+    for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
+        tensors = [(value, "an input") for value in graph.inputs]
+        tensors += [(value, "a weight") for value in graph.initializers.values() if not value.is_graph_input()]
+        tensors += [(value, f"a result of {_node_text(node)}") for node in graph for value in node.outputs]
+        known: dict[str | None, str] = {}
+        for value, what in tensors:
+            if not value.name and (value.is_graph_input() or value.is_graph_output()):
+                return f"{what}{' that the model returns' if value.is_graph_output() else ''} has no name"
+            if value.name and value.name in known:
+                return f"{known[value.name]} and {what} are both called {_short(value.name)}"
+            known[value.name] = what
+    return ""
+
+
 def at_fault(proto: onnx.ModelProto) -> str:
     """Return the first node, tensor or value of a model that onnx_ir cannot read; empty if each can be read alone.
 

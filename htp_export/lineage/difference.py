@@ -17,7 +17,7 @@ import onnx_ir as ir
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
-from htp_export.model.boundaries import dependence, given_values, reads_and_results
+from htp_export.model.boundaries import REPLACED_BY, dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import (
     LAYOUT,
     RANDOM,
@@ -219,6 +219,25 @@ class PassDifference:
         return alike and all(
             a is b or (a is not None and self.equal.get(a) is b) for a, b in zip(old.inputs, new.inputs, strict=True)
         )
+
+    def counterpart(self, value: ir.Value, remaining: Collection[ir.Value]) -> ir.Value | None:
+        """The remaining value that is equal to an old one, whose consumers are gone, too; None if there is none.
+
+        Of two nodes in a row that returned their input, the result of the first one is read by no node that remains.
+        """
+        seen = {value}
+        while value not in remaining:
+            equal = self.equal.get(value) or value.meta.get(REPLACED_BY) or self._copied(value)
+            if equal is None or equal in seen:
+                return None
+            seen.add(equal)
+            value = equal
+        return value
+
+    def _copied(self, value: ir.Value) -> ir.Value | None:
+        """The value that an ``Identity`` copied."""
+        maker = self.before.makers.get(value)
+        return self.before.nodes[maker].inputs[0] if is_standard(maker, "Identity") else None  # type: ignore[index]
 
     def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
         """The removed nodes behind an old value, back to values that have an equal one, and these values."""

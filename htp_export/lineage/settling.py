@@ -234,8 +234,9 @@ class Bookkeeping:
             before = difference.before.names.get(value, value.name)
             if value in here and (value.name == before or before not in values):
                 continue
-            now = None if value in here else difference.equal.get(value)  # a value that lost its name to another one
-            counterpart = now if now in here else values.get(before) if before else None
+            # A value that is here lost its name to another one: that one has its place.
+            equal = None if value in here else difference.counterpart(value, here)
+            counterpart = equal or (values.get(before) if before else None)
             is_needed = name not in self._unread and value in difference.before.live  # constants may come and go
             if counterpart is None and is_needed:
                 lost[name] = value
@@ -246,12 +247,15 @@ class Bookkeeping:
 
     def _note_lost(self, difference: PassDifference, lost: Mapping[str, ir.Value]) -> None:
         before = difference.before
-        around: dict[ir.Value, dict[str, None]] = {}
+        around: dict[ir.Value | None, dict[str, None]] = {}
         for value in lost.values():
             maker = before.makers.get(value)
-            makers = [before.nodes[maker]] if maker is not None else []
-            seen = [*makers, *(entry for entry in before.nodes.values() if value in entry.inputs)]
-            around[value] = dict.fromkeys(owner for entry in seen for owner in tags.owners_of(entry.metadata))
+            metadata = {} if maker is None else before.nodes[maker].metadata
+            around[value] = dict.fromkeys(tags.owners_of(metadata))
+        for entry in before.nodes.values():
+            for read in entry.inputs:
+                if read in around:
+                    around[read].update(dict.fromkeys(tags.owners_of(entry.metadata)))
         for path, calls in self._signatures.items():
             for call in calls:
                 for original in (*call.inputs.values(), *call.outputs):

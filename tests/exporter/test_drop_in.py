@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import onnx
+import onnx_ir
+import onnxruntime
 import pytest
 import torch
 from torch import nn
 from torch.onnx import export as imported_before
 
 import htp_export
+from htp_export.errors import FileError
 from htp_export.exporter.capture import saving
 from tests.exporter.test_exactness import small
 from tests.exporter.test_interrupts import changed_since, state
@@ -333,6 +336,56 @@ def tagged_nodes(export: Callable[..., Any], exporter: str, path: Path) -> int:
 
 
 @BOTH
+class GivesItsInput(Holding, fc=nn.Linear(4, 4)):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.fc(x), x
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            {"input_names": ["h"], "output_names": ["h", "same"]},
+            r"an input and a result of .*\(Gemm\) are both called 'h'",
+        ),
+        (
+            {"input_names": ["h"], "output_names": ["y", "h"]},
+            r"an input and a result of .*\(Identity\) are both called 'h'",
+        ),
+        ({"output_names": ["fc.weight", "same"]}, r"a weight and a result of .* are both called 'fc\.weight'"),
+        ({"input_names": ["fc.weight"]}, r"an input and a weight are both called 'fc\.weight'"),
+        ({"output_names": ["", "same"]}, r"a result of .*\(Gemm\) that the model returns has no name"),
+    ],
+    ids=["input", "input_passed_on", "weight", "input_and_weight", "none"],
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"external_data": False}, {"names": "path"}], ids=["data", "one_file", "paths"]
+)
+def test_a_model_of_torch_that_is_not_valid_is_said_to_be_torchs(names, said, options, tmp_path):
+    model, file = GivesItsInput().eval(), tmp_path / "model.onnx"
+    torch.onnx.export(model, (x(2, 4),), tmp_path / "torch.onnx", verbose=False, **names)
+    with pytest.raises(Exception, match="ONNXRuntimeError"):
+        onnxruntime.InferenceSession(tmp_path / "torch.onnx")
+    file.write_bytes(b"as it was")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(FileError, match=rf"model\.onnx: .*torch\.onnx\.export made is not valid: {said}"):
+        htp_export.export(model, (x(2, 4),), file, verbose=False, **names, **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_file_of_torch_that_cannot_be_read_is_said_to_be_torchs(tmp_path, monkeypatch):
+    def fails(_: Any) -> None:
+        raise ValueError("no such type")
+
+    program = htp_export.export(GivesItsInput().eval(), (x(2, 4),), verbose=False)
+    monkeypatch.setattr(onnx_ir, "from_proto", fails)
+    with pytest.raises(
+        FileError, match=r"model\.onnx: .*torch\.onnx\.export made is not a valid ONNX model: .*no such"
+    ):
+        program.save(tmp_path / "model.onnx", external_data=True)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_tagging_reaches_an_export_that_was_imported_before(exporter, tmp_path):
     path = tmp_path / "model.onnx"
     assert tagged_nodes(imported_before, exporter, path) == 0

@@ -13,9 +13,9 @@ from torch import nn
 import htp_export
 from htp_export.format.leaves import containers_in, named_leaves
 from htp_export.format.signatures import Signature, signatures_from_json, signatures_to_json
-from tests.exporting import BOTH, exported, exported_net
-from tests.nets import NETS, Holding, ready, spread, x
-from tests.truth import equal, signatures_of, values_of
+from tests.exporting import BOTH, exported, exported_net, open_sizes
+from tests.nets import NETS, Apply, Holding, ready, spread, x
+from tests.truth import equal, named_wrongly, run_pytorch, signatures_of, tree_of, values_of
 
 
 def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path, monkeypatch):
@@ -120,6 +120,68 @@ def test_a_constant_argument_names_no_tensor_of_another_value(exporter, tmp_path
     constant = signature.inputs["other"]
     assert signature.inputs["one"] == file.graph.input[0].name
     assert constant is None or equal(values[constant], model.table.numpy())
+
+
+class GivesNumbers(Holding, fc=nn.Linear(4, 4), factor=torch.tensor(2.5)):
+    """Numbers among tensors: sizes, arithmetic on them, flags; and tensors without dimensions that are no numbers."""
+
+    def forward(self, x: torch.Tensor, count: int, causal: bool = False, scale: float = 2.0) -> Any:
+        size, y = x.shape[0], self.fc(x) * scale
+        numbers = (
+            size,
+            size * 2,
+            2 - size,
+            size / 2,
+            size // 2 % 3,
+            size**2,
+            size > 2,
+            count,
+            causal,
+            [x.numel(), scale],
+        )
+        tensors = y.sum(), y.mean() * size, torch.arange(size).sum(), torch.ones(size).sum(), size * self.factor
+        return numbers, y, {"sum": tensors[0], "size": -size}, (*tensors[1:], x.shape, y.max())
+
+
+class TakesNumbers(Holding, gives=GivesNumbers(), only=Apply(lambda x: (x.shape[1], x)), out=nn.Linear(4, 2)):
+    def forward(self, x: torch.Tensor, count: int = 3) -> torch.Tensor:
+        numbers, y, named, (mean, places, ones, product, _, most) = self.gives(x, count, True)
+        width, same = self.only(y)
+        return self.out(same) / width * numbers[1] + named["sum"] + mean + places + ones + product + most
+
+
+@BOTH
+@pytest.mark.parametrize("is_open", [False, True], ids=["fixed", "open"])
+def test_numbers_that_modules_take_and_give_are_in_no_signature(exporter, is_open, tmp_path):
+    """The tracer of TorchScript has tensors in their place."""
+    model, kwargs = ready(TakesNumbers()), {"x": x(5, 4)}
+    options = open_sizes(exporter, x={0: "batch"}) if is_open else {}
+    file = exported(model, kwargs, exporter, tmp_path, **options)
+    calls, _ = run_pytorch(model, kwargs)
+    (signature,) = signatures_of(file)["gives"]
+    assert (list(signature.inputs), len(signature.outputs)) == (["x"], 7)
+    assert [name is not None for name in signature.outputs[:3]] == [True, True, True]
+    assert [len(signatures_of(file)[path][0].outputs) for path in calls] == [
+        len(calls[path][0].returned) for path in calls
+    ]
+    assert list(named_wrongly(calls, file, values_of(file, kwargs))) == []
+    assert tree_of(file)["only"]["fate"] == "identity"
+    assert list(signatures_of(file)[""][0].inputs) == ["x"]  # nothing in the file reads the other one
+    assert htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs).ok
+    assert len(htp_export.tap(tmp_path / "model.onnx", ["only:out"], tmp_path / "tapped.onnx").tensors) == 1
+
+
+class Flags(Holding, fc=nn.Linear(4, 4)):
+    def forward(self, x: torch.Tensor, flag: bool = True, times: int = 2) -> Any:
+        return (self.fc(x) if flag else x) * times, times
+
+
+def test_numbers_of_the_call_are_named_where_they_are_inputs_of_the_file(tmp_path):
+    file = exported(ready(Flags()), {"x": x(2, 4)}, "torchscript", tmp_path)
+    (signature,) = signatures_of(file)[""]
+    inputs = [entry.name for entry in file.graph.input]
+    assert list(signature.inputs.items()) == [("x", inputs[0]), ("times", inputs[1])]
+    assert signature.outputs == (file.graph.output[0].name,)
 
 
 def test_what_is_written_is_read_back():

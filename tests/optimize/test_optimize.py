@@ -11,6 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
+from torch import nn
 
 import htp_export
 from htp_export import discovery
@@ -25,7 +26,7 @@ from htp_export.model.regions import all_nodes
 from htp_export.runtime.data import Samples
 from tests.exporting import BOTH, exported, of_type
 from tests.graphs import array, ops, owners, passed, run, tagged
-from tests.nets import composed, ready, spread
+from tests.nets import Apply, composed, ready, spread
 from tests.truth import inexact
 
 
@@ -397,6 +398,36 @@ class Elsewhere(ir.passes.InPlacePass):
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
         return ir.passes.PassResult(model, modified=False)
+
+
+def test_copies_that_a_pass_of_the_user_removes_are_the_work_of_nobody(passes):
+    class RemovesCopies(ir.passes.InPlacePass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            for node in [node for node in model.graph if node.op_type == "Identity"]:
+                node.outputs[0].replace_all_uses_with(node.inputs[0])
+                model.graph.remove(node, safe=True)
+            return ir.passes.PassResult(model, modified=True)
+
+    passes("removes_copies", level="exact")(RemovesCopies)
+    graph = "{ [a] h = Relu (x) [one] i = Identity (h) [two] j = Identity (i) [b] y = Neg (j) }"
+    signatures = {"a": (["x"], ["h"]), "one": (["h"], ["i"]), "two": (["i"], ["j"]), "b": (["j"], ["y"])}
+    model = tagged(f"(float[2, 4] x) => (float y) {graph}", signatures)
+    optimized = htp_export.load(htp_export.optimize(model, passes="removes_copies", level="exact").model)
+    assert [optimized.hierarchy[path].fate for path in ("one", "two")] == ["identity", "identity"]
+    assert optimized.signature("one").outputs == ("h",)
+    assert owners(optimized.model) == {"h": ("a",), "y": ("b",)}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "make", [nn.Dropout, lambda: Apply(lambda x: x.unsqueeze(0).squeeze(0))], ids=["dropout", "layout"]
+)
+def test_two_modules_in_a_row_that_return_their_input_are_identities(make, exporter, tmp_path):
+    net = nn.Sequential(nn.Linear(4, 4), make(), make(), nn.Linear(4, 2)).eval()
+    options = {"optimize": False} if exporter == "dynamo" else {}
+    exported(net, {"input": torch.ones(2, 4)}, exporter, tmp_path, **options)
+    optimized = htp_export.optimize(tmp_path / "model.onnx", level="exact").tagged
+    assert [optimized.hierarchy[path].fate for path in "0123"] == ["computed", "identity", "identity", "computed"]
 
 
 def test_a_pass_may_give_another_model_and_takes_no_default_for_a_constant(passes):

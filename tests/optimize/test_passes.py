@@ -142,6 +142,31 @@ CHANGED = {
         {"drop": "identity"},
         signatures={"drop": (["x"], ["d"]), "act": (["d"], ["y"])},
     ),
+    "modules in a row that return their input are identities": Case(
+        "eliminate_identity_ops",
+        """(float[n, 3] x) => (float y) <float one = {1}> {
+        [a] h = Relu (x) [drop] i = Identity (h) [scale] j = Mul (i, one) [cast] k = Cast <to = 1> (j)
+        [last] l = Slice (k, i0, i8, i1) [b] y = Relu (l) }""",
+        "Relu Relu",
+        {"h": "a (scope)", "y": "b (scope)"},
+        dict.fromkeys(("drop", "scale", "cast", "last"), "identity"),
+        signatures={
+            "drop": (["h"], ["i"]),
+            "scale": (["i"], ["j"]),
+            "cast": (["j"], ["k"]),
+            "last": (["k"], ["l"]),
+            "a": (["x"], ["h"]),
+            "b": (["l"], ["y"]),
+        },
+    ),
+    "so are modules in a row at the end of a model": Case(
+        "eliminate_identity_ops",
+        "(float[n, 3] x) => (float y) { [a] h = Relu (x) [drop] i = Identity (h) [last] y = Identity (i) }",
+        "Relu",
+        {"y": "a (scope)"},
+        {"drop": "identity", "last": "identity"},
+        signatures={"drop": (["h"], ["i"]), "last": (["i"], ["y"]), "a": (["x"], ["h"])},
+    ),
     "equal work belongs to all who did it": Case(
         "eliminate_common_subexpressions",
         """(float[2] x) => (float y) { [one] a = Neg (x) [one] b = Exp (a) [two] c = Neg (x) [two] d = Exp (c)

@@ -25,7 +25,7 @@ WITH_BIAS = frozenset(
 )
 """Operators whose third input is a bias, which gets 32 bits."""
 
-_PLACE = 2
+_PLACE = 2  # of a bias among the inputs of these operators
 
 
 def is_bias(node: ir.Node, place: int) -> bool:

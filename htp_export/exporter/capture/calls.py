@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from htp_export.format import tags
-from htp_export.format.leaves import containers_in, named_tensors_in, tensors_in
+from htp_export.format.leaves import containers_in, named_tensors_in
 from htp_export.format.tags import Reason
 
 NO_CALL = -1  # where an index of a call stands otherwise
@@ -40,6 +40,8 @@ class CallTensors:
     outputs: tuple[Any, ...] = ()  # the keys of the tensors that ``forward`` returned, in order
     # The names of arguments that are caches, or other containers of tensors that only torch knows
     containers: tuple[str, ...] = ()
+    # The names of arguments that are numbers in PyTorch, and tensors in the trace
+    numbers: frozenset[str] = frozenset()
 
     @classmethod
     def given(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallTensors:
@@ -100,9 +102,9 @@ class CallLog:
         entering = replace(given, inputs=tuple(zip(names, keys_of(tensors, key), strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
-    def exit(self, returned: Any, key: Callable[[Any], Any]) -> None:
-        """Record the outputs and the end of the innermost running call; ``key`` is as of `record_inputs`."""
-        index, results = self.stack.pop(), list(tensors_in(returned))
+    def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
+        """Record the outputs, all tensors, and the end of the innermost running call; ``key``: see `record_inputs`."""
+        index = self.stack.pop()
         path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)

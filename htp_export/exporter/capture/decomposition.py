@@ -259,6 +259,9 @@ class Decomposition:
     def _note(self, result: Result, maker: Any) -> None:
         """Note what makes a tensor; torch computes it only when it is read: until then, it has what made it before."""
         states, mark = self._results.setdefault(result.place, {}), self._decomposed.mark(maker)
+        nodes = states.get(result.changes, [])
+        if nodes[-1:] == [mark]:  # noted each time that it is read
+            return
         if not any(mark in nodes for changes, nodes in states.items() if changes < result.changes):
             states.setdefault(result.changes, []).append(mark)
 

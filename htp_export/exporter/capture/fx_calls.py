@@ -24,6 +24,7 @@ from htp_export.exporter.capture.torch_internals import (
     without_export_root,
 )
 from htp_export.format.hierarchy import Hierarchy
+from htp_export.format.leaves import tensors_in
 
 _captures = itertools.count()
 
@@ -134,7 +135,7 @@ class FxCalls:
         self._mark(tracer)
         if len(tracer.graph.nodes) > self._trace.nodes_before.pop():
             self._trace.made_something.add(self.log.stack[-1])
-        self.log.exit(result, functools.partial(self._result_of, tracer))
+        self.log.exit(list(tensors_in(result)), functools.partial(self._result_of, tracer))
 
     def enter_operator(self, function: Any, args: Any) -> bool:
         """Note that an operator runs that may have bodies; only if it is true, ``bodies.leave`` is to be called."""

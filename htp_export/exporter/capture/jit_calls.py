@@ -5,9 +5,12 @@ While PyTorch traces, each module's call has a block of nodes of its own, which 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, keys_of
@@ -17,6 +20,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     Reading,
     flattened,
     is_listed,
+    is_number,
     is_script_method,
     next_number,
     nodes_of,
@@ -28,6 +32,7 @@ from htp_export.exporter.capture.torchscript_internals import (
     usual_name,
 )
 from htp_export.format import tags
+from htp_export.format.leaves import tensors_in
 
 _PART = re.compile(r"([^.()]+)\([^()]*\)")
 
@@ -54,6 +59,7 @@ class Trace:
         self._scope_names: dict[str, str] = {}  # module path → the name of its scope
         self._has_root_scope = True
         self._unscoped: set[int] = set()  # calls that have no scope
+        self._numbers: set[int | None] = set()  # what stands for numbers that the model is given
         self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
 
     def enter(self, module: Any, state: Any) -> str | None:
@@ -69,7 +75,7 @@ class Trace:
         if name is None:
             return None
         if not self.log.stack:
-            self.log, self._unscoped, self._between = CallLog(), set(), {}
+            self.log, self._unscoped, self._between, self._numbers = CallLog(), set(), {}, set()
             self._has_root_scope = bool(name)
         elif not name:
             index = len(self.log.calls)
@@ -85,9 +91,9 @@ class Trace:
     def leave(self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None) -> None:
         """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
         # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
-        self.log.record_inputs(given, traced_number)
         index = self.log.stack[-1]
-        self.log.exit(result, traced_number)
+        self.log.record_inputs(self._without_numbers(given), traced_number)
+        self.log.exit(self._tensors(list(tensors_in(result))), traced_number)
         if index in self._between:
             self._between[index].append(next_number())
         if self.log.stack:
@@ -99,6 +105,29 @@ class Trace:
         self.inputs = [value.unique() for value in graph.inputs()]
         with contextlib.suppress(RuntimeError):  # the tracer refuses the result, and the export fails
             self.outputs = keys_of(flattened(result if changed is None else changed(result)), traced_number)
+
+    def given_numbers(self, numbers: list[Any]) -> None:
+        """Note the tensors that stand for numbers among the model's arguments, when the model is called."""
+        self._numbers = set(keys_of(numbers, traced_number))
+
+    def _without_numbers(self, given: CallTensors) -> CallTensors:
+        """The tensors that enter a call, without those that are numbers in PyTorch.
+
+        Those that the model is given are inputs of the graph, and only marked.
+        """
+        is_number = keys_of([tensor for _, tensor in given.inputs], self._is_number)
+        numbers = frozenset(name for name, _ in itertools.compress(given.inputs, is_number))
+        if not numbers or len(self.log.stack) == 1:
+            return replace(given, numbers=numbers)
+        return replace(given, inputs=tuple(each for each in given.inputs if each[0] not in numbers))
+
+    def _tensors(self, traced: list[Any]) -> list[Any]:
+        """What are tensors in PyTorch, too, of what are tensors in the trace."""
+        is_tensor = (not is_number for is_number in keys_of(traced, self._is_number))
+        return list(itertools.compress(traced, is_tensor))
+
+    def _is_number(self, *tensor: Any) -> bool:
+        return is_number(self._numbers, *tensor)
 
     def _noted(self, nodes: Any, call: int, later: list[int]) -> Iterator[TracedNode]:
         """Every traced node but constants, in order; ``later`` are the calls whose blocks are to come, in order.
@@ -225,6 +254,11 @@ class ScriptCalls:
     def __init__(self, log: CallLog, paths: Iterable[str]) -> None:
         self._log = log
         self._paths = list(paths)
+        self._order = {path: place for place, path in enumerate(self._paths)}
+        self._places: dict[str, list[int]] = {}  # last part of a path → the places of all such paths
+        for place, path in enumerate(self._paths):
+            self._places.setdefault(path.rpartition(".")[2], []).append(place)
+        self._sorted = {name: sorted(self._paths[place] for place in places) for name, places in self._places.items()}
         self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
         log.stack.pop()
 
@@ -257,10 +291,28 @@ class ScriptCalls:
         return not holders or any(tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders)
 
     def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
-        """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest."""
-        below = [path for path in self._paths if path != above and tags.is_under(path, above)]
-        candidates = [path for path in below if path.rpartition(".")[2] == name]
-        known = [path for path in candidates if any(tags.is_under(holder, path) for holder in holders)]
-        later = [path for path in candidates if last is not None and self._paths.index(path) > self._paths.index(last)]
-        ranked = known or later or sorted(candidates, key=lambda path: path.count("."))
-        return ranked[0] if ranked else above
+        """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest.
+
+        ``holders`` are the modules whose parameters are read; ``last``: the one that ran before, if any did.
+        """
+        around = {path for holder in holders for path in tags.ancestors(holder) if path in self._order}
+        known = [path for path in around if self._is_called(path, name) and _is_below(path, above)]
+        if known:
+            return min(known, key=self._order.__getitem__)
+        places = self._places.get(name, [])
+        if last is not None:
+            for at in range(bisect.bisect_right(places, self._order.get(last, -1)), len(places)):
+                if _is_below(self._paths[places[at]], above):
+                    return self._paths[places[at]]
+        named = self._sorted.get(name, [])
+        begin, end = (bisect.bisect_left(named, f"{above}{sign}") for sign in (".", "/")) if above else (0, len(named))
+        candidates = (path for path in named[begin:end] if path != above)  # "/" comes after "."
+        return min(candidates, key=lambda path: (path.count("."), self._order[path]), default=above)
+
+    @staticmethod
+    def _is_called(path: str, name: str) -> bool:
+        return path.rpartition(".")[2] == name
+
+
+def _is_below(path: str, above: str) -> bool:
+    return path != above and tags.is_under(path, above)

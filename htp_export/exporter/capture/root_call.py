@@ -59,6 +59,11 @@ class GivenCall:
         return positional, {where: value for where, value in slots if isinstance(where, str)}
 
     @staticmethod
+    def numbers(_: tuple[Any, ...]) -> list[Any]:
+        """The tensors among the arguments that stand for numbers: none, as numbers are constant."""
+        return []
+
+    @staticmethod
     def result(result: Any) -> Any:
         """What the model returns, as the tracer takes it."""
         return result if _traceable(result) else tuple(_tensors(result))
@@ -85,6 +90,14 @@ class FormattedCall:
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         placed = dict(zip(self._order, traced, strict=True))
         return tuple(placed[at] for at in range(len(placed))), {}
+
+    def numbers(self, arguments: tuple[Any, ...]) -> list[Any]:
+        """The tensors among the arguments that stand for numbers and flags."""
+        if self.same_values:
+            return []
+        was = (leaf for _, leaf in named_leaves(self.formatted))
+        now = (leaf for _, leaf in named_leaves(arguments))
+        return [tensor for number, tensor in zip(was, now, strict=False) if isinstance(number, (int, float))]
 
     def result(self, result: Any) -> Any:
         if not self.same_values or not _refused(result):

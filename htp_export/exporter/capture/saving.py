@@ -26,12 +26,13 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from htp_export.errors import HtpExportError
+from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
 from htp_export.files.replacing import replace_file
+from htp_export.files.structure import fault_of_names
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 _LARGE_BYTES = 1 << 20  # writing smaller tensors takes no time that shows
@@ -39,6 +40,10 @@ _PART_BYTES = 1 << 24  # of a tensor whose layout is changed, held at a time
 _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element → a type of this size that numpy has, too."""
 _MARK = "_htp_export_saves_whole"
+_INVALID = (
+    "not written, because the model that torch.onnx.export made is not valid: {}; if they are input_names or "
+    "output_names of yours, choose names that no other tensor has"
+)
 _SMALL = 1024  # bytes, of which a copy costs nothing
 _MOST = 1 << 30  # bytes; torch decides by the whole size whether a model still fits into one file
 
@@ -78,12 +83,19 @@ def _saved_whole(program_class: Any) -> Any:
         if not isinstance(destination, str | os.PathLike) or _only_itself_writable(Path(destination)):
             original(self, destination, *args, **kwargs)
             return
+        if fault := fault_of_names(self.model):
+            raise FileError(destination, _INVALID.format(fault))
         tensors = ((name, value.const_value) for name, value in self.model.graph.initializers.items())
         metadata = {
             name: tensor.metadata_props for name, tensor in tensors if tensor is not None and tensor.metadata_props
         }
-        with written_whole(destination, metadata) as new, written_in_parts(self.model):
-            original(self, new, *args, **kwargs)
+        try:
+            with written_whole(destination, metadata) as new, written_in_parts(self.model):
+                original(self, new, *args, **kwargs)
+        except FileError:
+            raise
+        except InputError as error:
+            raise FileError(destination, f"not written, because what torch.onnx.export made is {error}") from error
 
     described = {"__doc__": program_class.__doc__, "__module__": program_class.__module__, "save": save, _MARK: True}
     return type(program_class.__name__, (program_class,), described)

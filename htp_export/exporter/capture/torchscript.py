@@ -77,6 +77,10 @@ class TorchScriptCapture(Guarded):
         self.root.traced()
         return result
 
+    def called(self, numbers: list[Any]) -> None:
+        """Note that the model's ``forward`` begins, and the tensors that stand for numbers among its arguments."""
+        self.trace.given_numbers(numbers)
+
     def returns(
         self, module: Any, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
     ) -> bool:
@@ -238,6 +242,7 @@ class TorchScriptCapture(Guarded):
                 tuple((name, self._versions.state(key, began)) for name, key in inputs),
                 tuple(self._versions.state(number(traced), ended) for traced in tensors.outputs),
                 tensors.containers,
+                tensors.numbers,
             )
         return found
 

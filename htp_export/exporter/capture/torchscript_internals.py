@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ SHAPE_KINDS = frozenset(
 )
 LIST = "prim::ListConstruct"
 _LISTS = {LIST} | frozenset(f"prim::{kind}" for kind in ("ListUnpack", "TupleConstruct", "TupleUnpack"))
-_NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", "prim::NumToTensor"}
+_NUMBER = "prim::NumToTensor"
+_NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", _NUMBER}
 _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
 _NAME = "onnx_name"
 
@@ -155,6 +156,52 @@ def traced_number(*tensor: Any) -> int | None:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
         return None
+
+
+def is_number(given: Container[int | None], *tensor: Any) -> bool:
+    """Whether a tensor of the TorchScript trace that runs is a number in PyTorch: the trace has tensors in their place.
+
+    These are sizes, what arithmetic makes of numbers alone, and ``given``: numbers among the model's arguments. The
+    tensor has no name here for the reason in `traced_number`.
+    """
+    if tensor[0].dim():
+        return False
+    try:
+        waiting = [torch._C._get_value_trace(*tensor)]  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+    seen: set[int] = set()
+    while waiting:
+        value = waiting.pop()
+        node = value.node()
+        if value.unique() in given or value.unique() in seen or node.kind() == _NUMBER:
+            continue
+        reads = [each for each in node.inputs() if not _is_constant_number(each)]
+        if not node.kind().startswith("aten::") or not reads or not all(map(_is_tensor, reads)):
+            return False  # a function that makes a tensor of numbers reads them as integers or floats
+        seen.add(value.unique())
+        waiting.extend(reads)
+    return True
+
+
+def _is_tensor(value: Any) -> bool:
+    return bool(value.type().isSubtypeOf(torch._C.TensorType.get()))
+
+
+def _is_constant_number(value: Any) -> bool:
+    """Whether a value is a constant that is no tensor in PyTorch.
+
+    Operators get numbers as tensors that do not count when the type of the result is chosen: 2 + int8 is int8.
+    """
+    node = value.node()
+    if node.kind() != "prim::Constant":
+        return False
+    if not _is_tensor(value):
+        return True
+    constant = node.t("value")
+    smallest = {torch.int64: torch.int8, torch.float64: torch.float16}.get(constant.dtype, constant.dtype)
+    weighs_nothing = torch.result_type(torch.zeros((), dtype=smallest), constant) == smallest
+    return bool(constant.dtype == torch.bool or (smallest != constant.dtype and weighs_nothing))
 
 
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:

@@ -55,6 +55,8 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 result = original(self, *input, **kwargs)
             else:
                 given = capture.step("noting what a module is given", CallTensors.given, self.forward, input, kwargs)
+                if root is not None:
+                    capture.step("noting which arguments are numbers", capture.called, root.numbers(input))
                 if name:
                     tracing_state.push_scope(name)
                 try:
