@@ -93,6 +93,8 @@ class WorkFolder:
         """Remove the folder and its contents; a folder with a journal is left for a later run."""
         if os.getpid() != self._process:  # the folder belongs to the process that forked this one
             return
+        if os.path.lexists(self._journal):  # a signal came when all was renamed, or a file cannot be removed now
+            self.finish()
         if os.path.lexists(self._journal):
             self._release()
             return

@@ -1,5 +1,7 @@
 """Every result, at a prompt and in a notebook, and what it says of a module that it does not have."""
 
+import importlib
+import random
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -7,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import onnx
 import onnx_ir as ir
 import pytest
@@ -35,8 +38,17 @@ MOST = 500  # characters that a prompt shows
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Results of all commands, and of functions without one, of a net with HTML in a name: class → results."""
+def made(run: tuple[dict[str, list[Any]], list[str]]) -> dict[str, list[Any]]:
+    """The results: class → results."""
+    return run[0]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]], list[str]]:
+    """Results of all commands, and of functions without one, of a net with HTML in a name, by class.
+
+    And which of them drew numbers from the random generators of the process.
+    """
     folder = tmp_path_factory.mktemp("results")
     model, args = example()
     files = {"FILE": str(folder / "net.onnx"), **companions(folder)}
@@ -55,17 +67,35 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
             "linear.Linear", "<script>"
         )
         tagged.save(files["FILE"])
+        importlib.import_module("rich.style")  # which draws a number when it is imported
+        before = random_states()
+        draws: list[str] = []
         for command in COMMANDS:
             typed = arguments(command, files)
             main([*typed, "--json"] if command == "pipeline" else typed)
+            draws += [command] * (random_states() != before)
+            before = random_states()
         main(["lora", "insert", files["FILE"], "first", "-o", "lora.onnx"])
         main(["lora", "adapter", "lora.onnx", files["ADAPTER"], "-o", "lora.onnx_adapter"])
-        htp_export.attention_report(torch.nn.MultiheadAttention(4, 2).eval(), tuple(torch.randn(3, 2, 2, 4)))
+        attention, inputs = torch.nn.MultiheadAttention(4, 2).eval(), tuple(torch.randn(3, 2, 2, 4))
+        before = random_states()
+        htp_export.attention_report(attention, inputs)
         htp_export.inspect(model, args)
         program = htp_export.export(model, args, verbose=False)
         htp_export.contamination(program)
         htp_export.verify(model, program, args)
-    return found
+        draws += ["functions of models"] * (random_states() != before)
+    return found, draws
+
+
+def random_states() -> list[str]:
+    """The states of the random generators that a whole process shares."""
+    _, numbers, *rest = np.random.get_state()  # noqa: NPY002
+    return [repr(random.getstate()), repr((numbers.tolist(), rest)), repr(torch.get_rng_state().tolist())]
+
+
+def test_no_command_draws_from_the_generators_of_the_process(run):
+    assert run[1] == []
 
 
 RESULTS = [name for name in results.__all__ if issubclass(getattr(results, name), Result)]

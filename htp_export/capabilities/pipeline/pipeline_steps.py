@@ -261,7 +261,7 @@ def _step(number: int, item: Any) -> PipelineStep:
 def _check_plain(step: PipelineStep) -> None:
     """Refuse a pipe or a device in the place of a file that a step names: it would be waited for, and read twice."""
     for name, value in step.options.items():
-        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+        for text in texts_in(value):
             if is_special(Path(text)):
                 raise FileError(text, f"is no plain file; step {step.name} has it as its option {name}")
 
