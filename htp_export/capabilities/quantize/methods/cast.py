@@ -135,33 +135,35 @@ def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) ->
     has its type from an attribute of its own, ``MeanVarianceNormalization`` is a function with constants in fp32.
     """
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
-    if node.domain or node.op_type == "Constant" or any(facts.dtypes.get(value) is None for value in values):
+    domain, version = node.domain, facts.graph.opset_imports.get(node.domain, 1)
+    is_known = node.op_type != "Constant" and onnx.defs.has(node.op_type, version, domain)
+    if not is_known or any(facts.dtypes.get(value) is None for value in values):
         return True
     names = {value: f"v{number}" for number, value in enumerate(dict.fromkeys(values))}
     kinds = {value: facts.dtypes[value] for value in names}
     narrow = kinds | dict.fromkeys((node.outputs[place] for place in ports.outputs), to)
     narrow |= {value: to for place in ports.inputs if (value := node.inputs[place]) is not None}
-    converted = ir.Node("", node.op_type, [], attributes=list(node.attributes.values()))
+    converted = ir.Node(domain, node.op_type, [], attributes=list(node.attributes.values()))
     _convert_attributes(converted, to)
 
     def is_valid(attributes: ir.Node, types: Mapping[ir.Value, ir.DataType | None]) -> bool:
-        proto = onnx.NodeProto(op_type=node.op_type, attribute=ir.to_proto(attributes).attribute)
+        proto = onnx.NodeProto(op_type=node.op_type, domain=domain, attribute=ir.to_proto(attributes).attribute)
         proto.input.extend("" if value is None else names[value] for value in node.inputs)
         proto.output.extend(names[value] for value in node.outputs)
-        return _is_valid(proto.SerializeToString(), facts.opset, tuple((names[each], types[each]) for each in names))
+        return _is_valid(proto.SerializeToString(), version, tuple((names[each], types[each]) for each in names))
 
     return is_valid(converted, narrow) or not is_valid(node, kinds)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_valid(node: bytes, opset: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> bool:
+def _is_valid(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> bool:
     """Whether onnx infers these element types for a node, whose inputs and outputs have these names."""
     proto = onnx.NodeProto.FromString(node)
     made = frozenset(proto.output)
     described = {name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None) for name, dtype in dtypes}
     given = [value for name, value in described.items() if name not in made]
     graph = onnx.helper.make_graph([proto], "g", given, [described[name] for name in proto.output])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", opset)])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(proto.domain, version)])
     try:
         onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except Exception:  # onnx's errors share no base but this
