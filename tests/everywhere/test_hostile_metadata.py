@@ -7,8 +7,6 @@ import io
 import itertools
 import json
 import re
-import signal
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from htp_export.command.main import main
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from tests.all_commands import COMMANDS, arguments, companions, example
+from tests.hostile import DIGITS, JSON, within
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 SECONDS = 30  # for what takes a tenth of a second
@@ -67,14 +66,6 @@ NODES: dict[str, Any] = {
 RECIPE: Any = ["add", ["slice", ["cast", ["transpose", "first.weight", [1, 0]], "float16"], [0, 0, 8, 1]], 2.0]
 EXAMPLES: dict[str, Any] = {**MODELS, **NODES, tags.RECIPE: RECIPE}
 """Every key of the format, and those of others that are read → what a file may have there."""
-
-DIGITS = "9" * 5000
-JSON = (
-    *(DIGITS, f"-{DIGITS}", str(2**63), str(10**18), "1000001", "-1", "1.5", "1e999", "NaN", "-Infinity"),
-    *("true", "null", '""', "[]", "{}", "[[[0]]]", '{"": null}', "[" * 900 + "]" * 900, '{"a":' * 400 + "0" + "}" * 400),
-    *(f'"{DIGITS}"', f'"{"x" * 100_000}"', f'"{"a." * 20_000}a"', '"\\u0000\\u001b[31m\\u202e"', '"\\ud800"'),
-)
-"""What may stand in place of a part of a value."""
 
 TEXTS = (
     *("", " ", DIGITS, "null", "1" * 18, "1", "{[]}", "-1", "[" * 100_000, "[]", "." * 100_000, "{}", "٣", '""'),
@@ -148,25 +139,6 @@ def written(net: onnx.ModelProto, key: str, value: str, target: Path) -> Path:
         each.metadata_props.add(key=key, value=value)
     target.write_bytes(proto.SerializeToString())
     return target
-
-
-@contextlib.contextmanager
-def within(seconds: int) -> Iterator[None]:
-    """Raise a ``TimeoutError`` in what takes longer, where the system can."""
-
-    def late(*_: object) -> None:
-        raise TimeoutError(f"takes more than {seconds} seconds")
-
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def fault_of_loading(file: Path, *, save: bool = False) -> str:
