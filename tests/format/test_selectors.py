@@ -1,5 +1,8 @@
 """The selector language."""
 
+import contextlib
+import time
+
 import pytest
 
 from htp_export.errors import SelectorError
@@ -49,6 +52,12 @@ CLASSES = {
         (["!layer.1", "layer.1.**"], ["layer.1.attention", "layer.1.norm"]),
         (["!layer.**", "!class:Odd"], [""]),
         ("!re:.+,?.*", [""]),
+        ("re:(?!layer).*[^]]", ["branches.a/b", "branches.x,y"]),
+        ("layer.[^1]", ["layer.0"]),
+        ("class:*.[!A-M]*m", ["layer.1.norm"]),
+        ("**.**.*tt*n", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
+        ("l*e*.**.?*t*t*n", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
+        ("branches.[[][z-z]]", ["branches.[z]"]),
     ],
 )
 def test_a_selector_names_these_modules_in_the_order_of_the_model(pattern, selected):
@@ -77,6 +86,24 @@ def test_a_selector_names_these_modules_in_the_order_of_the_model(pattern, selec
 def test_a_selector_that_selects_nothing_is_refused_and_named(pattern, message):
     with pytest.raises(SelectorError, match=message):
         selectors.select(pattern, CLASSES)
+
+
+SLOW = (
+    *("re:(.|.|.|.|.|.)*!", "**." * 25 + "x", "*a" * 30 + "b", "**.*a*" * 12 + "b", "class:" + "*a" * 30 + "b"),
+    *("[" * 50_000, "," * 50_000, ":" * 50_000, " " * 50_000 + "!", "*" * 50_000, "?" * 50_000, ":in[" * 10_000),
+)
+
+
+@pytest.mark.parametrize("pattern", SLOW)
+def test_no_selector_takes_long(pattern):
+    """The steps in a file of others have selectors, too."""
+    long = ".".join(["aab" * 20] * 60)
+    classes = {"": "net.Net", long: f"net.{'a' * 3000}"}
+    began = time.monotonic()
+    for choose in (selectors.select, selectors.select_below, lambda text, _: selectors.places_of(text)):
+        with contextlib.suppress(SelectorError):
+            choose(pattern, classes)
+    assert time.monotonic() - began < 10
 
 
 def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class():

@@ -1,7 +1,9 @@
 """LoRA adapters: inserted, switched at run time, converted from PEFT, fused."""
 
+import contextlib
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from tests.exporting import BOTH, exported_once
 from tests.extract.test_cutting import exported_to
+from tests.hostile import JSON
 from tests.nets import composed, spread, x
 from tests.quantized import matrix_of
 from tests.truth import inexact, untagged
@@ -265,6 +268,57 @@ def test_the_scaling_is_that_of_the_config(config, tmp_path):
     layers = read_adapter(folder).layers
     scalings = {path: layer.scaling for path, layer in layers.items()}
     assert scalings == ({"up": 3.0, "down": 3.0} if "use_rslora" in config else {"up": 3.0, "down": 1.5})
+
+
+@pytest.mark.parametrize(
+    "pattern", ["up", "^up", "^block.up", "u.", r"(?:up|down)", "(?!down).*", "p", "up$|down", "UP", "(?i)UP", "block.*"]
+)
+def test_patterns_of_the_config_match_what_they_match_in_peft(pattern, tmp_path):
+    model, _ = made("torchscript", tmp_path)
+    folder = adapter(tmp_path, "a", factors(model, ["up", "down"], 4, seed=3), 8, alpha_pattern={pattern: 12})
+    try:
+        found = {path: layer.scaling for path, layer in read_adapter(folder).layers.items()}
+    except FileError:
+        found = None
+    try:  # peft.utils.other.get_pattern_key
+        known = {path: 3 if re.match(rf"(.*\.)?({pattern})$", path) else 2 for path in ("down", "up")}
+    except re.error:
+        known = None
+    assert found == known
+
+
+@pytest.mark.parametrize(
+    ("patterns", "problem"),
+    [
+        ({"(": 1}, r"has an alpha_pattern '\(' that cannot be read: missing \)"),
+        ({"(u)\\3": 1}, "has an alpha_pattern .* that cannot be read: the regular expression has groupref"),
+        ({"a{99999999999}{99999999999}": 1}, "cannot be read"),
+        (["up"], "has an alpha_pattern that is no JSON object"),
+        ({"up": "1"}, "has no lora_alpha for module 'm"),
+        ({"up": float("nan")}, "has no lora_alpha for module 'm"),
+        ({"(.|.|.|.|.|.|.|.)*!": 1, "(.*.*)*=": 1}, ""),
+    ],
+)
+def test_patterns_that_are_none_are_refused_and_slow_ones_end(patterns, problem, tmp_path):
+    long = "m." * 500 + "up"
+    layers = {long: (x(4, 3), x(5, 4)), "up": (x(4, 3), x(5, 4))}
+    folder = adapter(tmp_path, "a", layers, 8, alpha_pattern=patterns)
+    if not problem:
+        assert {layer.scaling for layer in read_adapter(folder).layers.values()} == {2}
+        return
+    with pytest.raises(FileError, match=f"adapter_config.json: .*{problem}"):
+        read_adapter(folder)
+
+
+@pytest.mark.parametrize("setting", ["lora_alpha", "alpha_pattern", "init_lora_weights", "use_dora", "use_rslora", "peft_type"])
+def test_whatever_a_setting_of_the_config_is_the_adapter_is_read_or_at_fault(setting, tmp_path):
+    folder = adapter(tmp_path, "a", {"up": (x(4, 3), x(5, 4))}, 8)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    for text in JSON:
+        written = json.dumps({**config, setting: "here"}).replace('"here"', text)
+        (folder / "adapter_config.json").write_text(written, encoding="utf-8")
+        with contextlib.suppress(InputError):
+            assert all(np.isfinite(layer.scaling) for layer in read_adapter(folder).layers.values())
 
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path):
