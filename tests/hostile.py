@@ -8,7 +8,17 @@ from collections.abc import Iterator
 DIGITS = "9" * 5000
 JSON = (
     *(DIGITS, f"-{DIGITS}", str(2**63), str(10**18), "1000001", "-1", "1.5", "1e999", "NaN", "-Infinity"),
-    *("true", "null", '""', "[]", "{}", "[[[0]]]", '{"": null}', "[" * 900 + "]" * 900, '{"a":' * 400 + "0" + "}" * 400),
+    *(
+        "true",
+        "null",
+        '""',
+        "[]",
+        "{}",
+        "[[[0]]]",
+        '{"": null}',
+        "[" * 900 + "]" * 900,
+        '{"a":' * 400 + "0" + "}" * 400,
+    ),
     *(f'"{DIGITS}"', f'"{"x" * 100_000}"', f'"{"a." * 20_000}a"', '"\\u0000\\u001b[31m\\u202e"', '"\\ud800"'),
 )
 """What may stand in place of a part of a value."""

@@ -1,4 +1,4 @@
-"""A signal that asks a command to end is obeyed in order: no unfinished file is left, and the status says the signal."""
+"""A signal ends a command in order: no unfinished file is left, and the exit status tells the signal."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Values of metadata that no program writes: each is read, or is said to be a fault of the file, and in a short time."""
+"""Values of metadata that no program writes: each is read or is an error of the file, in a short time."""
 
 import base64
 import contextlib
@@ -131,7 +131,9 @@ def written(net: onnx.ModelProto, key: str, value: str, target: Path) -> Path:
     holders: Sequence[Any] = [proto] if key in MODELS else proto.graph.node if key in NODES else proto.graph.initializer
     for each in (*holders, *(proto.graph.node if scopes else ())):
         kept = [entry for entry in each.metadata_props if entry.key != key]
-        kept = [entry for entry in kept if not (scopes and entry.key.startswith("htp."))]  # read where there are no tags
+        kept = [
+            entry for entry in kept if not (scopes and entry.key.startswith("htp."))
+        ]  # read where there are no tags
         entries = [(entry.key, entry.value) for entry in kept]
         del each.metadata_props[:]
         each.metadata_props.extend(onnx.StringStringEntryProto(key=name, value=text) for name, text in entries)

@@ -67,8 +67,14 @@ def command(*words: str | Path) -> None:
 
 # What opens a file: where it lies in the folder, and the function.
 OPENED: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "data in a folder": ("data/x.npz", lambda at: htp_export.compare(at / "net.onnx", at / "net.onnx", data=at / "data")),
-    "data of quantize": ("data/x.npz", lambda at: htp_export.quantize(at / "net.onnx", {"0": "int8"}, data=at / "data")),
+    "data in a folder": (
+        "data/x.npz",
+        lambda at: htp_export.compare(at / "net.onnx", at / "net.onnx", data=at / "data"),
+    ),
+    "data of quantize": (
+        "data/x.npz",
+        lambda at: htp_export.quantize(at / "net.onnx", {"0": "int8"}, data=at / "data"),
+    ),
     "data": ("x.npz", lambda at: NpzArrays(at / "x.npz")),
     "config of an adapter": (
         "adapter/adapter_config.json",
@@ -80,13 +86,28 @@ OPENED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     ),
     "manifest": ("stages/manifest.json", lambda at: htp_export.load_partition(at / "stages")),
     "stage": ("stages/stage0.onnx", lambda at: htp_export.load_partition(at / "stages")),
-    "external data": ("net.onnx.data", lambda at: htp_export.load(at / "net.onnx")["0"].parameters and optimize(at / "net.onnx", at / "o.onnx")),
+    "external data": (
+        "net.onnx.data",
+        lambda at: optimize(at / "net.onnx", at / "o.onnx"),
+    ),
     "steps": ("named.npz", lambda at: htp_export.pipeline(at / "steps.yaml")),
-    "plan of a step": ("named.json", lambda at: command("pipeline", at / "plan.yaml", "-m", at / "net.onnx", "-o", "o.onnx")),
+    "plan of a step": (
+        "named.json",
+        lambda at: command("pipeline", at / "plan.yaml", "-m", at / "net.onnx", "-o", "o.onnx"),
+    ),
     "model of a pipeline": ("named.onnx", lambda at: htp_export.pipeline(at / "model.yaml")),
-    "steps of a model file": ("named.npz", lambda at: htp_export.pipeline(at / "made.onnx", at / "net.onnx", at / "o.onnx")),
-    "journal of a search": ("journal", lambda at: htp_export.search(at / "net.onnx", ["int4"], storage=at / "journal", trials=1)),
-    "journal of runs": ("journal", lambda at: htp_export.sensitivity(at / "net.onnx", ["int4"], results=at / "journal")),
+    "steps of a model file": (
+        "named.npz",
+        lambda at: htp_export.pipeline(at / "made.onnx", at / "net.onnx", at / "o.onnx"),
+    ),
+    "journal of a search": (
+        "journal",
+        lambda at: htp_export.search(at / "net.onnx", ["int4"], storage=at / "journal", trials=1),
+    ),
+    "journal of runs": (
+        "journal",
+        lambda at: htp_export.sensitivity(at / "net.onnx", ["int4"], results=at / "journal"),
+    ),
     "checkpoint": ("checkpoint/model.safetensors", lambda at: read_checkpoint(at / "checkpoint")),
     "index of a checkpoint": ("checkpoint/model.safetensors.index.json", lambda at: read_checkpoint(at / "checkpoint")),
     "packed checkpoint": ("checkpoint/quantize_config.json", lambda at: read_packed(at / "checkpoint")),

@@ -271,7 +271,8 @@ def test_the_scaling_is_that_of_the_config(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "pattern", ["up", "^up", "^block.up", "u.", r"(?:up|down)", "(?!down).*", "p", "up$|down", "UP", "(?i)UP", "block.*"]
+    "pattern",
+    ["up", "^up", "^block.up", "u.", r"(?:up|down)", "(?!down).*", "p", "up$|down", "UP", "(?i)UP", "block.*"],
 )
 def test_patterns_of_the_config_match_what_they_match_in_peft(pattern, tmp_path):
     model, _ = made("torchscript", tmp_path)
@@ -310,7 +311,9 @@ def test_patterns_that_are_none_are_refused_and_slow_ones_end(patterns, problem,
         read_adapter(folder)
 
 
-@pytest.mark.parametrize("setting", ["lora_alpha", "alpha_pattern", "init_lora_weights", "use_dora", "use_rslora", "peft_type"])
+@pytest.mark.parametrize(
+    "setting", ["lora_alpha", "alpha_pattern", "init_lora_weights", "use_dora", "use_rslora", "peft_type"]
+)
 def test_whatever_a_setting_of_the_config_is_the_adapter_is_read_or_at_fault(setting, tmp_path):
     folder = adapter(tmp_path, "a", {"up": (x(4, 3), x(5, 4))}, 8)
     config = json.loads((folder / "adapter_config.json").read_text())

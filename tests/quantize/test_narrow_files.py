@@ -252,7 +252,7 @@ def _copied(feed: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_graph(case: Any, *, constant: bool) -> tuple[ir.Model, dict[str, Any]] | None:
-    """A test as a tagged model, whose inputs but the first can be constants; None if it is none of one node on floats."""
+    """A test of one node on floats as a tagged model, whose inputs but the first can be constants; None for others."""
     from onnx import numpy_helper
 
     proto, inputs = case.model, case.data_sets[0][0] if case.data_sets else []
