@@ -118,7 +118,7 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> l
     except Exception:  # whatever numpy says of values that the operator does not take, or an operator that it has not
         return None
     results = [np.asarray(array) for array in outputs]
-    small = all(array.size <= MOST_ELEMENTS and array.dtype != object for array in results)
+    small = all(array.size <= MOST_ELEMENTS and array.dtype.kind not in "OSU" for array in results)
     return results if small else None
 
 

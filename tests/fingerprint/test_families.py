@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -225,6 +226,34 @@ LOWER = torch.ones(4, 4).tril().bool().numpy()
 def test_a_mask_is_causal_by_what_it_hides(mask, family):
     constants = {"low": LOWER, "least": np.float32(-1e9), "zero": np.float32(0), "bias": weight(4, 4)}
     assert htp_export.fingerprint(written(MASKED.format(mask=mask), **constants)).family == family
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        "o = ConstantOfShape(many) a = Expand(o, many) c = Slice(a, zero1, four1) n = Reshape(c, sizes) m = Add(s, n)",
+        "f = Exp(logarithm) i = Cast<to=7>(f) l = Range(zero0, i, one0) c = Slice(l, zero1, four1) n = Cast<to=1>(c) "
+        "m = Add(s, n)",
+        "w = HannWindow(window) c = Slice(w, zero1, four1) m = Add(s, c)",
+    ],
+)
+def test_masks_that_ask_for_very_many_elements_are_not_computed(mask):
+    """Whatever the file says of their shapes: here that they are small."""
+    constants = {
+        "many": np.int64([200_000_000]), "zero1": np.int64([0]), "four1": np.int64([4]), "sizes": np.int64([1, 4]),
+        "logarithm": np.float32(19.1), "zero0": np.int64(0), "one0": np.int64(1), "window": np.int64(200_000_000),
+    }  # fmt: skip
+    text = MASKED.format(mask=mask)
+    model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 17]> {text}')
+    model.graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(each), n) for n, each in constants.items())
+    for name in ("o", "a", "l", "w"):
+        model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4]))
+    tracemalloc.start()
+    family = htp_export.fingerprint(model).family
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert family == "encoder"
+    assert most < 100 << 20
 
 
 @pytest.mark.parametrize(

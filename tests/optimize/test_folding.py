@@ -5,6 +5,7 @@ import onnx_ir as ir
 import pytest
 
 import htp_export
+from htp_export.capabilities.optimize.passes import fold_constants
 from htp_export.capabilities.optimize.passes.fold_constants import LEAST_ROOM
 from tests.graphs import Builder, array, ops, owners, passed, rewritten, same, tagged
 from tests.written import written
@@ -146,6 +147,15 @@ def test_text_and_sequences_are_folded_too():
 )
 def test_what_is_left_of_constant_nodes(graph, left, weights):
     assert ops(passed(tagged(graph, **weights), "fold_constants")[0]) == left.split()
+
+
+def test_what_may_be_of_any_size_is_not_run_where_its_size_is_not_known(monkeypatch):
+    """Inference that does not know an operator says no size; ONNX Runtime would make what the numbers ask for."""
+    graph = """(float[2] x) => (float y) <int64 size = {7}, int64 at = {0}> {
+        [one] window = HannWindow (size) [one] first = Gather (window, at) [two] y = Add (x, first) }"""
+    assert ops(passed(tagged(graph), "fold_constants")[0]) == ["Add"]
+    monkeypatch.setattr(fold_constants, "_size", lambda value, known: None)
+    assert ops(passed(tagged(graph), "fold_constants")[0]) == ["HannWindow", "Gather", "Add"]
 
 
 def test_a_node_that_cannot_be_run_stays_and_the_others_are_folded():

@@ -376,6 +376,40 @@ def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file, t
             htp_export.placement(placed.model)
 
 
+@reads_devices
+def test_a_setting_that_onnx_runtime_does_not_accept_is_refused(file, tmp_path, capsys):
+    longest = 8192  # onnxruntime/core/session/onnxruntime_session_options_config_keys.h
+    placed = htp_export.place(file, {".": "cpu"}, tmp_path / "placed.onnx").model
+    for text in ("x" * (longest + 1), "\ud800"):
+        placed.metadata_props["htp.placement"] = json.dumps({SETTINGS: text})
+        with pytest.raises(
+            InputError, match=rf"its metadata 'htp\.placement': ONNX Runtime does not accept .*{SETTINGS}"
+        ):
+            htp_export.placement(placed)
+    onnx.save(changed_metadata(tmp_path / "placed.onnx", SETTINGS, "x" * 9000), tmp_path / "long.onnx")
+    assert main(["place", str(tmp_path / "long.onnx"), "--show"]) == 2
+    assert "long.onnx: its metadata 'htp.placement': ONNX Runtime does not accept the entry" in capsys.readouterr().err
+    provider = f"{'X' * longest}ExecutionProvider"
+    with pytest.raises(InputError, match="ONNX Runtime does not accept the entry"):
+        htp_export.place(file, {".": provider}, tmp_path / "other.onnx")
+    assert not (tmp_path / "other.onnx").exists()
+
+
+def changed_metadata(file: Path, name: str, text: str) -> onnx.ModelProto:
+    """A file whose session configuration entry of a name has another text."""
+    proto = onnx.load(file)
+    for entry in proto.metadata_props:
+        if entry.key == "htp.placement":
+            entry.value = json.dumps({name: text})
+    return proto
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GiB", "9" * 5000 + " MB"])
+def test_a_budget_of_any_number_of_digits_is_no_size(size, file):
+    with pytest.raises(InputError, match="budget of gpu: .* is no size"):
+        htp_export.place(file, budget={"gpu": size})
+
+
 @lists_nodes
 def test_options_of_the_user_are_used_and_restored(file):
     options = quiet()

@@ -17,7 +17,7 @@ from htp_export.capabilities.prune.masks import find_cutoff, keys_of
 from htp_export.command.main import main
 from htp_export.errors import InputError, SelectorError
 from tests.exporting import BOTH, exported_once
-from tests.nets import composed
+from tests.nets import composed, spread
 
 
 def encode(self: Any, words: torch.Tensor) -> torch.Tensor:
@@ -90,6 +90,24 @@ def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter, tmp
             kept = kept[:, : weight.shape[1]].reshape(weight.transpose(1, -1).shape).transpose(1, -1)
             weight.mul_(kept)
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
+
+
+@pytest.mark.parametrize(("given", "same"), [("1:999999999", "1:40"), ("999999998:999999999", 0.0)])
+def test_a_group_that_is_larger_than_a_row_is_the_row(given, same, tmp_path):
+    net = composed(lambda self, x: self.fc(x), fc=torch.nn.Linear(40, 4))
+    program = htp_export.export(spread(net).eval(), (torch.randn(2, 40),), verbose=False)
+    weights = [htp_export.prune(program, {"fc": plan}).model for plan in (given, same)]
+    first, second = (model.graph.initializers["fc.weight"].const_value.numpy() for model in weights)
+    assert np.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    "plan", [f"{'9' * 5000}:{'9' * 5000}", f"rank:{'9' * 5000}", f"rank:{'9' * 5000}%", "1" * 5000]
+)
+def test_numbers_of_any_number_of_digits_are_no_sparsity(plan, tmp_path):
+    _, file = made(encoder, "dynamo", tmp_path)
+    with pytest.raises(InputError, match="rule 'fc'"):
+        htp_export.prune(file, {"fc": plan})
 
 
 def test_a_seed_says_which_elements_go_at_random(tmp_path):

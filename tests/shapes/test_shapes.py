@@ -199,6 +199,18 @@ def repeated(text: str, first: str = "s = Shape(x)") -> str:
         f"s = Constant<value_ints=[{HUGE}, {HUGE}]>() y = ConstantOfShape(s) z = Expand(x, s) r = Tile(x, s)",
         f"a = Constant<value_int=0>() b = Constant<value_int={HUGE}>() c = Constant<value_int=1>() y = Range(a, b, c)",
         f"s = Constant<value_ints=[{HUGE}]>() p = ConstantOfShape(s) q = Reshape(x, p) e = Expand(x, p)",
+        *(
+            f"s = Constant<value_int=3000000000>() y = {window}Window(s) z = Add(y, y)"
+            for window in ("Hann", "Hamming", "Blackman")
+        ),
+        "s = Constant<value_int=3000000000>() l = Constant<value_float=1.0>() h = Constant<value_float=9.0>() "
+        "y = MelWeightMatrix(s, s, s, l, h)",
+        "s = Constant<value_float=1.0>() o = Constant<value_ints=[1, 1, 1]>() c = Reshape(s, o) "
+        "y = MaxPool<kernel_shape=[3000000001], pads=[1500000000, 1500000000]>(c)",
+        "s = Constant<value_int=3000000000>() l = Constant<value_float=1.0>() o = Constant<value_ints=[1, 1, 1]>() "
+        "c = Reshape(l, o) p = CenterCropPad<axes=[2]>(c, s) y = ReduceSum(p)",
+        f's = Constant<value_string="{"a" * 60}!">() y = RegexFullMatch<pattern="(a|aa)+">(s)',
+        f'i = Constant<value_int={"1" * 19}>() s = Cast<to=8>(i) y = RegexFullMatch<pattern="((1|11)*)*((1|11)*)*2">(s)',
     ],
 )
 def test_what_a_few_bytes_ask_for_is_not_computed(text):
