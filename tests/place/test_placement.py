@@ -406,7 +406,7 @@ def changed_metadata(file: Path, name: str, text: str) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("size", ["9" * 400, "9" * 400 + "GiB", "9" * 5000 + " MB"])
 def test_a_budget_of_any_number_of_digits_is_no_size(size, file):
-    with pytest.raises(InputError, match="budget of gpu: .* is no size"):
+    with pytest.raises(InputError, match=r"budget of gpu: .* is no size"):
         htp_export.place(file, budget={"gpu": size})
 
 

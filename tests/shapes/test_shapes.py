@@ -210,7 +210,8 @@ def repeated(text: str, first: str = "s = Shape(x)") -> str:
         "s = Constant<value_int=3000000000>() l = Constant<value_float=1.0>() o = Constant<value_ints=[1, 1, 1]>() "
         "c = Reshape(l, o) p = CenterCropPad<axes=[2]>(c, s) y = ReduceSum(p)",
         f's = Constant<value_string="{"a" * 60}!">() y = RegexFullMatch<pattern="(a|aa)+">(s)',
-        f'i = Constant<value_int={"1" * 19}>() s = Cast<to=8>(i) y = RegexFullMatch<pattern="((1|11)*)*((1|11)*)*2">(s)',
+        f"i = Constant<value_int={'1' * 19}>() s = Cast<to=8>(i) "
+        'y = RegexFullMatch<pattern="((1|11)*)*((1|11)*)*2">(s)',
     ],
 )
 def test_what_a_few_bytes_ask_for_is_not_computed(text):
