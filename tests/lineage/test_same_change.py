@@ -150,6 +150,13 @@ CHANGES: dict[str, Change] = {
         groups=[{"conv", "norm", ""}],
         options={"dynamo": False},
     ),
+    "two modules in a row that return their input": Change(
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout(), nn.Linear(4, 2)),
+        {"input": x(2, 4)},
+        ("exact", "onnxslim", "onnxsim"),
+        fates={"0": "computed", "1": "identity", "2": "identity", "3": "computed"},
+        options=PLAIN,
+    ),
     "equal calls of one module": Change(
         lambda: composed(equal_calls, a=nn.Linear(4, 4)),
         {"x": x(3, 4)},
