@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.capabilities.optimize.passes import fuse_for_onnxruntime
+from htp_export.capabilities.optimize import onnxscript_rules
 from htp_export.exporter import watched
 from htp_export.files import filesystem
 from htp_export.files.model_files import write_model
@@ -98,7 +98,7 @@ def hold_quiet(folder: Path) -> None:
 
 
 def hold_matching(folder: Path) -> None:
-    with fuse_for_onnxruntime.near_matching():
+    with onnxscript_rules.changed_rules():
         _pause()
 
 

@@ -59,6 +59,8 @@ class OwnersAfter:
                 known[index] = settled[index]
             elif node.owners and self._agrees(node, work):
                 known[index] = Owned(node.owners, node.reason or work.reason, node.call, kept=True)
+            elif work.nodes and not any(self.before.nodes[original].owners for original in work.nodes):
+                known[index] = Owned((), work.reason)
             elif work.nodes:
                 replacements.append(Replacement(index, self._results(work.nodes), work.reason))
             elif work.ends and not node.owners:

@@ -94,11 +94,14 @@ class FateEvidence(ABC, Generic[Key]):
         The result of the node is what such a module computed: the boundary of the group alone would have it as equal
         work of that module, see ``NodeCalls.others``.
         """
-        for node in sorted({node for path in group for node in self.boundaries.below.get(path, ())}):
+        outermost = [
+            path for path in group if path and not any(up in group for up in tags.ancestors(path) if up != path)
+        ]
+        for node in sorted({node for path in outermost for node in self.boundaries.below.get(path, ())}):
             if node not in self.boundaries.fused:
                 continue
             for owner in self.boundaries.owners(node):
-                is_around = any(tags.is_under(path, owner) for path in group)
+                is_around = any(tags.is_under(path, owner) for path in outermost)
                 if is_around and not any(tags.is_under(owner, path) for path in group):
                     yield owner
 

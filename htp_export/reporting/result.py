@@ -191,7 +191,7 @@ def drawn_html(result: object) -> str | None:
         (True, False)
     """
     parts = type(result).__module__.split(".")
-    room = ".".join(parts[: 3 if parts[1] == "capabilities" else 2])
+    room = ".".join(parts[: 3 if "capabilities" in parts else 2])
     try:
         drawing = importlib.import_module(f"{room}.drawing")
     except ModuleNotFoundError:

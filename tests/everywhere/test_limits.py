@@ -24,7 +24,8 @@ from htp_export.costs.drawing import render
 from htp_export.costs.result import ModuleRow, ModuleTree
 from htp_export.editing.function_records import Expectations
 from htp_export.errors import InputError
-from htp_export.format import call_tree, tags
+from htp_export.format import tags
+from htp_export.format.bounds import MOST_CALLS
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
@@ -76,12 +77,11 @@ def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond):
 # --- calls ----------------------------------------------------------------------------------------------
 
 
-def test_calls_that_a_file_claims_are_listed_up_to_a_number(monkeypatch):
-    tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", 4)])
-    for most, listed in ((4, (0, 1, 2, 3)), (3, (0, 1, 2))):
-        monkeypatch.setattr(call_tree, "MOST_CALLS", most)
-        assert CallTree(tree).numbers("fc", Instance("")) == listed
-        assert [call.call for call in CallTree(tree).work(("fc",)).calls] == [*listed]
+def test_a_file_may_claim_a_number_of_calls_that_grows_with_its_nodes():
+    tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", MOST_CALLS)])
+    tree.check_calls(lambda: MOST_CALLS)
+    with pytest.raises(ValueError, match="262,144 of them module 'fc': too many for its number of nodes"):
+        tree.check_calls(lambda: 10)
 
 
 # --- comparison -----------------------------------------------------------------------------------------

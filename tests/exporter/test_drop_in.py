@@ -386,6 +386,7 @@ def test_a_file_of_torch_that_cannot_be_read_is_said_to_be_torchs(tmp_path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+@BOTH
 def test_tagging_reaches_an_export_that_was_imported_before(exporter, tmp_path):
     path = tmp_path / "model.onnx"
     assert tagged_nodes(imported_before, exporter, path) == 0

@@ -240,6 +240,7 @@ def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(replacing._Step, "do", stopped)
     monkeypatch.setattr(replacing, "_put_back", lambda *_: False)
+    monkeypatch.setattr(replacing.WorkFolder, "finish", lambda *_: None)
     unlink = Path.unlink
     monkeypatch.setattr(
         Path, "unlink", lambda self, missing_ok=False: None if self.name == "journal" else unlink(self, missing_ok)
