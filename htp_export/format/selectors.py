@@ -283,10 +283,10 @@ def _glob_regex(glob: str) -> str:
 
 def _class_regex(glob: str) -> str:
     """The regular expression of a glob on the names of classes, whose stars match dots, too."""
-    return _stars_regex(list(_tokens(glob)), "(?s:.)")
+    return _stars_regex(list(_tokens(glob)), "(?s:.)", negations="!")
 
 
-def _stars_regex(tokens: Sequence[str], character: str) -> str:
+def _stars_regex(tokens: Sequence[str], character: str, negations: str = "!^") -> str:
     """The regular expression of a glob; ``character`` is that of any character that a star may match."""
     runs = [""]
     for token in tokens:
@@ -295,7 +295,7 @@ def _stars_regex(tokens: Sequence[str], character: str) -> str:
         elif token == "?":
             runs[-1] += character
         elif len(token) > 1:
-            runs[-1] += rf"(?={character}){_bracket_regex(token[1:-1])}"
+            runs[-1] += rf"(?={character}){_bracket_regex(token[1:-1], negations)}"
         else:
             runs[-1] += re.escape(token)
     return _with_gaps(runs, f"{character}*")
@@ -313,9 +313,12 @@ def _with_gaps(runs: Sequence[str], gap: str) -> str:
     return f"{first}{middle}{gap}{others[-1]}"
 
 
-def _bracket_regex(inside: str) -> str:
-    """The regular expression of what a bracket contains: characters, and ranges of them."""
-    negated = inside.startswith(("!", "^"))
+def _bracket_regex(inside: str, negations: str) -> str:
+    """The regular expression of what a bracket contains: characters, and ranges of them.
+
+    ``negations``: Characters that negate it where they come first.
+    """
+    negated = inside.startswith(tuple(negations))
     characters, place = inside[negated:], 0
     items = list[str]()
     while place < len(characters):
