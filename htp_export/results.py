@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
     from htp_export.capabilities.quantize.plan_exporting import PlanFile
-    from htp_export.capabilities.quantize.quantized import Check, Quantized, QuantizedModule
+    from htp_export.capabilities.quantize.quantized import Check, Kept, Quantized, QuantizedModule
     from htp_export.capabilities.rename.naming import Named
     from htp_export.capabilities.search.search_results import Search, Trial
     from htp_export.capabilities.search.sensitivity_results import ModuleSensitivity, Sensitivity
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
 __all__ = [
     "AttentionReport", "Block", "Carried", "CarriedModule", "Change", "Check", "Comparison",
     "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
-    "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "LoraAdapter", "LoraLayer",
+    "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "Kept", "LoraAdapter", "LoraLayer",
     "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",
     "ModuleSensitivity", "Named", "Nested", "Optimized", "Partition", "PassReport", "PipelineRun", "Placed",
     "PlacedModule", "Placement", "PlanFile", "Profile", "Pruned", "PrunedModule", "Quantized", "QuantizedModule",
