@@ -1,4 +1,4 @@
-"""Obstacles where a file is written: folders, links, pipes, devices and files of others; and whether they stayed.
+"""What may lie where a file is written: folders, links, pipes, devices and files of others; and whether they stayed.
 
 Each obstacle is a function that makes it at a path; what it needs besides lies in a folder of its own.
 """
@@ -82,12 +82,8 @@ def broken_link(path: Path, elsewhere: Path) -> None:
     path.symlink_to(elsewhere / "nothing")
 
 
-OBSTACLES: dict[str, Callable[[Path, Path], None]] = {
-    made.__name__: made
-    for made in (
-        folder, link_to_folder, mounted, pipe, null_device, block_device, a_socket, file, link_to_file, broken_link,
-    )
-}  # fmt: skip
+_ALL = (folder, link_to_folder, mounted, pipe, null_device, block_device, a_socket, file, link_to_file, broken_link)
+OBSTACLES: dict[str, Callable[[Path, Path], None]] = {made.__name__: made for made in _ALL}
 
 NO_FILE = ("folder", "link_to_folder", "mounted", "a_socket", "block_device")
 """Those that no file takes the place of, whoever wants it."""
@@ -107,14 +103,14 @@ def state(path: Path) -> Any:
     elif stat.S_ISREG(found.st_mode):
         told.append(path.read_bytes())
     elif stat.S_ISDIR(found.st_mode):
-        told.append({name: state(path / name) for name in sorted(entry.name for entry in path.iterdir())})
+        told.append({inside.name: state(inside) for inside in sorted(path.iterdir())})
     return told
 
 
 @contextlib.contextmanager
 def drained(path: Path) -> Iterator[None]:
     """Read what is written into a pipe, for as long as a ``with`` block lasts."""
-    if not stat.S_ISFIFO(path.stat().st_mode):
+    if not path.is_fifo():
         yield
         return
     ended = threading.Event()

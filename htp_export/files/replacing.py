@@ -185,7 +185,8 @@ class WorkFolder:
                 raise
             self._keeps_old = True  # also if a further signal ends this
             self._journal.unlink(missing_ok=True)
-            self._keeps_old = not all([_put_back(step, error) for step in reversed(begun)])  # noqa: C419 - each is put back
+            put_back = [_put_back(step, error) for step in reversed(begun)]
+            self._keeps_old = not all(put_back)
             raise
 
     def finish(self) -> None:
@@ -208,7 +209,8 @@ class WorkFolder:
             for step in waiting if is_wanted else ():
                 is_wanted = is_wanted and step.finish()
             if not is_wanted:
-                self._keeps_old = not all([step.folder_is_back() for step in waiting])  # noqa: C419 - each is tried
+                put_back = [step.folder_is_back() for step in waiting]
+                self._keeps_old = not all(put_back)
         except OSError:
             return  # another time
         if not is_wanted or _all_done(removed):
@@ -318,7 +320,7 @@ def _identity(entry: dict[str, int] | None) -> Identity | None:
 
 
 def _check_kind(move: Move, target: Path, *, is_folder: bool) -> None:
-    """Refuse to replace an entry that is no plain file (or folder, by a folder), or that may not be replaced."""
+    """Refuse to replace what is no plain file, or by a folder no folder, and a file that may not be replaced."""
     if not os.path.lexists(target):
         return
     if move.free:

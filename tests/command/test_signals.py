@@ -1,4 +1,4 @@
-"""A signal ends a command in order: no unfinished file is left, and the exit status tells the signal."""
+"""A signal that asks a command to end: no unfinished file is left, and the exit status says which signal it was."""
 
 import os
 import signal

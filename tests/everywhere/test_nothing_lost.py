@@ -433,19 +433,17 @@ def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(give
     monkeypatch.chdir(given)
     (tmp_path / "broken.onnx").write_bytes(b"no model")
 
-    def fails(_: Any) -> None:
-        (tmp_path / "out" / "made" / "notes.txt").write_text("mine")
-        raise OSError("the disk is full")
+    def fail_in(folder: Path) -> None:
+        with folders.new_folder(folder):
+            htp_export.load(given / "net.onnx").save(folder / "net.onnx")
+            (folder / "notes.txt").write_text("mine")
+            raise OSError("the disk is full")
 
     models = [str(given / "net.onnx"), str(given / "part.onnx")]
     assert main(["optimize", *models, str(tmp_path / "broken.onnx"), "-o", str(tmp_path / "made")]) == 2
     assert not (tmp_path / "made").exists()
-    with (  # noqa: PT012 - what is done in the folder
-        pytest.raises(OSError, match="the disk is full"),
-        folders.new_folder(tmp_path / "out" / "made"),
-    ):
-        htp_export.load(given / "net.onnx").save(tmp_path / "out" / "made" / "net.onnx")
-        fails(None)
+    with pytest.raises(OSError, match="the disk is full"):
+        fail_in(tmp_path / "out" / "made")
     assert [path.name for path in (tmp_path / "out" / "made").iterdir()] == ["notes.txt"]
 
 

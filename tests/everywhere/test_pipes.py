@@ -16,7 +16,6 @@ from torch import nn
 import htp_export
 from htp_export.capabilities.huggingface.packed.checkpoints import is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
-from htp_export.capabilities.optimize.optimizing import optimize
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
 from htp_export.files.checkpoint import read_checkpoint
@@ -65,54 +64,55 @@ def command(*words: str | Path) -> None:
         raise InputError("as the command says")
 
 
-# What opens a file: where it lies in the folder, and the function.
+def compared(at: Path) -> Any:
+    return htp_export.compare(at / "net.onnx", at / "net.onnx", data=at / "data")
+
+
+def fused(at: Path) -> Any:
+    return htp_export.lora.fuse(at / "net.onnx", at / "adapter")
+
+
+def searched(at: Path) -> Any:
+    return htp_export.search(at / "net.onnx", ["int4"], storage=at / "journal", trials=1)
+
+
+def repeated(at: Path) -> Any:
+    return htp_export.pipeline(at / "made.onnx", at / "net.onnx", at / "out.onnx")
+
+
 OPENED: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "data in a folder": (
-        "data/x.npz",
-        lambda at: htp_export.compare(at / "net.onnx", at / "net.onnx", data=at / "data"),
-    ),
+    "data in a folder": ("data/x.npz", compared),
     "data of quantize": (
         "data/x.npz",
         lambda at: htp_export.quantize(at / "net.onnx", {"0": "int8"}, data=at / "data"),
     ),
     "data": ("x.npz", lambda at: NpzArrays(at / "x.npz")),
-    "config of an adapter": (
-        "adapter/adapter_config.json",
-        lambda at: htp_export.lora.fuse(at / "net.onnx", at / "adapter"),
-    ),
-    "weights of an adapter": (
-        "adapter/adapter_model.safetensors",
-        lambda at: htp_export.lora.fuse(at / "net.onnx", at / "adapter"),
-    ),
+    "config of an adapter": ("adapter/adapter_config.json", fused),
+    "weights of an adapter": ("adapter/adapter_model.safetensors", fused),
     "manifest": ("stages/manifest.json", lambda at: htp_export.load_partition(at / "stages")),
     "stage": ("stages/stage0.onnx", lambda at: htp_export.load_partition(at / "stages")),
-    "external data": (
-        "net.onnx.data",
-        lambda at: optimize(at / "net.onnx", at / "o.onnx"),
-    ),
+    "external data": ("net.onnx.data", lambda at: htp_export.optimize(at / "net.onnx", at / "out.onnx")),
     "steps": ("named.npz", lambda at: htp_export.pipeline(at / "steps.yaml")),
     "plan of a step": (
         "named.json",
-        lambda at: command("pipeline", at / "plan.yaml", "-m", at / "net.onnx", "-o", "o.onnx"),
+        lambda at: command("pipeline", at / "plan.yaml", "-m", at / "net.onnx", "-o", "out.onnx"),
     ),
     "model of a pipeline": ("named.onnx", lambda at: htp_export.pipeline(at / "model.yaml")),
-    "steps of a model file": (
-        "named.npz",
-        lambda at: htp_export.pipeline(at / "made.onnx", at / "net.onnx", at / "o.onnx"),
-    ),
-    "journal of a search": (
-        "journal",
-        lambda at: htp_export.search(at / "net.onnx", ["int4"], storage=at / "journal", trials=1),
-    ),
+    "steps of a model file": ("named.npz", repeated),
+    "journal of a search": ("journal", searched),
     "journal of runs": (
         "journal",
         lambda at: htp_export.sensitivity(at / "net.onnx", ["int4"], results=at / "journal"),
     ),
     "checkpoint": ("checkpoint/model.safetensors", lambda at: read_checkpoint(at / "checkpoint")),
-    "index of a checkpoint": ("checkpoint/model.safetensors.index.json", lambda at: read_checkpoint(at / "checkpoint")),
+    "index of a checkpoint": (
+        "checkpoint/model.safetensors.index.json",
+        lambda at: read_checkpoint(at / "checkpoint"),
+    ),
     "packed checkpoint": ("checkpoint/quantize_config.json", lambda at: read_packed(at / "checkpoint")),
     "config of a model": ("checkpoint/config.json", lambda at: Source(str(at / "checkpoint")).config()),
-}  # fmt: skip
+}
+"""What opens a file → where the file lies in the folder, and the function."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
