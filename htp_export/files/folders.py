@@ -94,10 +94,11 @@ def _files_in(folder: Path) -> Iterator[str]:
 def new_folder(folder: Path) -> Iterator[None]:
     """Make a folder, and those above it, for a ``with`` block.
 
-    If the block fails, the files that it put into place are removed, and the folders that were made, if nobody else has
-    put anything into them.
+    If the block fails and the folder was made, the files that were put into it are removed, and it and those above it
+    if nobody else has put anything into them. One that existed keeps all of its files.
     """
-    with _made(folder), removed_on_failure():
+    is_new = not folder.exists()
+    with _made(folder), removed_on_failure(folder) if is_new else contextlib.nullcontext():
         yield
 
 

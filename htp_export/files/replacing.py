@@ -29,6 +29,9 @@ from htp_export.files import filesystem
 from htp_export.files.filesystem import Identity
 
 _NAME = re.compile(r"\.htp-[0-9a-f]{12}")
+_NO_JOURNAL = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+"""What is raised by contents that no process has written as its journal."""
+
 _ATTEMPTS = 100  # random names that are all taken mean another problem
 
 
@@ -200,10 +203,10 @@ class WorkFolder:
             removed = [_Removal(Path(entry["target"]), _identity(entry["old"])) for entry in plan["obsolete"]]
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):  # the machine crashed before it was on disk
+            waiting = [step for step in steps if os.path.lexists(step.new)]
+        except _NO_JOURNAL:  # the machine crashed before it was on the disk
             filesystem.remove(self._journal)
             return
-        waiting = [step for step in steps if os.path.lexists(step.new)]
         try:
             is_wanted = all(step.can_be_finished for step in waiting)
             for step in waiting if is_wanted else ():
@@ -211,9 +214,12 @@ class WorkFolder:
             if not is_wanted:
                 put_back = [step.folder_is_back() for step in waiting]
                 self._keeps_old = not all(put_back)
+            is_over = not is_wanted or _all_done(removed)
         except OSError:
             return  # another time
-        if not is_wanted or _all_done(removed):
+        except _NO_JOURNAL:
+            is_over = True
+        if is_over:
             filesystem.remove(self._journal)
 
 
@@ -245,6 +251,8 @@ class _Step:
             raise FileExistsError(errno.EEXIST, "files were put into the folder meanwhile", os.fspath(self.target))
 
     def do(self) -> None:
+        if self.holds is None and os.path.lexists(self.target) and not filesystem.is_plain_file(self.target):
+            raise FileExistsError(errno.EEXIST, "something else has taken its place", os.fspath(self.target))
         if self.free:
             filesystem.place_new(self.new, self.target)
         else:
@@ -397,14 +405,15 @@ def _note_placed(steps: Iterable[_Step]) -> None:
 
 
 @contextlib.contextmanager
-def removed_on_failure() -> Iterator[None]:
-    """Remove the files that are put into place in a ``with`` block, if it fails and they are still the same."""
+def removed_on_failure(folder: Path) -> Iterator[None]:
+    """Remove files that are put into a folder in a ``with`` block, if it fails and they are still the same."""
     placed: list[tuple[Path, Identity]] = []
     token = _placed.set(placed)
     try:
         yield
     except BaseException:
-        for path, made in placed:
+        inside = [(path, made) for path, made in placed if path.is_relative_to(folder.absolute())]
+        for path, made in inside:
             if Identity.at(path) == made:
                 filesystem.remove(path)
         raise

@@ -445,6 +445,11 @@ def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(give
     with pytest.raises(OSError, match="the disk is full"):
         fail_in(tmp_path / "out" / "made")
     assert [path.name for path in (tmp_path / "out" / "made").iterdir()] == ["notes.txt"]
+    shutil.copy(given / "net.onnx.data", tmp_path / "out" / "net.onnx.data")
+    shutil.copy(given / "net.onnx", tmp_path / "out" / "net.onnx")
+    with pytest.raises(OSError, match="the disk is full"):
+        fail_in(tmp_path / "out")
+    assert htp_export.load(tmp_path / "out" / "net.onnx")["0"].nodes
 
 
 def test_a_search_replaces_its_own_plans_and_no_others(given, tmp_path, monkeypatch, capsys):

@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 
+from htp_export.capabilities.huggingface.beside import OF_GENAI, check_beside, replaces_beside
 from htp_export.capabilities.huggingface.companions import write_export_metadata
 from htp_export.capabilities.huggingface.genai import check_genai, write_genai
 from htp_export.command.main import main
@@ -73,6 +74,33 @@ def test_a_folder_with_the_config_of_another_model_is_refused(file):
         check_genai(file.parent)
     (file.parent / "genai_config.json").write_text("{}")
     check_genai(file.parent)
+
+
+# --- files of others --------------------------------------------------------------------------------------
+
+
+def test_beside_a_model_only_files_of_an_earlier_export_of_it_are_replaced(file, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    check_beside(file, Model(), OF_GENAI, source)
+    for name in ("config.json", "generation_config.json", "genai_config.json", "tokenizer.json"):
+        (file.parent / name).write_text('"of others"')
+        with pytest.raises(FileError, match=rf"{name}: would be replaced, and is no file of tiny\.onnx"):
+            check_beside(file, Model(), OF_GENAI, source)
+        assert not replaces_beside(file)(file.parent / name)
+        (file.parent / name).unlink()
+    (file.parent / "tokenizer.json").write_text("{}")  # the same as in the source
+    check_beside(file, Model(), OF_GENAI, source)
+    write_genai(file, Model(), companions=source)
+    check_beside(file, Model(), OF_GENAI, source)
+    assert replaces_beside(file)(file.parent / "config.json")
+    with pytest.raises(FileError, match=r"config\.json: would be replaced, and is no file of other\.onnx"):
+        check_beside(file.with_name("other.onnx"), Model(), OF_GENAI, source)
+    (file.parent / "tokenizer.json").unlink()
+    (file.parent / "tokenizer.json").mkdir()
+    with pytest.raises(FileError, match=r"tokenizer\.json: would be replaced"):
+        check_beside(file, Model(), OF_GENAI, source)
 
 
 # --- export.json ------------------------------------------------------------------------------------------
@@ -187,6 +215,31 @@ def test_a_new_folder_is_gone_after_a_failed_export(tmp_path, capsys):
         assert main([*T5_WORDS, "-o", str(tmp_path / folder), "--functions", "class:NoSuchClass"]) == 2
         assert "NoSuchClass" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_in_the_folder_of_a_model_its_own_files_stay_and_elsewhere_those_of_others(tmp_path, capsys):
+    source, other = tmp_path / "source", tmp_path / "other"
+    decoder("llama").save_pretrained(source)
+    (source / "tokenizer.json").write_text("{}")
+    before = {file.name: file.read_bytes() for file in source.iterdir()}
+    words = ["export", str(source), "--task", "text-generation-with-past", "--genai", "-o"]
+    assert main([*words, str(source / "model.onnx"), "--set", "max_position_embeddings=32"]) == 2
+    assert "is that of SOURCE, and stays" in capsys.readouterr().err
+    assert main([*words, str(source / "model.onnx")]) == 0
+    added = {"genai_config.json", "model.onnx", "model.onnx.data"}
+    assert files_in(source) == {*before, *added}
+    assert {name: (source / name).read_bytes() for name in before} == before
+    other.mkdir()
+    (other / "tokenizer.json").write_text('"of others"')
+    (other / "model.onnx.data").write_text("of others")
+    assert main([*words, str(other / "model.onnx")]) == 2
+    assert "tokenizer.json: would be replaced, and is no file of model.onnx" in capsys.readouterr().err
+    assert files_in(other) == {"tokenizer.json", "model.onnx.data"}
+    (other / "tokenizer.json").unlink()
+    for _ in range(2):  # the second one replaces the first
+        assert main([*words, str(other / "model.onnx")]) == 0
+        assert (other / "model.onnx.data").read_text() == "of others"
+        assert len(files_in(other)) == len({*before, *added}) - len({"model.safetensors"}) + len({"the data"})
 
 
 @pytest.mark.slow

@@ -206,6 +206,27 @@ def test_an_earlier_folder_is_replaced_and_another_one_refused(net, tmp_path):
     assert names(folder) == {*here, "thesis.doc"}
 
 
+def test_only_files_that_an_earlier_call_can_have_written_are_replaced(net, tmp_path):
+    model, file = net
+    folder = tmp_path / "js"
+    for name in ("config.json", "tokenizer.json", "onnx/model.onnx", "onnx/model.onnx_data", "notes.txt"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text('"years of work"')
+        with pytest.raises(FileError, match=rf"js: holds '{name.partition('/')[0]}"):
+            write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
+        assert names(folder) == {name}
+        (folder / name).unlink()
+    write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
+    here = names(folder)
+    for name in ("onnx/mine.onnx", "onnx/mine.bin", "notes.txt", "package.json"):
+        (folder / name).write_text('"years of work"')
+        with pytest.raises(FileError, match=rf"js: holds '{name}'"):
+            write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
+        assert names(folder) == {*here, name}
+        (folder / name).unlink()
+    write_transformers_js({"model": file}, folder, model, dtypes=["fp32"])
+
+
 def test_a_failure_leaves_what_was_there(net, tmp_path):
     model, file = net
     companions = tmp_path / "companions"

@@ -317,6 +317,10 @@ def refuse_all() -> None:
     raise OSError(errno.ENOTSUP, "Operation not supported")
 
 
+NOBODY = {"device": 1, "number": 2, "size": 6, "written_ns": 3}
+STEP = {"new": "new", "target": "target", "free": False, "old": None, "made": NOBODY, "away": "away", "holds": None}
+
+
 class TestLocks:
     def test_a_lock_is_free_when_its_process_has_let_it_go(self, tmp_path):
         held = Lock.new(tmp_path / "lock")
@@ -358,7 +362,13 @@ class TestLocks:
         replacing.clear_killed(tmp_path)
         assert not killed.exists()
 
-    @pytest.mark.parametrize("journal", ["", "{", "[]", '{"steps": [7], "obsolete": []}', '{"steps": [{"new": 3}]}'])
+    @pytest.mark.parametrize(
+        "journal",
+        ["", "{", "[]", "[" * 100_000, '{"steps": [7], "obsolete": []}', '{"steps": [{"new": 3}]}',
+         '{"steps": [], "obsolete": [{"target": "\\u0000", "old": null}]}',
+         *(json.dumps({"steps": [{**STEP, **other}], "obsolete": []}) for other in ({"holds": [7]}, {"made": 7},
+          {"target": "\0"}, {"new": "/"}, {"new": "/", "made": None}, {"old": "x"}, {"free": "x", "away": 7}))],
+    )  # fmt: skip
     def test_a_journal_that_makes_no_sense(self, tmp_path, journal):
         killed = tmp_path / ".htp-0123456789ab"
         killed.mkdir()
@@ -374,8 +384,7 @@ def test_a_journal_from_elsewhere_moves_nothing(tmp_path):
     (work / "new").mkdir(parents=True)
     (work / "lock").touch()
     (work / "new" / "file").write_text("run me")
-    step = {"new": str(work / "new" / "file"), "target": str(target), "free": False, "old": None}
-    step["made"] = {"device": 1, "number": 2, "size": 6, "written_ns": 3}  # type: ignore[assignment]
+    step = {**STEP, "new": str(work / "new" / "file"), "target": str(target), "away": str(work / "old" / "0")}
     (work / "journal").write_text(json.dumps({"steps": [step], "obsolete": []}))
     replacing.clear_killed(tmp_path)
     assert listing(tmp_path) == []

@@ -61,9 +61,9 @@ def export_command(
     deploy.check_folder(model)
     exports = FileExports(model, deploy, graph, steps, verify, as_json, quiet, len(calls))
     with _targets(calls, output, deploy) as targets:
-        for target in targets.values():
+        for name, target in targets.items():
             check_output(target, Kind.MODEL)
-            deploy.check_beside(target, model)
+            deploy.check_beside(target, model, calls[name])
         for name, target in targets.items():
             exports.write(name, calls[name], target)
     if deploy.transformers_js is not None:

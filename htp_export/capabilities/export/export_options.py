@@ -188,7 +188,7 @@ class DeployOptions:
 
         check_transformers_js(self.transformers_js, self._dtypes, companion_names(_companions(model)))
 
-    def check_beside(self, file: Path, model: ModelOptions) -> None:
+    def check_beside(self, file: Path, model: ModelOptions, call: SourceCall) -> None:
         """Refuse a file beside which files of others would be replaced, before it is exported."""
         if not self.makes_folder or self._is_in_source(file.parent, model):
             return
@@ -199,9 +199,14 @@ class DeployOptions:
         if self.export_json and not may_take_place_of(file, data):
             raise FileError(data, f"is there, and has no data of {file.name}, which transformers would read from it")
         if self.export_json:
-            check_beside(file, OF_TRANSFORMERS)
-        if self.genai:
-            check_beside(file, OF_GENAI, _companions(model))
+            check_beside(file, call.model, OF_TRANSFORMERS)
+        if self.genai and self._is_run_by_genai(call):
+            check_beside(file, call.model, OF_GENAI, _companions(model))
+
+    @staticmethod
+    def _is_run_by_genai(call: SourceCall) -> bool:
+        """Whether a file is the one of several that GenAI's configuration lies beside: the decoder."""
+        return call.example is None or "logits" in call.example.output_names
 
     def replaces_beside(self, file: Path) -> Callable[[Path], bool]:
         """Whether a file beside an exported one may be replaced."""
@@ -221,7 +226,7 @@ class DeployOptions:
         from htp_export.capabilities.huggingface.companions import is_companion
 
         written: list[Path] = []
-        if self.genai and (call.example is None or "logits" in call.example.output_names):  # of several, the decoder
+        if self.genai and self._is_run_by_genai(call):
             from htp_export.capabilities.huggingface.genai import write_genai
 
             written += write_genai(file, call.model, companions=_companions(model))

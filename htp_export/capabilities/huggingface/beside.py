@@ -14,9 +14,8 @@ from htp_export.errors import FileError
 from htp_export.files.filesystem import is_plain_file
 from htp_export.files.text_files import read_json
 
-OF_ALL = frozenset(("config.json", "generation_config.json"))
-OF_GENAI = frozenset((*OF_ALL, GENAI_CONFIG, VISION_PROCESSOR))
-OF_TRANSFORMERS = frozenset((*OF_ALL, EXPORT_JSON))
+OF_GENAI = frozenset((GENAI_CONFIG, VISION_PROCESSOR))
+OF_TRANSFORMERS = frozenset((EXPORT_JSON,))
 
 
 def replaces_beside(model: Path) -> Callable[[Path], bool]:
@@ -49,16 +48,19 @@ def _content_beside(model: Path, name: str) -> Any:
         return None
 
 
-def check_beside(model: Path, names: Collection[str], companions: Path | None = None) -> None:
-    """Refuse a model beside which files of others would be replaced.
+def check_beside(file: Path, model: Any, names: Collection[str], companions: Path | None = None) -> None:
+    """Refuse the file of a model of transformers beside which files of others would be replaced.
 
-    ``names`` of the files that will be written; ``companions``: the folder of those that will be copied.
+    ``names`` of the files that will be written besides the configs; ``companions``: the folder of those that will be
+    copied.
     """
-    replaces, copied = replaces_beside(model), companion_names(companions)
-    for name in sorted({*names, *copied}):
-        file = model.with_name(name)
-        if not os.path.lexists(file) or replaces(file):
+    configs = {"config.json", *["generation_config.json"] * (getattr(model, "generation_config", None) is not None)}
+    written = {*names, *configs}
+    replaces = replaces_beside(file)
+    for name in sorted(written | companion_names(companions)):
+        place = file.with_name(name)
+        if not os.path.lexists(place) or replaces(place):
             continue
-        is_same = companions is not None and name not in names and is_plain_file(file)
-        if not (is_same and filecmp.cmp(file, Path(companions or "", name), shallow=False)):
-            raise FileError(file, f"would be replaced, and is no file of {model.name}; export into another folder")
+        is_same = companions is not None and name not in written and is_plain_file(place)
+        if not (is_same and filecmp.cmp(place, Path(companions or "", name), shallow=False)):
+            raise FileError(place, f"would be replaced, and is no file of {file.name}; export into another folder")
