@@ -1,4 +1,4 @@
-"""What may lie where a file is written: folders, links, pipes, devices and files of others; and whether they stayed.
+"""Obstacles in the place of a file: folders, links, pipes, devices, sockets and files of others; and their state.
 
 Each obstacle is a function that makes it at a path; what it needs besides lies in a folder of its own.
 """
@@ -93,7 +93,7 @@ WRITTEN_TO = ("pipe", "null_device")
 
 
 def state(path: Path) -> Any:
-    """All that can be told of what is at a path, and of what a link leads to; None if nothing is there."""
+    """Type, identity and contents of an entry of a folder, and of the target of a link; None if there is none."""
     if not os.path.lexists(path):  # also below a file
         return None
     found = os.lstat(path)

@@ -27,9 +27,7 @@ def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> Non
     ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this path in it.
     """
     _check_is_folder(folder, what)
-    for name in _files_in(folder):  # one by one: the folder may be a large one of somebody else's
-        if not is_ours(name):
-            raise _foreign(folder, name, what)
+    _check_files(folder, what, is_ours)
     _check_writable(folder, folder)
 
 
@@ -45,7 +43,8 @@ def check_whole_folder(folder: Path, what: str, earlier: Collection[str]) -> Non
     _check_writable(folder, folder.absolute().parent)
     if not folder.is_dir():
         return
-    foreign = foreign_entry(folder, earlier)
+    _check_files(folder, what, earlier.__contains__)
+    foreign = foreign_entry(folder, earlier)  # an empty folder, or what is mounted
     if foreign is not None:
         raise _foreign(folder, foreign, what)
     if os.path.ismount(folder):
@@ -60,6 +59,12 @@ def _check_is_folder(folder: Path, what: str) -> None:
         raise FileError(folder, f"is a file; name a folder for {what}")
     if folder.is_dir():
         clear_killed(folder)
+
+
+def _check_files(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
+    for name in _files_in(folder):  # one by one: the folder may be a large one of somebody else's
+        if not is_ours(name):
+            raise _foreign(folder, name, what)
 
 
 def _foreign(folder: Path, name: str, what: str) -> FileError:

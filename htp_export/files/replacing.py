@@ -169,10 +169,10 @@ class WorkFolder:
             filesystem.keep_owner_and_mode(new, model.stat())
         holds = None
         if target.is_dir():
-            holds = _holdings(target)
             foreign = foreign_entry(target, () if move.earlier is None else move.earlier(target))
             if foreign is not None:
                 raise FileExistsError(errno.EEXIST, f"it holds {foreign!r}, which stays", os.fspath(target))
+            holds = _holdings(target)
         return _Step(new, target, move.free, Identity.at(target), made, self._old / str(number), holds)
 
     def _rename(self, steps: Sequence[_Step]) -> None:
@@ -201,12 +201,17 @@ class WorkFolder:
                 plan = json.load(journal)
             steps = [_step_of(entry) for entry in plan["steps"]]
             removed = [_Removal(Path(entry["target"]), _identity(entry["old"])) for entry in plan["obsolete"]]
+            is_over = self._finish(steps, removed)
         except FileNotFoundError:
             return
-            waiting = [step for step in steps if os.path.lexists(step.new)]
         except _NO_JOURNAL:  # the machine crashed before it was on the disk
+            is_over = True
+        if is_over:
             filesystem.remove(self._journal)
-            return
+
+    def _finish(self, steps: Sequence[_Step], removed: Sequence[_Removal]) -> bool:
+        """Do the steps that are left, and return whether nothing is left afterwards."""
+        waiting = [step for step in steps if os.path.lexists(step.new)]
         try:
             is_wanted = all(step.can_be_finished for step in waiting)
             for step in waiting if is_wanted else ():
@@ -214,13 +219,9 @@ class WorkFolder:
             if not is_wanted:
                 put_back = [step.folder_is_back() for step in waiting]
                 self._keeps_old = not all(put_back)
-            is_over = not is_wanted or _all_done(removed)
         except OSError:
-            return  # another time
-        except _NO_JOURNAL:
-            is_over = True
-        if is_over:
-            filesystem.remove(self._journal)
+            return False  # another time
+        return not is_wanted or _all_done(removed)
 
 
 @dataclass(frozen=True)
@@ -343,30 +344,34 @@ def _check_kind(move: Move, target: Path, *, is_folder: bool) -> None:
         raise FileExistsError(errno.EEXIST, "it is another file, and stays", os.fspath(target))
 
 
-def _holdings(folder: Path) -> dict[str, Identity]:
-    """The identities of the files, links and folders in a folder, by their paths; those of folders end with ``/``."""
-    found: dict[str, Identity] = {}
+def _entries(folder: Path) -> Iterator[tuple[str, Identity]]:
+    """The files, links and folders in a folder, by their paths in it; a folder, whose path ends with ``/``, first."""
     waiting = [folder]
     while waiting:
         with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                state = entry.stat(follow_symlinks=False)
-                name = Path(entry.path).relative_to(folder).as_posix()
-                is_folder = stat.S_ISDIR(state.st_mode)
-                found[f"{name}/" if is_folder else name] = Identity.of(state)
-                if is_folder:
-                    waiting.append(Path(entry.path))
-    return found
+            found = sorted(entries, key=lambda entry: entry.name)
+        for entry in found:
+            state = entry.stat(follow_symlinks=False)
+            name = Path(entry.path).relative_to(folder).as_posix()
+            is_folder = stat.S_ISDIR(state.st_mode)
+            yield f"{name}/" if is_folder else name, Identity.of(state)
+            if is_folder:
+                waiting.append(Path(entry.path))
+
+
+def _holdings(folder: Path) -> dict[str, Identity]:
+    """The identities of all that is in a folder."""
+    return dict(_entries(folder))
 
 
 def foreign_entry(folder: Path, earlier: Collection[str]) -> str | None:
-    """The first entry of a folder, by name, that is none of an earlier one's plain files, nor a folder of these.
+    """The first entry of a folder that is none of an earlier one's plain files, nor a folder of these.
 
     What lies on another file system, below a mount point, never is.
     """
     folders = {f"{parent}/" for name in earlier for parent in Path(name).parents}
     device = folder.stat().st_dev
-    for name, identity in sorted(_holdings(folder).items()):
+    for name, identity in _entries(folder):
         is_known = name in folders or (name in earlier and filesystem.is_plain_file(folder / name))
         if not is_known or identity.device != device:
             return name

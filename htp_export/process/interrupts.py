@@ -40,7 +40,7 @@ class Interrupts:
 
     @property
     def described(self) -> str:
-        """What happened, for the user."""
+        """The signal in a word, for the user."""
         return "interrupted" if self.status == 128 + signal.SIGINT else "terminated"
 
     def __enter__(self) -> Interrupts:
