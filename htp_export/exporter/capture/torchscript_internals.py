@@ -200,8 +200,9 @@ def _is_constant_number(value: Any) -> bool:
         return True
     constant = node.t("value")
     smallest = {torch.int64: torch.int8, torch.float64: torch.float16}.get(constant.dtype, constant.dtype)
-    weighs_nothing = torch.result_type(torch.zeros((), dtype=smallest), constant) == smallest
-    return bool(constant.dtype == torch.bool or (smallest != constant.dtype and weighs_nothing))
+    if smallest == constant.dtype:
+        return bool(constant.dtype == torch.bool)
+    return bool(torch.result_type(torch.zeros((), dtype=smallest), constant) == smallest)
 
 
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
