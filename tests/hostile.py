@@ -1,9 +1,12 @@
 """What a file of others may have in the place of a value, and how long it may keep us."""
 
 import contextlib
+import copy
+import json
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 DIGITS = "9" * 5000
 JSON = (
@@ -22,6 +25,30 @@ JSON = (
     *(f'"{DIGITS}"', f'"{"x" * 100_000}"', f'"{"a." * 20_000}a"', '"\\u0000\\u001b[31m\\u202e"', '"\\ud800"'),
 )
 """What may stand in place of a part of a value."""
+
+
+def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The places in a value, as the keys and positions that lead there."""
+    yield here
+    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, each in inside:
+        yield from places(each, (*here, key))
+
+
+def holder(value: Any, place: Sequence[Any]) -> Any:
+    """What has the last of some keys and positions."""
+    for key in place[:-1]:
+        value = value[key]
+    return value
+
+
+def replaced(value: Any, place: tuple[Any, ...], text: str) -> str:
+    """A value as JSON, with a text, which need not be JSON, in one place."""
+    if not place:
+        return text
+    changed = copy.deepcopy(value)
+    holder(changed, place)[place[-1]] = mark = "\ue000here\ue001"
+    return json.dumps(changed).replace(json.dumps(mark), text)
 
 
 @contextlib.contextmanager

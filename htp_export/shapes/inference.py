@@ -153,6 +153,8 @@ class Inference(Known):
     def _scan(self, operation: Operation) -> list[Fact]:
         graph, count = operation.attributes["body"].as_graph(), operation.attributes["num_scan_inputs"].as_int()
         first = len(operation.inputs) - count
+        if not 0 <= first <= len(operation.inputs):
+            raise ValueError(f"{count} inputs are scanned, of {len(operation.inputs)}")
         facts = [_forgetful(self.fact(value)) for value in operation.inputs]
         state, scanned = facts[:first], facts[first:]
         axes = operation.attributes.get_ints("scan_input_axes") or [0] * count

@@ -14,6 +14,7 @@ from htp_export.command.main import main
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from tests.handmade import encoder
+from tests.hostile import DIGITS
 from tests.permissions import bound_by_permissions
 
 FACTORY = """
@@ -66,6 +67,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "negative.json": b'{"x": [-1, 2]}',
         "ok.json": b'{"x": [16, 16]}',
         "text.json": b'{"x": "a"}',
+        "rank.json": b'{"x": [%s]}' % b", ".join([b"1"] * 70),
+        "large.json": b'{"x": [1099511627776, 16]}',
+        "digits.json": b'{"x": [%s, 16]}' % DIGITS.encode(),
+        "deep.json": b"[" * 100_000,
+        "digits.yaml": f"layer.0: {DIGITS}\n".encode(),
         "modules.json": b'{"modules": 3}',
         "rules.yaml": b"layer.0: int9\n",
         "steps.yaml": b"- nosuch\n",
@@ -207,10 +213,19 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --shapes text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
     ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
-    (
-        "cost net.onnx --dims batch=99999999999999999999999",
-        "a number of 64 bits",
-    ),
+    *((f"cost net.onnx --dims batch={size}", "a size is a number of 64 bits") for size in ("9" * 23, DIGITS)),
+    ("cost net.onnx --dims batch=9", "this model has no open dimensions, and so none named 'batch'"),
+    *((f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at") for command in TAKE_INPUTS),
+    *((f"{command} --shapes digits.json", "digits.json: is not JSON: a number has 5,000") for command in TAKE_INPUTS),
+    ("cost net.onnx --shapes deep.json", "deep.json: is not JSON: more than 300 lists and objects are inside one another"),
+    ("profile open.onnx --shapes large.json", "[1099511627776, 16] are more than 1,073,741,824 elements"),
+    ("quantize net.onnx digits.yaml -o o.onnx", "digits.yaml: is not YAML"),
+    (f"prune net.onnx --rule layer.0={DIGITS}:{DIGITS} -o o.onnx", "write a share such as 0.5, a pattern such as"),
+    (f"place net.onnx --rule .=gpu --budget gpu={DIGITS} -o o.onnx", "is no size; write bytes"),
+    (f"partition net.onnx {DIGITS} -o stages", "no module '999"),
+    (f"quantize net.onnx --rule .=int4:block_size={DIGITS} -o o.onnx", "block_size"),
+    (["tree", "net.onnx", "--select", f"re:a{{{DIGITS}}}"], "digits"),
+    ("tree net.onnx --select re:(layer).\\1", "the regular expression has groupref"),
     ("tree net.onnx --dims batch=x", "--dims batch=x: write name=size"),
     # names
     (

@@ -57,6 +57,30 @@ def test_work_that_does_not_divide_evenly_is_not_lost():
     assert [report.modules[path].self_other_flops for path in "abc"] == [3, 2, 2]
 
 
+def test_sizes_whose_sums_have_more_than_64_bits_are_added_up():
+    x = value("x", 1)
+    x.shape = ir.Shape([2**60])
+    first = tagged_node("Relu", [x], ["a"], "first")
+    second = tagged_node("Neg", first.outputs, ["b"], "second")
+    third = tagged_node("Add", [x, *second.outputs], ["b"], "third")
+    modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b")]
+    report = htp_export.cost(model([x], [first, second, third], [], modules))
+    assert report.modules[""].peak_bytes == 3 * 4 * 2**60  # the input, and what a node reads and makes
+    assert report.modules[""].other_flops == 3 * 2**60
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2**62], [2] * 65, [2**62] * 400])
+def test_a_shape_that_no_tensor_has_is_not_known(shape):
+    x = value("x", 1)
+    x.shape = ir.Shape(shape)
+    node = tagged_node("Relu", [x], ["a"], "y")
+    node.outputs[0].shape = ir.Shape(shape)
+    modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a")]
+    report = htp_export.cost(model([x], [node], [], modules))
+    assert report.uncounted == {"Relu": 1}
+    assert "have no known shape" in str(report)
+
+
 class Trunk(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ from htp_export.command.main import main
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from tests.all_commands import COMMANDS, arguments, companions, example
-from tests.hostile import DIGITS, JSON, within
+from tests.hostile import DIGITS, JSON, holder, places, replaced, within
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 SECONDS = 30  # for what takes a tenth of a second
@@ -78,29 +78,6 @@ READERS = (
     *("info", "tree", "nodes", "view", "cost", "diff", "extract", "verify", "carry", "functions --undo", "rename"),
     *("place --show", "forensics", "pipeline FILE -m PART -o again.onnx", "tap FILE --undo -o out.onnx"),
 )
-
-
-def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The places in a value, as the keys and positions that lead there."""
-    yield here
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, each in inside:
-        yield from places(each, (*here, key))
-
-
-def holder(value: Any, place: Sequence[Any]) -> Any:
-    for key in place[:-1]:
-        value = value[key]
-    return value
-
-
-def replaced(value: Any, place: tuple[Any, ...], text: str) -> str:
-    """A value as JSON, with a text, which need not be JSON, in one place."""
-    if not place:
-        return text
-    changed = copy.deepcopy(value)
-    holder(changed, place)[place[-1]] = mark = "\ue000here\ue001"
-    return json.dumps(changed).replace(json.dumps(mark), text)
 
 
 def renamed(value: Any, place: tuple[Any, ...], name: str) -> str:

@@ -1,10 +1,15 @@
 """Limits of the work on models: just inside of each the work is done, and just outside it ends as documented."""
 
+import base64
+import contextlib
 import functools
 import io
 import itertools
 import json
 import re
+import time
+import tracemalloc
+import zlib
 from collections import Counter
 
 import numpy as np
@@ -15,6 +20,9 @@ from onnxscript.rewriter import pattern
 from rich.console import Console
 
 import htp_export
+from htp_export.capabilities.carry.origins import text_to_map
+from htp_export.capabilities.cost.drawing import render
+from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.onnxscript_rules import MOST, changed_rules, near
 from htp_export.capabilities.verify import locating, same_model
@@ -23,9 +31,8 @@ from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.costs.drawing import render
 from htp_export.costs.result import ModuleRow, ModuleTree
 from htp_export.editing.function_records import Expectations
-from htp_export.errors import InputError
-from htp_export.format import tags
-from htp_export.format.bounds import MOST_CALLS
+from htp_export.errors import InputError, SelectorError, UnknownModuleError
+from htp_export.format import hierarchy, selectors, tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.graph_facts import GraphFacts
@@ -35,6 +42,7 @@ from htp_export.shapes.inference import _MOST_TRIPS
 from htp_export.shapes.operators import sums
 from htp_export.shapes.symbolic import Symbolic
 from tests.graphs import Builder
+from tests.hostile import within
 from tools import scale
 
 HEADER = '<ir_version: 10, opset_import: ["": 20, "my.own": 1]>'
@@ -77,11 +85,77 @@ def test_an_open_size_is_multiplied_by_a_factor_that_is_exact(beyond):
 # --- calls ----------------------------------------------------------------------------------------------
 
 
-def test_a_file_may_claim_a_number_of_calls_that_grows_with_its_nodes():
-    tree = Hierarchy([ModuleInfo("", "Net", 1), ModuleInfo("fc", "Fc", MOST_CALLS)])
-    tree.check_calls(lambda: MOST_CALLS)
-    with pytest.raises(ValueError, match="262,144 of them module 'fc': too many for its number of nodes"):
-        tree.check_calls(lambda: 10)
+def stating(calls: int, nodes: int, *, numbered: bool = False) -> ir.Model:
+    """A chain of nodes of a module that a file says ran so often, in the module tree or on a node."""
+    chain = model("g (float[2] x) => (float[2] y) { y = Relu (x) }")
+    entry = {"class": "net.Net", "calls": 1, "fate": "computed"}
+    modules = {"": entry, **({} if numbered else {"fc": {**entry, "calls": calls}})}
+    chain.metadata_props[tags.MODULES] = json.dumps(modules)
+    for _ in range(nodes - 1):
+        chain.graph.append(ir.node("Relu", [chain.graph.inputs[0]]))
+    for node in chain.graph:
+        node.metadata_props.update({tags.MODULE: "fc", **({tags.CALL: str(calls - 1)} if numbered else {})})
+    return chain
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_more_calls_than_a_file_can_have_are_refused(numbered, monkeypatch):
+    monkeypatch.setattr(hierarchy, "MOST_CALLS", 10)
+    assert htp_export.load(stating(9, 1, numbered=numbered))["fc"].calls == 9
+    assert htp_export.load(stating(11, 3, numbered=numbered))["fc"].calls == 11
+    with pytest.raises(InputError, match="its modules have 12 calls, 11 of them module 'fc': too many for its number of"):
+        htp_export.load(stating(11, 2, numbered=numbered))
+
+
+def test_a_file_with_as_many_calls_as_it_may_have_is_cut_in_time(monkeypatch):
+    """Each call is looked at once: the square of the number would take hours."""
+    made = stating(30_000, 1)
+    with within(60):
+        assert htp_export.extract(made, "fc").model.graph.inputs[0].name == "x"
+
+
+@pytest.mark.parametrize("key", [tags.MODULE, tags.OWNERS, tags.CALLERS, tags.MODULES, "pkg.torch.onnx.name_scopes", "name"])
+def test_paths_with_very_many_paths_above_them_are_refused(key):
+    deep = "." * 50_000
+    made = stating(1, 1)
+    node = made.graph.node(0)
+    texts = {
+        tags.OWNERS: json.dumps(["fc", deep]),
+        tags.CALLERS: json.dumps({"fc": [[deep, 0]]}),
+        tags.MODULES: json.dumps({"": json.loads(made.metadata_props[tags.MODULES])[""], deep: {"class": "", "calls": 1}}),
+        "pkg.torch.onnx.name_scopes": str(["", deep, "relu"]),
+    }
+    if key == "name":
+        node.name = deep.replace(".", "/")
+    elif key in (tags.CALLERS, tags.MODULES):
+        made.metadata_props[key] = texts[key]
+    else:
+        node.metadata_props[key] = texts.get(key, deep)
+    if key.startswith("pkg") or key == "name":
+        del node.metadata_props[tags.MODULE]
+    tracemalloc.start()
+    with contextlib.suppress(InputError):
+        tagged = htp_export.load(made)
+        _ = [tagged[path].nodes for path in tagged], tagged.calls.chain(Instance("fc"))
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 300 << 20  # all paths above it have a gigabyte
+
+
+def test_a_map_that_unfolds_to_very_much_is_refused():
+    bomb = base64.b85encode(zlib.compress(b"[" + b"[]," * (64 << 20) + b"0]", 9)).decode()
+    with pytest.raises(ValueError, match=r"htp\.map is not what the file format says: it is too large"):
+        text_to_map(bomb)
+
+
+def test_names_of_any_length_are_compared_with_few_others():
+    tree = Hierarchy([ModuleInfo("", "Net", 1), *(ModuleInfo(f"{k:05}ab" * 15_000, "Fc", 1) for k in range(5))])
+    began = time.monotonic()
+    for name in ("00009ab" * 15_000, "00009"):
+        with pytest.raises(SelectorError, match="matches no module"):
+            selectors.select(name, tree.classes)
+        assert UnknownModuleError(name, tree).nearest == ()
+    assert time.monotonic() - began < 10
 
 
 # --- comparison -----------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from htp_export.format import tags
 from htp_export.format.model_metadata import ProvenanceNote, write_provenance
 from htp_export.model.hashes import content_hash
 from tests.all_commands import COMMANDS, NAMES, companions, example
+from tests.hostile import within
 
 ROOT = Path(__file__).parents[2]
 ENTRY = "evilmod:make"
@@ -189,6 +190,17 @@ def test_steps_of_a_model_file_name_no_code_and_no_file_elsewhere(step, options,
     assert main(["pipeline", str(file), "-m", str(net), "-o", "again.onnx"]) == 2
     assert problem in " ".join(capsys.readouterr().err.split())
     assert not {"ran", "again.onnx", "again.onnx.steps"} & {each.name for each in work.iterdir()}
+
+
+@pytest.mark.parametrize("pattern", ["(.|.|.|.|.|.|.)*!", "(" + ".|" * 25 + ".)*!", "(a*)*b"])
+def test_a_selector_in_the_steps_of_a_model_file_ends(pattern, net, work):
+    file = made_by(net, work / "made.onnx", "prune", {"plan": {f"re:{pattern}": 0.5}})
+    with within(30), pytest.raises(InputError, match="matches no module"):
+        htp_export.pipeline(file, net, work / "again.onnx")
+    file = made_by(net, work / "made.onnx", "functions", {"select": f"re:({pattern}"})
+    with pytest.raises(InputError, match="missing "):
+        htp_export.pipeline(file, net, work / "again.onnx")
+    assert not (work / "again.onnx").exists()
 
 
 def test_an_entry_runs_if_it_is_allowed_and_files_beside_are_read(net, work):

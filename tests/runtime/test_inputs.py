@@ -36,6 +36,28 @@ def test_what_stays_open_is_named():
     assert raised.value.names == ("bach",)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"shapes": {"x": [1] * 65}}, "a shape of 65 dimensions; numpy has at most 64"),
+        ({"shapes": {"x": [2**63, 1]}}, "a shape is a list of whole numbers, not one of more than 64 bits"),
+        ({"shapes": {"x": [10**5000, 1]}}, "a shape is a list of whole numbers, not one of more than 64 bits"),
+        ({"dims": {"batch": 10**5000}}, "size 'batch' is a whole number, not one of more than 64 bits"),
+        ({"dims": {"batch": 2**40}}, r"input 'x': \[1099511627776, 4\] are more than 1,073,741,824 elements"),
+        ({"dims": {"batch": 2**63 - 1}}, "are more than 1,073,741,824 elements"),
+    ],
+)
+def test_sizes_that_no_array_has_are_refused(given, said):
+    with pytest.raises(InputError, match=said):
+        inputs(x=["batch", 4]).random(**given)
+
+
+@pytest.mark.parametrize("shape", [[1] * 65, [2**40, 2], [2**62, 2**62], [0, 2**62, 2**62]])
+def test_inputs_of_a_file_that_no_array_has_are_refused(shape):
+    with pytest.raises(InputError, match=r"input 'x': (has 65 dimensions, and numpy|.* are more than 1,073,741,824)"):
+        inputs(x=shape).random()
+
+
 def test_contradictions_are_said_and_do_not_hinder_who_does_not_ask():
     bound = inputs(x=["batch", 4], y=["batch"]).bind(shapes={"x": (2, 5), "y": (3,)})
     assert bound.conflicts == (

@@ -22,7 +22,8 @@ from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
-from htp_export.reporting.columns import many
+from htp_export.results.columns import many
+from htp_export.runtime.declared_inputs import check_elements
 
 
 @names_model_faults("model")
@@ -87,6 +88,7 @@ class _Steering:
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
             listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in known)
             raise InputError(f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}")
+        check_elements(name, [size])
         vector = add_zeros_input(self._graph, self._names.tensors.unused(name), dtype, [size])
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)

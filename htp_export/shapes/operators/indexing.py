@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from htp_export.format.bounds import MOST_DIMENSIONS
 from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, shape_of
 from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative, smaller_of
@@ -55,7 +56,8 @@ def sliced_axes(node: Operation, known: Known) -> list[int] | None:
     axes, rank = axes_of(node, known, place=3), known.rank(node.inputs[0])
     if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
         starts = known.shape(node.inputs[1])
-        axes = list(range(starts[0])) if starts and isinstance(starts[0], int) else None
+        count = starts[0] if starts else None
+        axes = list(range(count)) if isinstance(count, int) and count <= MOST_DIMENSIONS else None
     return None if axes is None or rank is None else [normalized(axis, rank) for axis in axes]
 
 
