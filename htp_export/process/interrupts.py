@@ -10,7 +10,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-_ENDINGS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_ENDINGS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 """Signal → its handler when Python starts."""
 if hasattr(signal, "SIGHUP"):  # the terminal was closed; not on Windows
     _ENDINGS[signal.SIGHUP] = signal.SIG_DFL

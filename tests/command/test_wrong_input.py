@@ -215,9 +215,15 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
     *((f"cost net.onnx --dims batch={size}", "a size is a number of 64 bits") for size in ("9" * 23, DIGITS)),
     ("cost net.onnx --dims batch=9", "this model has no open dimensions, and so none named 'batch'"),
-    *((f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at") for command in TAKE_INPUTS),
+    *(
+        (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at")
+        for command in TAKE_INPUTS
+    ),
     *((f"{command} --shapes digits.json", "digits.json: is not JSON: a number has 5,000") for command in TAKE_INPUTS),
-    ("cost net.onnx --shapes deep.json", "deep.json: is not JSON: more than 300 lists and objects are inside one another"),
+    (
+        "cost net.onnx --shapes deep.json",
+        "deep.json: is not JSON: more than 300 lists and objects are inside one another",
+    ),
     ("profile open.onnx --shapes large.json", "[1099511627776, 16] are more than 1,073,741,824 elements"),
     ("quantize net.onnx digits.yaml -o o.onnx", "digits.yaml: is not YAML"),
     (f"prune net.onnx --rule layer.0={DIGITS}:{DIGITS} -o o.onnx", "write a share such as 0.5, a pattern such as"),

@@ -20,9 +20,7 @@ from onnxscript.rewriter import pattern
 from rich.console import Console
 
 import htp_export
-from htp_export.capabilities.carry.origins import text_to_map
-from htp_export.capabilities.cost.drawing import render
-from htp_export.capabilities.cost.result import ModuleRow, ModuleTree
+from htp_export.alignment.origin_map import text_to_map
 from htp_export.capabilities.functions.placing import MOST_NESTED
 from htp_export.capabilities.optimize.onnxscript_rules import MOST, changed_rules, near
 from htp_export.capabilities.verify import locating, same_model
@@ -103,7 +101,9 @@ def test_more_calls_than_a_file_can_have_are_refused(numbered, monkeypatch):
     monkeypatch.setattr(hierarchy, "MOST_CALLS", 10)
     assert htp_export.load(stating(9, 1, numbered=numbered))["fc"].calls == 9
     assert htp_export.load(stating(11, 3, numbered=numbered))["fc"].calls == 11
-    with pytest.raises(InputError, match="its modules have 12 calls, 11 of them module 'fc': too many for its number of"):
+    with pytest.raises(
+        InputError, match="its modules have 12 calls, 11 of them module 'fc': too many for its number of"
+    ):
         htp_export.load(stating(11, 2, numbered=numbered))
 
 
@@ -114,7 +114,9 @@ def test_a_file_with_as_many_calls_as_it_may_have_is_cut_in_time(monkeypatch):
         assert htp_export.extract(made, "fc").model.graph.inputs[0].name == "x"
 
 
-@pytest.mark.parametrize("key", [tags.MODULE, tags.OWNERS, tags.CALLERS, tags.MODULES, "pkg.torch.onnx.name_scopes", "name"])
+@pytest.mark.parametrize(
+    "key", [tags.MODULE, tags.OWNERS, tags.CALLERS, tags.MODULES, "pkg.torch.onnx.name_scopes", "name"]
+)
 def test_paths_with_very_many_paths_above_them_are_refused(key):
     deep = "." * 50_000
     made = stating(1, 1)
@@ -122,7 +124,9 @@ def test_paths_with_very_many_paths_above_them_are_refused(key):
     texts = {
         tags.OWNERS: json.dumps(["fc", deep]),
         tags.CALLERS: json.dumps({"fc": [[deep, 0]]}),
-        tags.MODULES: json.dumps({"": json.loads(made.metadata_props[tags.MODULES])[""], deep: {"class": "", "calls": 1}}),
+        tags.MODULES: json.dumps(
+            {"": json.loads(made.metadata_props[tags.MODULES])[""], deep: {"class": "", "calls": 1}}
+        ),
         "pkg.torch.onnx.name_scopes": str(["", deep, "relu"]),
     }
     if key == "name":

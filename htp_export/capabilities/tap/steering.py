@@ -22,7 +22,7 @@ from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel
 from htp_export.model.tensor_names import Names
-from htp_export.results.columns import many
+from htp_export.reporting.columns import many
 from htp_export.runtime.declared_inputs import check_elements
 
 
