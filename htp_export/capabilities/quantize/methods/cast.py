@@ -129,7 +129,7 @@ def _ports(node: ir.Node, activation: str, facts: Facts) -> _Ports | None:
 
 
 def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) -> bool:
-    """Whether onnx infers the types of a node in another type as they are expected, if it does so now.
+    """Whether onnx infers the types of a node in another type as they are expected, or fails on it as it does now.
 
     The type variables of an operator do not say everything: ``BitCast`` needs types of equal width, a window function
     has its type from an attribute of its own, ``MeanVarianceNormalization`` is a function with constants in fp32.
@@ -146,18 +146,22 @@ def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) ->
     converted = ir.Node(domain, node.op_type, [], attributes=list(node.attributes.values()))
     _convert_attributes(converted, to)
 
-    def is_valid(attributes: ir.Node, types: Mapping[ir.Value, ir.DataType | None]) -> bool:
+    def fault(attributes: ir.Node, types: Mapping[ir.Value, ir.DataType | None]) -> str:
         proto = onnx.NodeProto(op_type=node.op_type, domain=domain, attribute=ir.to_proto(attributes).attribute)
         proto.input.extend("" if value is None else names[value] for value in node.inputs)
         proto.output.extend(names[value] for value in node.outputs)
-        return _is_valid(proto.SerializeToString(), version, tuple((names[each], types[each]) for each in names))
+        return _fault_of(proto.SerializeToString(), version, tuple((names[each], types[each]) for each in names))
 
-    return is_valid(converted, narrow) or not is_valid(node, kinds)
+    found = fault(converted, narrow)
+    return not found or found == fault(node, kinds)
 
 
 @functools.lru_cache(maxsize=1024)
-def _is_valid(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> bool:
-    """Whether onnx infers these element types for a node, whose inputs and outputs have these names."""
+def _fault_of(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> str:
+    """Why onnx does not infer these element types for a node, whose inputs and outputs have these names; "" if it does.
+
+    A fault that the node has in fp32 is known: the file that is written may have it, too, and no other.
+    """
     proto = onnx.NodeProto.FromString(node)
     made = frozenset(proto.output)
     described = {name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None) for name, dtype in dtypes}
@@ -166,9 +170,9 @@ def _is_valid(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | 
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(proto.domain, version)])
     try:
         onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
-    except Exception:  # onnx's errors share no base but this
-        return False
-    return True
+    except Exception as error:  # onnx's errors share no base but this
+        return str(error)
+    return ""
 
 
 def _is_quantized(node: ir.Node) -> bool:
