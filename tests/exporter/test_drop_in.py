@@ -335,7 +335,6 @@ def tagged_nodes(export: Callable[..., Any], exporter: str, path: Path) -> int:
     return sum("htp.module" in metadata(node) for node in onnx.load(str(path)).graph.node)
 
 
-@BOTH
 class GivesItsInput(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.fc(x), x

@@ -8,6 +8,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -115,16 +116,16 @@ class Trace:
 
         Those that the model is given are inputs of the graph, and only marked.
         """
-        is_number = keys_of([tensor for _, tensor in given.inputs], self._is_number)
-        numbers = frozenset(name for name, _ in itertools.compress(given.inputs, is_number))
+        flags = keys_of([tensor for _, tensor in given.inputs], self._is_number)
+        numbers = frozenset(name for name, _ in itertools.compress(given.inputs, flags))
         if not numbers or len(self.log.stack) == 1:
             return replace(given, numbers=numbers)
         return replace(given, inputs=tuple(each for each in given.inputs if each[0] not in numbers))
 
     def _tensors(self, traced: list[Any]) -> list[Any]:
-        """What are tensors in PyTorch, too, of what are tensors in the trace."""
-        is_tensor = (not is_number for is_number in keys_of(traced, self._is_number))
-        return list(itertools.compress(traced, is_tensor))
+        """Those tensors of the trace that are tensors in PyTorch, too."""
+        flags = keys_of(traced, self._is_number)
+        return list(itertools.compress(traced, map(operator.not_, flags)))
 
     def _is_number(self, *tensor: Any) -> bool:
         return is_number(self._numbers, *tensor)

@@ -143,12 +143,12 @@ class Parts:
             yield Operation(operation.call, operation.inputs, others)
 
 
-def _without_lists(keys: Iterable[_T], elements: Mapping[_T, Iterable[_T]]) -> Iterator[_T]:
+def _without_lists(keys: Sequence[_T], elements: Mapping[_T, Sequence[_T]]) -> Iterator[_T]:
     """Tensors, with those in lists in place of the lists."""
-    waiting = [*keys][::-1]
+    waiting = [*reversed(keys)]
     while waiting:
         key = waiting.pop()
         if key in elements:
-            waiting.extend(elements[key])
+            waiting.extend(reversed(elements[key]))
         else:
             yield key
