@@ -21,7 +21,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature, is_unread
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
-from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
+from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work, write_owners
 from htp_export.model.boundaries import OUTSIDE, Boundaries
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY, base_op
@@ -152,9 +152,7 @@ def tag(
     hierarchy, crossing = find_fates(origin.hierarchy, evidence)
     names = [value.name for value in alignment.after.values]
     contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
-    entry_of = cache(lambda paths, reason, call: tags.node_tags(paths, reason, hierarchy.called, call))
-    for node, entry in zip(nodes, owned, strict=True):
-        tags.tag_node(node.metadata_props, entry_of(entry.paths, entry.reason, entry.call))
+    write_owners(nodes, owned, hierarchy.called)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
     signatures = evidence.signatures()

@@ -18,6 +18,7 @@ from htp_export.format.bounds import number_in
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.tensor_names import rename
 from htp_export.shapes.operator_kinds import subgraphs
 
@@ -93,10 +94,10 @@ class Expectations:
         call = tags.encoded_calls(metadata) if owners == every else ""
         if len(owners) == 1 and not call:
             call = self._call(owners[0], instance)
-        entry = tags.node_tags(owners, reason, self._hierarchy.called, call)
-        if tags.NAMESPACE not in metadata:  # viewers need it, nothing else does
-            del entry[tags.NAMESPACE]
-        tags.tag_node(metadata, entry)
+        had_namespace = tags.NAMESPACE in metadata
+        Owned(owners, reason, call).write(metadata, self._hierarchy.called)
+        if not had_namespace:  # viewers need it, nothing else does
+            del metadata[tags.NAMESPACE]
         return metadata
 
     def instance(self, shared: ir.Node, instance: Instance) -> Instance:

@@ -3,38 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
 
+from htp_export.editing.edit import ROOT, Edit
 from htp_export.editing.editing import add_initializer
 from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT
 from htp_export.model.regions import GraphIndex
-from htp_export.model.tensor_names import Names
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, subgraphs
 
 
-def add_output(
-    graph: ir.Graph, value: ir.Value, name: str, tags: Mapping[str, str], like: ir.Value | None = None
-) -> ir.Value:
+def add_output(edit: Edit, value: ir.Value, name: str, like: ir.Value) -> ir.Value:
     """Add an output that has the elements of a value, which keeps its own name: an ``Identity`` between them.
 
-    Its type and shape are those of ``like``, or of the value.
-
-    Examples:
-        >>> x = ir.val("x", ir.DataType.FLOAT, [2])
-        >>> relu = ir.node("Relu", [x], outputs=[ir.val("y", ir.DataType.FLOAT, [2])])
-        >>> graph = ir.Graph([x], relu.outputs, nodes=[relu], opset_imports={"": 20})
-        >>> added = add_output(graph, x, "copy", {})
-        >>> [node.op_type for node in graph], [value.name for value in graph.outputs]
-        (['Relu', 'Identity'], ['y', 'copy'])
+    Its type and shape are those of ``like``; its node belongs to no module.
     """
-    like = like or value
     result = ir.Value(name=name, type=like.type, shape=like.shape)
-    graph.append(ir.node("Identity", [value], outputs=[result], name=name, metadata_props=dict(tags)))
-    graph.outputs.append(result)
+    edit.graph.append(edit.node("Identity", [value], ROOT, name, outputs=[result]))
+    edit.graph.outputs.append(result)
     return result
 
 
@@ -69,24 +58,21 @@ def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
         put_back(graph)
 
 
-def lift(
-    index: GraphIndex, values: Sequence[ir.Value], tags: Mapping[str, str], name: str, names: Names
-) -> tuple[ir.Value, list[str]]:
+def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, list[str]]:
     """Return a value out of branches and loop bodies: each becomes an output of its body, and of the node around it.
 
     The other branch of an ``If`` gives an empty tensor. A ``Loop`` or ``Scan`` gives what each of its iterations had,
     one after the other in a new first dimension.
 
     Args:
-        index: The graph as it was.
+        edit: The edit of the model; new nodes belong to no module.
         values: One value, or one in each of several bodies, of which only one runs.
-        tags: Tags of new nodes.
-        name: What the names of new tensors begin with.
-        names: The names in use.
+        name: The beginning of the names of new tensors.
 
     Returns:
         The value in the main graph, and the names of all new tensors; an InputError, with the reason, if it cannot be.
     """
+    index, names = edit.tagged.index, edit.names
     by_graph = {value.graph: value for value in values}
     made: list[str] = []
 
@@ -96,9 +82,7 @@ def lift(
         shape = ir.Shape(facts["value"].shape.numpy()) if facts else like.shape
         result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
         made.append(str(result.name))
-        node = ir.node(op, inputs, facts, outputs=[result], name=names.nodes.unused(str(result.name)))
-        node.metadata_props.update(tags)
-        graph.append(node)
+        graph.append(edit.node(op, inputs, ROOT, str(result.name), facts, outputs=[result]))
         return result
 
     while inner := [graph for graph in by_graph if graph is not index.model.graph]:

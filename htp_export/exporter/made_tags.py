@@ -13,7 +13,6 @@ from functools import cache, cached_property
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
 from htp_export.exporter.owners import Flow, Ownership, assign, needed, varying
-from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
@@ -22,6 +21,7 @@ from htp_export.format.parameters import ModuleParameters
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.boundaries import Boundaries
 
 
@@ -237,7 +237,8 @@ class ExportEvidence(FateEvidence[Key]):
 class Tags:
     """Everything that is written into one exported model."""
 
-    nodes: list[dict[str, str]]  # metadata of each node, in the order of the record's nodes
+    owners: list[Owned]  # the owners of each node, in the order of the record's nodes
+    called: Collection[str]  # the paths of the modules that ran
     model: dict[str, str]  # metadata of the model
     graph_name: str  # the main graph's name: the root's class
 
@@ -263,7 +264,7 @@ def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, Mod
         parameters=parameters,
         contamination=[(path, _name_of(key), leaves) for path, key, leaves in unknown],
     )
-    return Tags(_node_metadata(owners, works, calls, tree), metadata, tree.root.simple_class)
+    return Tags(_owned(owners, works, calls), tree.called, metadata, tree.root.simple_class)
 
 
 def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
@@ -288,22 +289,14 @@ def _works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -
     return tree, [work(owner.paths, owner.calls) for owner in owners]
 
 
-def _node_metadata(
-    owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree, hierarchy: Hierarchy
-) -> list[dict[str, str]]:
-    """The metadata of each node, in order."""
-    called = hierarchy.called
-
-    @cache
-    def fixed(paths: tuple[str, ...], reason: str, encoded: str) -> dict[str, str]:
-        return tags.node_tags(paths, reason, called, encoded)
+def _owned(owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree) -> list[Owned]:
+    """The owners of each node, with their calls as they are written."""
 
     @cache
     def encoded_calls(work: NodeCalls) -> str:
         return calls.encode_calls(work.owners, work.calls)
 
-    owned = zip(owners, works, strict=True)
-    return [fixed(owner.paths, owner.reason, encoded_calls(work)).copy() for owner, work in owned]
+    return [Owned(owner.paths, owner.reason, encoded_calls(work)) for owner, work in zip(owners, works, strict=True)]
 
 
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:

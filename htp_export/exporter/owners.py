@@ -7,10 +7,12 @@ calls own the merged node as well. A node that computes no captured tensor takes
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Node, Operation, Record
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import complete
 from htp_export.model.boundaries import dependence
 
 
@@ -260,60 +262,86 @@ class Origins:
         return frozenset(self._final.get(key) for key in operation.inputs if key in self._live)
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """The calls that own a node, and ``works``: these, and the calls whose work the node absorbed."""
+
+    calls: Calls
+    reason: Reason
+    works: Calls
+
+
+class _ExportedGraph:
+    """The nodes of an exported graph by their places, as the rule of owners reads them.
+
+    A node that computes a captured tensor has owners by it: only the consumers of other tensors count for their
+    producers.
+    """
+
+    def __init__(self, nodes: list[Node], captured: Collection[Key]) -> None:
+        self._nodes = nodes
+        self._maker = {key: place for place, node in enumerate(nodes) for key in node.outputs}
+        self._consumers: dict[int, list[int]] = {}
+        for place, node in enumerate(nodes):
+            for key in node.inputs:
+                if key not in captured and key in self._maker:
+                    self._consumers.setdefault(self._maker[key], []).append(place)
+
+    def consumers(self, node: int) -> Iterable[int]:
+        return self._consumers.get(node, ())
+
+    def producers(self, node: int) -> Iterable[int]:
+        return [self._maker[key] for key in self._nodes[node].inputs if key in self._maker]
+
+    def holders(self, node: int) -> Iterable[int]:
+        return ()
+
+
 def assign(record: Record, flow: Flow) -> list[Ownership]:
     """Return the owners of every node of the exported graph, in the order of ``record.nodes``."""
     origins = Origins(record, flow)
-    demand: dict[Key, set[int]] = {}  # tensor that no captured operation made → calls whose work reads it
-    entries: list[tuple[Calls, Reason] | None] = [None] * len(record.nodes)
-    for index in range(len(record.nodes) - 1, -1, -1):
-        node = record.nodes[index]
-        calls, reason = _calls_of(node, origins, demand)
-        if not calls:
-            continue
-        entries[index] = calls, reason
-        takes = calls.union(*(origins.absorbed.get(key, ()) for key in node.outputs))
-        for key in node.inputs:
-            if key not in origins.made:
-                demand.setdefault(key, set()).update(takes)
-    _fill_forward(record.nodes, entries)
-    return [_ownership(record.log, *(entry or (_NOBODY, Reason.FLOW))) for entry in entries]
+    entries: dict[int, _Entry] = {}
+    for place, node in enumerate(record.nodes):
+        calls, reason = _captured_calls(node, origins)
+        if calls:
+            entries[place] = _Entry(calls, reason, calls | _calls_of(node, origins.absorbed))
+
+    def served(place: int, near: Sequence[_Entry]) -> _Entry | None:
+        """The calls that a node without captured tensors works for; no result may need it."""
+        node, calls = record.nodes[place], _NOBODY.union(*(entry.works for entry in near)) - {NO_CALL}
+        reason = Reason.FLOW if calls else Reason.SCOPE
+        calls = calls or _calls_of(node, origins.unneeded)
+        return _Entry(calls, reason, calls | _calls_of(node, origins.absorbed)) if calls else None
+
+    complete(range(len(record.nodes)), entries, _ExportedGraph(record.nodes, origins.made.keys()), served)
+    nobodys = _Entry(_NOBODY, Reason.FLOW, _NOBODY)
+    found = (entries.get(place, nobodys) for place in range(len(record.nodes)))
+    return [_ownership(record.log, entry.calls, entry.reason) for entry in found]
 
 
-def _calls_of(node: Node, origins: Origins, demand: dict[Key, set[int]]) -> tuple[Calls, Reason]:
-    calls = _NOBODY.union(*(origins.made.get(key, ()) for key in node.outputs)) - {NO_CALL}
+def _calls_of(node: Node, calls: Mapping[Key, set[int]]) -> Calls:
+    """The calls for the outputs of a node."""
+    return _NOBODY.union(*(calls.get(key, ()) for key in node.outputs)) - {NO_CALL}
+
+
+def _captured_calls(node: Node, origins: Origins) -> tuple[Calls, Reason]:
+    """The calls that computed the tensors of a node, or that other evidence names; nobody if none is known."""
+    calls = _calls_of(node, origins.made)
     by_flow = not origins.placed.isdisjoint(node.outputs)
     if calls and not (by_flow and node.hint != NO_CALL):
-        absorbed = _NOBODY.union(*(origins.absorbed.get(key, ()) for key in node.outputs)) - {NO_CALL}
+        absorbed = _calls_of(node, origins.absorbed)
         if absorbed - calls or _differ(node, origins):
             return calls | absorbed, Reason.FUSED
         return calls, Reason.FLOW if by_flow else Reason.SCOPE
     if node.hint != NO_CALL:
         return frozenset({node.hint}), node.evidence
-    demanded = _NOBODY.union(*(demand.get(key, ()) for key in node.outputs)) - {NO_CALL}
-    if demanded:
-        return demanded, Reason.FLOW
-    return _NOBODY.union(*(origins.unneeded.get(key, ()) for key in node.outputs)) - {NO_CALL}, Reason.SCOPE
+    return _NOBODY, Reason.FLOW
 
 
 def _differ(node: Node, origins: Origins) -> bool:
     """Whether different calls made the outputs of a node: a sum of one module, and what the next one normalizes."""
     calls = [origins.made[key] for key in node.outputs if key in origins.made]
     return any(each != calls[0] for each in calls)
-
-
-def _fill_forward(nodes: list[Node], entries: list[tuple[Calls, Reason] | None]) -> None:
-    """Give nodes that nothing reads the owners of what they read."""
-    if all(entries):
-        return
-    by_output: dict[Key, Calls] = {}
-    for index, node in enumerate(nodes):
-        entry = entries[index]
-        if entry is None:
-            calls = _NOBODY.union(*(by_output.get(key, _NOBODY) for key in node.inputs))
-            if calls:
-                entries[index] = entry = calls, Reason.FLOW
-        if entry is not None:
-            by_output.update(dict.fromkeys(node.outputs, entry[0]))
 
 
 def _ownership(log: CallLog, calls: Calls, reason: Reason) -> Ownership:

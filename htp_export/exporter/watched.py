@@ -26,6 +26,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
+from htp_export.lineage.owner_rule import NOBODYS, node_metadata, write_owners
 from htp_export.process.restoring import Changes, hold_collection, set_variable, turn_attention_fast_path_off
 
 IR_VERSION = 10  # the first with metadata on nodes
@@ -56,8 +57,7 @@ def write_tags(known: Captured, model: ir.Model) -> None:
         made = make_tags(record, hierarchy, known.parameters)
     with seam("finding how the weights were made"):
         capture.write_recipes(model)
-    for node, metadata in zip(nodes, made.nodes, strict=True):
-        tags.tag_node(node.metadata_props, metadata)
+    write_owners(nodes, made.owners, made.called)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
     model.metadata_props.update(made.model)
@@ -113,7 +113,7 @@ def _state(model: ir.Model) -> list[Any]:
 
 def _untag(model: ir.Model) -> None:
     for node in nodes_of_model(model):
-        tags.tag_node(node.metadata_props, {})
+        NOBODYS.write(node.metadata_props, ())
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
 
@@ -243,7 +243,7 @@ class TorchScript:
             record, nodes = self.capture.finish(file)
         with seam("finding the owners of each node"):
             made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
-        for node, metadata in zip(nodes, made.nodes, strict=True):
+        for node, metadata in zip(nodes, node_metadata(made.owners, made.called), strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
         for tensor in file.proto.graph.initializer:

@@ -15,8 +15,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
-from htp_export.format import tags
-from htp_export.lineage.owner_rule import Owned, OwnerRule, Replacement, Work
+from htp_export.lineage.owner_rule import NOBODYS, Owned, OwnerRule, Replacement, Work
 from htp_export.model.boundaries import REPLACED_BY, dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import (
     LAYOUT,
@@ -321,9 +320,7 @@ def update_owners(difference: PassDifference, rule: OwnerRule, part: Collection[
         replacements = []
     owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after))
     for node in new:
-        entry = owned.get(node)
-        found = {} if entry is None else tags.node_tags(entry.paths, entry.reason, rule.calls.called, entry.call)
-        tags.tag_node(node.metadata_props, found)
+        owned.get(node, NOBODYS).write(node.metadata_props, rule.calls.called)
 
 
 def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:

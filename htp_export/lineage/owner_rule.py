@@ -14,9 +14,12 @@ An export, a pass and another tool change a graph in the same ways, and the rule
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Generic, Protocol, TypeVar
+
+import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree
@@ -67,6 +70,44 @@ class Owned:
     call: str = ""
     kept: bool = False
 
+    @classmethod
+    def of(cls, metadata: Mapping[str, str]) -> Owned:
+        """The owners of a node as its metadata has them."""
+        return cls(tags.owners_of(metadata), metadata.get(tags.REASON, ""), tags.encoded_calls(metadata))
+
+    def metadata(self, called: Collection[str]) -> dict[str, str]:
+        """The tags of a node with these owners; ``called``: the paths of the modules that ran.
+
+        Examples:
+            >>> Owned(("fc",), "inserted").metadata({"", "fc"})
+            {'htp.module': 'fc', 'htp.reason': 'inserted', 'namespace': 'fc'}
+        """
+        return tags.node_tags(self.paths, self.reason, called, self.call)
+
+    def write(self, metadata: MutableMapping[str, str], called: Collection[str]) -> None:
+        """Tag a node with these owners, in place of the tags that it has; without owners, it has no tags then."""
+        tags.tag_node(metadata, self.metadata(called) if self.paths else {})
+
+
+NOBODYS = Owned((), "")
+"""No owners: a node without tags."""
+
+
+def node_metadata(owned: Iterable[Owned], called: Collection[str]) -> Iterator[Mapping[str, str]]:
+    """The tags of many nodes, in order; nodes with equal owners share one mapping."""
+
+    @cache
+    def metadata(owners: Owned) -> Mapping[str, str]:
+        return owners.metadata(called) if owners.paths else {}
+
+    return map(metadata, owned)
+
+
+def write_owners(nodes: Iterable[ir.Node], owned: Iterable[Owned], called: Collection[str]) -> None:
+    """Tag many nodes, each with its owners, in place of the tags that they have."""
+    for node, entry in zip(nodes, node_metadata(owned, called), strict=True):
+        tags.tag_node(node.metadata_props, entry)
+
 
 @dataclass(frozen=True, slots=True)
 class Replacement(Generic[Node]):
@@ -84,8 +125,8 @@ class Replacement(Generic[Node]):
     evidence: str = ""
 
 
-class Neighbours(Protocol[Node]):
-    """The graph after a change, as the rule reads it."""
+class Links(Protocol[Node]):
+    """The neighbours of nodes in a graph."""
 
     def consumers(self, node: Node) -> Iterable[Node]:
         """The nodes that read a result of a node, in order."""
@@ -95,6 +136,10 @@ class Neighbours(Protocol[Node]):
 
     def holders(self, node: Node) -> Iterable[Node]:
         """The nodes that hold the subgraph, or call the function, in which a node is."""
+
+
+class Neighbours(Links[Node], Protocol[Node]):
+    """The graph after a change, as the rule reads it."""
 
     def is_live(self, node: Node) -> bool:
         """Whether the result of a node depends on values of the model's inputs, not on constants and sizes alone."""
@@ -242,7 +287,7 @@ def _for_this_result(result: Sequence[Work], repeats: Mapping[int, int]) -> list
 def complete(
     nodes: Sequence[Node],
     entries: MutableMapping[Node, Entry],
-    graph: Neighbours[Node],
+    graph: Links[Node],
     combine: Callable[[Node, Sequence[Entry]], Entry | None],
 ) -> None:
     """Give nodes without an entry that of their consumers, or else of their producers, or else of their holders.
@@ -251,15 +296,15 @@ def complete(
         nodes: The nodes, in the order of the graph.
         entries: Node → its entry; completed.
         graph: The graph.
-        combine: Makes the entry of a node of those of its neighbours; None if they decide nothing.
+        combine: Makes the entry of a node from the entries of its neighbours, of which there may be none; None if
+            they decide nothing.
     """
 
     def fill(ordered: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> None:
         for node in ordered:
             if node in entries:
                 continue
-            near = [entries[other] for other in neighbours(node) if other in entries]
-            found = combine(node, near) if near else None
+            found = combine(node, [entries[other] for other in neighbours(node) if other in entries])
             if found is not None:
                 entries[node] = found
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from htp_export.capabilities.extract.grafts import Graft, SplicedCalls, weight_key
+from htp_export.editing.cut_models import cut_model
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
@@ -17,7 +18,6 @@ from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
-from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape

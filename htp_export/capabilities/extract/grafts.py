@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import onnx_ir as ir
 
+from htp_export.editing.cut_models import own_output
 from htp_export.editing.editing import take_place
 from htp_export.errors import InputError
 from htp_export.format import tags
@@ -18,7 +19,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
-from htp_export.model.cut_models import own_output
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.regions import all_nodes, twins_of
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import UsedNames, rename
@@ -240,7 +241,7 @@ class Graft:
             metadata = node.metadata_props
             owners = tuple(self._paths[owner] for owner in tags.owners_of(metadata)) or (self._path,)
             calls = self._calls.encode_calls(source, owners, self._call)
-            tags.tag_node(metadata, tags.node_tags(owners, metadata.get(tags.REASON, Reason.SPLICED), called, calls))
+            Owned(owners, metadata.get(tags.REASON, Reason.SPLICED), calls).write(metadata, called)
 
     # --- going in -----------------------------------------------------------------------------------------
 
@@ -295,10 +296,8 @@ class Graft:
 
     def _own(self, value: ir.Value) -> ir.Value:
         """A tensor of a node of its own, for an output that is an input or an initializer."""
-        entry = tags.node_tags(
-            (self._path,), Reason.SPLICED, {self._path}, self._calls.encode_calls(None, (self._path,), self._call)
-        )
-        return own_output(self._model.graph, value, entry)
+        owned = Owned((self._path,), Reason.SPLICED, self._calls.encode_calls(None, (self._path,), self._call))
+        return own_output(self._model.graph, value, owned)
 
     # --- the module tree --------------------------------------------------------------------------------
 

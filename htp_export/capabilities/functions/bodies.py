@@ -14,6 +14,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.hashes import body_hash, constant_hash
 from htp_export.model.neighbours import replace_inputs
 from htp_export.model.regions import GraphIndex
@@ -96,8 +97,8 @@ class Bodies:
             domain=DOMAIN,
             outputs=results,
             name=_relative_name(instance, ""),
-            metadata_props=tags.node_tags((instance.path,), Reason.FUNCTION, self.hierarchy.called, number),
         )
+        Owned((instance.path,), Reason.FUNCTION, number).write(call.metadata_props, self.hierarchy.called)
         graph.append(call)
         self.occurrences[call] = Occurrence(instance, function, body)
         return call

@@ -13,6 +13,7 @@ from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import subgraphs
 
 
@@ -81,15 +82,16 @@ def _share(shared: ir.Node, found: Sequence[ir.Node], hierarchy: Hierarchy) -> N
     """Make a node of a body true for all that it stands for."""
     if len(found) == 1:
         return
-    owners = list(dict.fromkeys(owner for one in found for owner in tags.owners_of(one.metadata_props)))
+    tagged = [Owned.of(one.metadata_props) for one in found]
+    owners = tuple(dict.fromkeys(owner for owned in tagged for owner in owned.paths))
     if owners:
-        reasons = {one.metadata_props.get(tags.REASON, "") for one in found}
-        calls = {tags.encoded_calls(one.metadata_props) for one in found}
+        reasons = {owned.reason for owned in tagged}
+        calls = {owned.call for owned in tagged}
         one_call = next(iter(calls)) if len(calls) == 1 and len(owners) == 1 else ""
         reason = next(iter(reasons)) if len(reasons) == 1 else Reason.SHARED
         if len(owners) > 1 and reason == Reason.SCOPE:
             reason = Reason.SHARED
-        tags.tag_node(shared.metadata_props, tags.node_tags(owners, reason, hierarchy.called, one_call))
+        Owned(owners, reason, one_call).write(shared.metadata_props, hierarchy.called)
         if all(tags.NAMESPACE not in one.metadata_props for one in found):
             del shared.metadata_props[tags.NAMESPACE]
     for position, value in enumerate(shared.outputs):

@@ -27,6 +27,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.parameters import ModuleParameters, parameters_of
+from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:
@@ -122,10 +123,9 @@ class _Whole:
         for value in (*node.outputs, *(value for body in subgraphs(node) for value in body.inputs)):
             if value.name:
                 value.name = f"{piece.name}/{value.name}"
-        owners = [tags.below(piece.prefix, path) for path in tags.owners_of(node.metadata_props)]
-        if owners:
-            reason = node.metadata_props.get(tags.REASON, "")
-            tags.tag_node(node.metadata_props, tags.node_tags(owners, reason, self._called))
+        owned = Owned.of(node.metadata_props)
+        paths = tuple(tags.below(piece.prefix, path) for path in owned.paths)
+        Owned(paths, owned.reason).write(node.metadata_props, self._called)
 
     def _know(self, model: ir.Model, prefix: str) -> None:
         """What became of the modules of a part."""

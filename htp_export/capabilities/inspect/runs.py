@@ -19,6 +19,7 @@ from htp_export.format.fates import Fate
 from htp_export.format.hierarchy import Hierarchy, module_paths
 from htp_export.format.leaves import tensors_in
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import subgraphs
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
 
 def tag_by_scope(node: ir.Node, path: str) -> None:
     """Write that a node is of the module in whose scope it is; namespaces are those of `merged`, or of `tree_of`."""
-    tags.tag_node(node.metadata_props, tags.node_tags([path], Reason.SCOPE, ()))
+    Owned((path,), Reason.SCOPE).write(node.metadata_props, ())
 
 
 def without_identities(graph: ir.Graph) -> set[str]:

@@ -22,14 +22,13 @@ from htp_export.capabilities.lora.adapters import (
 )
 from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
 from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters, require_peft
-from htp_export.editing.editing import take_place
+from htp_export.editing.edit import Edit
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.targets import Kind, check_target
-from htp_export.format.hierarchy import Hierarchy
-from htp_export.format.model_metadata import lora_modules, write_lora, write_model_metadata
+from htp_export.format.model_metadata import lora_modules, write_lora
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult, load
 from htp_export.reporting.result import Result
@@ -193,22 +192,20 @@ def fuse(
 
 def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedModel:
     """Take all LoRA layers out of a model, with their modules."""
-    graph = tagged.model.graph
-    for path in layers:
-        _remove(graph, path)
-    gone = lora_modules(tagged.model.metadata_props)
-    hierarchy = Hierarchy(module for path, module in tagged.hierarchy.items() if path not in gone)
-    signatures = {path: calls for path, calls in tagged.signatures.items() if path not in gone}
-    write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
+    with Edit(tagged) as edit:
+        for path in layers:
+            _remove(edit, path)
+        edit.remove_modules(lora_modules(tagged.model.metadata_props))
     write_lora(tagged.model.metadata_props, {})
-    return tagged.refresh(hierarchy)
+    return tagged
 
 
-def _remove(graph: ir.Graph, path: str) -> None:
+def _remove(edit: Edit, path: str) -> None:
     """Take the LoRA layer of a module out of a graph; the module's results keep their names.
 
     If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an `InputError`.
     """
+    graph = edit.graph
     factors = factor_inputs(graph, path)
     made = _derived(factors[0])
     joins = [node for node in made if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)]
@@ -216,7 +213,7 @@ def _remove(graph: ir.Graph, path: str) -> None:
         raise InputError(f"module {path!r}: the nodes of its LoRA layer were changed by another tool")
     for join in joins:
         [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
-        take_place(join.outputs[0], base)
+        edit.take_place(join.outputs[0], base)
         remove_unused(join.outputs)
     for factor in factors:
         if factor.uses():

@@ -18,6 +18,7 @@ from htp_export.capabilities.lora.linears import (
     lora_layers,
     unquantized,
 )
+from htp_export.editing.edit import Edit
 from htp_export.editing.editing import add_initializer, stand_in, take_place
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
@@ -25,16 +26,14 @@ from htp_export.editing.submodels import remove_unused
 from htp_export.errors import InputError
 from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
-from htp_export.format import tags
-from htp_export.format.hierarchy import Hierarchy, ModuleInfo
-from htp_export.format.model_metadata import FACTORS, factor_module, factor_name, write_lora, write_model_metadata
+from htp_export.format.call_tree import Instance
+from htp_export.format.hierarchy import ModuleInfo
+from htp_export.format.model_metadata import FACTORS, factor_module, factor_name, write_lora
 from htp_export.format.recipes import CONSTANT
 from htp_export.format.signatures import Signature
-from htp_export.format.tags import Reason
 from htp_export.model.boundaries import dependence, reads_and_results
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
-from htp_export.model.tensor_names import Names
 from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.reporting.columns import Column
@@ -153,11 +152,12 @@ def insert(
     if again := [path for path in linears if path in known]:
         raise InputError(f"module {again[0]!r} takes adapters already")
     results = {linear.y for calls in linears.values() for linear in calls}
-    insertion = _Insertion(tagged, scaling, results, required)
-    for path in counted(list(linears), "layers"):
-        insertion.add(path, linears[path])
-    ranges = insertion.release()
-    insertion.describe()
+    with Edit(tagged) as edit:
+        edit.add_modules({path: _modules(path, calls) for path, calls in linears.items()})
+        insertion = _Insertion(edit, scaling, results, required)
+        for path in counted(list(linears), "layers"):
+            insertion.add(path, linears[path])
+        ranges = insertion.release()
     write_lora(tagged.model.metadata_props, {**known, **dict.fromkeys(linears, scaling)})
     tagged.model.ir_version = max(tagged.model.ir_version, 10)
     if output is not None:
@@ -201,68 +201,64 @@ def _input_names(path: str) -> tuple[str, ...]:
     return tuple(factor_name(path, factor) for factor in FACTORS)
 
 
-class _Insertion:
-    """Puts low-rank products beside linear layers of a model, in place; ``results`` are what these layers give."""
+def _modules(path: str, calls: Sequence[Linear]) -> list[ModuleInfo]:
+    """The modules of the two factors of a layer."""
+    return [ModuleInfo(factor_module(path, factor), _CLASS, len(calls), synthetic=True) for factor in FACTORS]
 
-    def __init__(self, tagged: TaggedModel, scaling: float, results: Container[ir.Value], required: bool) -> None:
-        self._required = required
-        self._tagged, self._scaling, self._given = tagged, scaling, results
-        self._graph = tagged.model.graph
-        names = Names(tagged.model)
-        self._values, self._nodes = names.tensors, names.nodes
-        self._steps: dict[str, list[tuple[ir.Value, ir.Value]]] = {}  # new module → what goes in and out of its calls
-        self._modules: dict[str, list[ModuleInfo]] = {}
+
+class _Insertion:
+    """Puts low-rank products beside linear layers of a model, in place; ``results`` are the results of these layers."""
+
+    def __init__(self, edit: Edit, scaling: float, results: Container[ir.Value], required: bool) -> None:
+        self._edit, self._scaling, self._given, self._required = edit, scaling, results, required
         self._factors: dict[ir.DataType, ir.Value] = {}
-        self._results: dict[ir.Value, ir.Value] = {}  # what a layer gave before → what it gives now
+        self._results: dict[ir.Value, ir.Value] = {}  # result of a layer → the sum in its place
 
     def add(self, path: str, calls: Sequence[Linear]) -> None:
         """Insert the products of the calls of one layer."""
-        dtype = self._tagged.inferred.dtype(calls[0].x) or ir.DataType.FLOAT
+        dtype = self._edit.tagged.inferred.dtype(calls[0].x) or ir.DataType.FLOAT
         sizes = {"A": (0, calls[0].inputs), "B": (calls[0].outputs, 0)}
         factors = {factor: self._input(path, factor, sizes[factor], dtype) for factor in FACTORS}
-        children = {factor: factor_module(path, factor) for factor in FACTORS}
-        self._modules[path] = [ModuleInfo(child, _CLASS, len(calls), synthetic=True) for child in children.values()]
-        called = frozenset((*self._tagged.hierarchy.called, *children.values()))
-        steps = [self._product(path, linear, factors, dtype, called, len(calls)) for linear in calls]
-        for factor, child in children.items():
-            at = FACTORS.index(factor)
-            self._steps[child] = [(values[at], values[at + 1]) for values in steps]
+        steps = [self._product(path, linear, factors, dtype) for linear in calls]
+        if not self._edit.signatures:
+            return
+        for at, factor in enumerate(FACTORS):
+            self._edit.signatures[factor_module(path, factor)] = [
+                Signature({"x": values[at].name}, (values[at + 1].name,)) for values in steps
+            ]
 
     def _input(self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType) -> ir.Value:
         name = factor_name(path, factor)
-        if self._values.unused(name) != name:
+        if self._edit.names.tensors.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
+        graph = self._edit.graph
         if self._required:
             value = ir.Value(name=name, type=ir.TensorType(dtype))
-            self._graph.inputs.append(value)
+            graph.inputs.append(value)
         else:
-            value = add_zeros_input(self._graph, name, dtype, shape)
+            value = add_zeros_input(graph, name, dtype, shape)
         value.shape = ir.Shape([f"{path}.lora_rank" if size == 0 else size for size in shape])
         return value
 
     def _product(
-        self,
-        path: str,
-        linear: Linear,
-        factors: Mapping[str, ir.Value],
-        dtype: ir.DataType,
-        called: frozenset[str],
-        calls: int,
+        self, path: str, linear: Linear, factors: Mapping[str, ir.Value], dtype: ir.DataType
     ) -> list[ir.Value]:
-        """Add the product for one call; what goes in, is between the factors, and comes out."""
+        """Add the product for one call.
+
+        Returns:
+            Its input, the tensor between the factors, and its result.
+        """
         base, uses = linear.y, list(linear.y.uses())
         x = self._results.get(linear.x, linear.x if linear.x in self._given else unquantized(linear.x))
-        number = str(linear.call) if calls > 1 else ""
         nodes: list[ir.Node] = []
 
         def made(
             op: str, inputs: Sequence[ir.Value], owner: str, like: ir.Value | None = None, **facts: Any
         ) -> ir.Value:
-            metadata = tags.node_tags((owner,), Reason.INSERTED, called, number)
             name = f"{base.name}_{owner.rpartition('.')[2] if owner != path else 'lora'}_{op}"
-            nodes.append(ir.node(op, inputs, facts, metadata_props=metadata, name=self._nodes.unused(name)))
+            nodes.append(self._edit.node(op, inputs, Instance(owner, linear.call), name, facts))
             result = nodes[-1].outputs[0]
-            result.name, result.type = self._values.unused(name), ir.TensorType(dtype)
+            result.name, result.type = self._edit.names.tensors.unused(name), ir.TensorType(dtype)
             result.shape = None if like is None else like.shape
             return result
 
@@ -273,40 +269,27 @@ class _Insertion:
         result = made("Add", [base, scaled], path, base)
         producer = base.producer()
         assert producer is not None
-        self._graph.insert_after(producer, nodes)
-        take_place(base, result, uses, self._values.unused(f"{base.name}_base"))
+        self._edit.graph.insert_after(producer, nodes)
+        self._edit.take_place(base, result, uses, rest=f"{base.name}_base")
         self._results[base] = result
         return [x, down, up]
 
     def _factor(self, dtype: ir.DataType) -> ir.Value:
         if dtype not in self._factors:
-            name = self._values.unused("lora_scaling")
+            name = self._edit.names.tensors.unused("lora_scaling")
             tensor = ir.Tensor(np.array(self._scaling, dtype.numpy()), dtype=dtype, name=name)
-            self._factors[dtype] = add_initializer(self._graph, tensor, name, CONSTANT)
+            self._factors[dtype] = add_initializer(self._edit.graph, tensor, name, CONSTANT)
         return self._factors[dtype]
 
     def release(self) -> int:
-        """Take out the quantization of activations that adapters change; how many these are."""
-        calls = [call for each in self._tagged.signatures.values() for call in each]
-        named = {name for call in calls for name in (*call.inputs.values(), *call.outputs) if name}
-        return release_ranges(self._graph, self._results.values(), named)
+        """Remove the quantization of activations that adapters change.
 
-    def describe(self) -> None:
-        """Write the new modules and their signatures into the metadata."""
-        listed: list[ModuleInfo] = []
-        around: list[str] = []  # layers whose modules stand after all that lie below them
-        for path, module in (*self._tagged.hierarchy.items(), (None, None)):
-            while around and (path is None or not tags.is_under(path, around[-1])):
-                listed += self._modules[around.pop()]
-            if path is not None and module is not None:
-                listed.append(module)
-                around += [path] if path in self._modules else []
-        made = {
-            path: [Signature({"x": given.name}, (result.name,)) for given, result in calls]
-            for path, calls in self._steps.items()
-        }
-        signatures = {**self._tagged.signatures, **made} if self._tagged.signatures else None
-        write_model_metadata(self._tagged.model.metadata_props, Hierarchy(listed), signatures=signatures)
+        Returns:
+            The number of pairs that were removed.
+        """
+        calls = [call for each in self._edit.tagged.signatures.values() for call in each]
+        named = {name for call in calls for name in (*call.inputs.values(), *call.outputs) if name}
+        return release_ranges(self._edit.graph, self._results.values(), named)
 
 
 def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collection[str]) -> int:

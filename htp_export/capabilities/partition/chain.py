@@ -14,11 +14,11 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import Partition, Stage, StageTensor
+from htp_export.editing.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import OUTSIDE
-from htp_export.model.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
 from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.parts import Constants, constant_bytes, part_tensors, weight_bytes
 from htp_export.model.regions import all_nodes

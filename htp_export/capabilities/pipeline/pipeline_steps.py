@@ -27,6 +27,8 @@ from htp_export.discovery import exported_in
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.files.filesystem import is_special
 from htp_export.format import tags
+from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.tagged import TaggedModel, load
 from htp_export.plans.rules import modules_within
 from htp_export.process.argument_types import check_type, parameter_type
@@ -362,7 +364,7 @@ def _try_tool(step: PipelineStep) -> None:
 
 def _one_product() -> ir.Model:
     x, weight = ir.val("x", ir.DataType.FLOAT, [2, 32]), ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f")))
-    node = ir.node("MatMul", [x, weight], metadata_props=tags.node_tags(["layer"], "scope", {"", "layer"}))
+    node = ir.node("MatMul", [x, weight], metadata_props=Owned(("layer",), Reason.SCOPE).metadata({"", "layer"}))
     node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net")
     return ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})

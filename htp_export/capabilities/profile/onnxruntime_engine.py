@@ -14,9 +14,9 @@ from pathlib import Path
 import onnx_ir as ir
 
 from htp_export.capabilities.profile.measurements import Kernel, Measurement, consistent, owned
+from htp_export.editing.cut_models import cut_model
 from htp_export.errors import InputError
 from htp_export.format import tags
-from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import Cut, Cutter, check_outside
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.progress import counted

@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.editing.editing import remove_unused, take_place
+from htp_export.editing.edit import ROOT, Edit
+from htp_export.editing.editing import remove_unused
 from htp_export.errors import InputError
-from htp_export.format import tags
 from htp_export.format.fates import Fate
-from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
-from htp_export.format.tags import Reason
 from htp_export.model.tagged import TaggedModel
 
 _PASSED = frozenset(
@@ -32,19 +30,20 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
         taken, given = ends_of(tagged, path)
         now[given] = taken
     names: dict[str, str] = {}
-    for given, stands in now.items():
-        while stands in now:
-            stands = now[stands]
-        names[str(given.name)] = str(stands.name)
-        if given.is_graph_output():
-            metadata = tags.node_tags(("",), Reason.INSERTED, tagged.hierarchy.called)
-            copy = ir.node("Identity", [stands], metadata_props=metadata, name=f"{given.name}_removed")
-            tagged.model.graph.append(copy)
-            take_place(given, copy.outputs[0], (), f"{given.name}_before")
-            names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
-        given.replace_all_uses_with(stands)
-    remove_unused(tagged.model)
-    return _describe(tagged, paths, names, had_nodes)
+    with Edit(tagged) as edit:
+        for given, stands in now.items():
+            while stands in now:
+                stands = now[stands]
+            names[str(given.name)] = str(stands.name)
+            if given.is_graph_output():
+                copy = edit.node("Identity", [stands], ROOT, f"{given.name}_removed")
+                edit.graph.append(copy)
+                edit.take_place(given, copy.outputs[0], (), f"{given.name}_before")
+                names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
+            given.replace_all_uses_with(stands)
+        remove_unused(tagged.model)
+        _describe(edit, paths, names, had_nodes)
+    return tagged
 
 
 def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
@@ -87,24 +86,20 @@ def _added(given: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
     return found
 
 
-def _describe(
-    tagged: TaggedModel, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]
-) -> TaggedModel:
-    """Write the fates and signatures of the modules that are gone."""
-    tagged.refresh()
+def _describe(edit: Edit, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]) -> None:
+    """Record the fates and signatures of the modules that are gone."""
+    tagged = edit.tagged.refresh()
     fates = dict.fromkeys((path for path in had_nodes if not tagged[path].nodes), Fate.DEAD)
     fates |= dict.fromkeys(paths, Fate.IDENTITY)
-    hierarchy = tagged.hierarchy.with_results(fates=fates)
+    edit.set_fates(fates)
 
     def present(name: str) -> str | None:
         name = names.get(name, name)
         return name if name in tagged.values else None
 
-    signatures = {}
-    for path, calls in tagged.signatures.items():
-        if fates.get(path) != Fate.DEAD:
-            renamed = [call.renamed(present) for call in calls]
-            one_output = [Signature(call.inputs, call.outputs[:1]) for call in renamed]
-            signatures[path] = one_output if path in paths else renamed
-    write_model_metadata(tagged.model.metadata_props, hierarchy, signatures=signatures)
-    return tagged.refresh(hierarchy)
+    edit.rename(present)
+    for path in [path for path in edit.signatures if fates.get(path) == Fate.DEAD]:
+        del edit.signatures[path]
+    for path in paths:
+        if path in edit.signatures:
+            edit.signatures[path] = [Signature(call.inputs, call.outputs[:1]) for call in edit.signatures[path]]

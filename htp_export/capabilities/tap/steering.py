@@ -8,20 +8,17 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from htp_export.capabilities.tap.tapping import Places, Tapped, TappedTensor, named_places, written
-from htp_export.editing.editing import insert_behind, take_place
+from htp_export.editing.edit import ROOT, Edit
+from htp_export.editing.editing import insert_behind
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.errors import InputError
 from htp_export.files.targets import check_target
-from htp_export.format import tags
 from htp_export.format.call_tree import Instance
-from htp_export.format.model_metadata import write_model_metadata
-from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import IN, OUT, ModuleTensor
-from htp_export.model.tagged import ModelSource, TaggedModel
-from htp_export.model.tensor_names import Names
+from htp_export.model.tagged import ModelSource
 from htp_export.reporting.columns import many
 from htp_export.runtime.declared_inputs import check_elements
 
@@ -65,21 +62,20 @@ def steer(
     """
     check_target(output)
     tagged = read_for_change(model)
-    steering = _Steering(tagged)
-    added = [steering.add(name, tensors) for name, tensors in named_places(tagged, places, ".steer").items()]
-    if tagged.signatures:
-        write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, signatures=steering.signatures)
+    wanted = named_places(tagged, places, ".steer")
+    with Edit(tagged) as edit:
+        steering = _Steering(edit)
+        added = [steering.add(name, tensors) for name, tensors in wanted.items()]
     said = f"{many(len(added), 'optional input')} added; without them, the model computes what it did before"
     return written(tagged, added, said, output, share_weights=share_weights)
 
 
 class _Steering:
-    """Adds vectors to tensors of a model, in place; ``signatures`` are those of the model then."""
+    """Adds vectors to tensors of a model, in place."""
 
-    def __init__(self, tagged: TaggedModel) -> None:
-        self._tagged, self._graph, self._names = tagged, tagged.model.graph, Names(tagged.model)
-        self._values = dict(tagged.values)
-        self.signatures = {path: list(calls) for path, calls in tagged.signatures.items()}
+    def __init__(self, edit: Edit) -> None:
+        self._edit, self._tagged = edit, edit.tagged
+        self._values = dict(edit.tagged.values)
 
     def add(self, name: str, tensors: Sequence[ModuleTensor]) -> TappedTensor:
         known = [self._tagged.inferred.described(value) for tensor in tensors for value in tensor.values]
@@ -89,7 +85,7 @@ class _Steering:
             listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in known)
             raise InputError(f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}")
         check_elements(name, [size])
-        vector = add_zeros_input(self._graph, self._names.tensors.unused(name), dtype, [size])
+        vector = add_zeros_input(self._edit.graph, self._edit.names.tensors.unused(name), dtype, [size])
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)
         return TappedTensor.of(vector, tensors)
@@ -100,30 +96,26 @@ class _Steering:
         inside = {use: self._is_inside(use.node, call, tensor) for use in value.uses()}
         readers = [(use.node, use.idx) for use, is_inside in inside.items() if is_inside == enters]
         made_by = self._tagged.calls.caller(call) if enters else call
-        owner = Instance("") if made_by is None else made_by
-        runs_often = self._tagged.hierarchy[owner.path].calls > 1
-        metadata = tags.node_tags(
-            (owner.path,), Reason.INSERTED, self._tagged.hierarchy.called, str(owner.call) if runs_often else ""
-        )
-        name = self._names.nodes.unused(f"{tensor.place}.steer")
-        node = ir.node("Add", [value, vector], name=name, metadata_props=metadata)
-        insert_behind(self._graph, value, node)
-        result, other = node.outputs[0], self._names.tensors.unused(f"{value.name}.{'steered' if enters else 'base'}")
+        node = self._edit.node("Add", [value, vector], made_by or ROOT, f"{tensor.place}.steer")
+        insert_behind(self._edit.graph, value, node)
+        result, old = node.outputs[0], str(value.name)
         if enters:
             for reader, at in readers:
                 reader.replace_input_with(at, result)
-            result.name, result.type, result.shape = other, value.type, value.shape
+            result.name = new = self._edit.names.tensors.unused(f"{old}.steered")
+            result.type, result.shape = value.type, value.shape
         else:
-            take_place(value, result, readers, rest=other)
-        self._rename(call, str(result.name if not enters else value.name), other, itself=enters and bool(call.path))
+            self._edit.take_place(value, result, readers, rest=f"{old}.base")
+            new = str(value.name)
+        self._rename(call, old, new, itself=enters and bool(call.path))
         self._values.update({str(each.name): each for each in (value, result)})
 
     def _value(self, tensor: ModuleTensor, call: Instance) -> ir.Value:
         """The tensor as it is now, which is certain to be that of this place alone."""
-        if call.call >= len(self.signatures.get(call.path, ())):
+        if call.call >= len(self._edit.signatures.get(call.path, ())):
             why = "the file has no signature of this call: it runs in a branch or a loop body, or a library exported it"
             raise InputError(f"{tensor.place}: a vector cannot be added: {why}")
-        signature = self.signatures[call.path][call.call]
+        signature = self._edit.signatures[call.path][call.call]
         name = signature.inputs[tensor.name] if tensor.side == IN else signature.outputs[int(tensor.name)]
         sides = ((IN, signature.inputs.items()), (OUT, enumerate(signature.outputs)))
         places = [(side, str(key)) for side, listed in sides for key, each in listed if each == name]
@@ -140,7 +132,7 @@ class _Steering:
     def _merged_with(self, call: Instance, name: str) -> list[str]:
         """The modules outside of a call, and not around it, that made the same tensor: equal work, merged into one."""
         around, found = self._tagged.calls.chain(call), []
-        for path, signatures in self.signatures.items():
+        for path, signatures in self._edit.signatures.items():
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)
                 related = other in around or call in self._tagged.calls.chain(other)
@@ -160,7 +152,7 @@ class _Steering:
 
     def _rename(self, call: Instance, old: str, new: str, *, itself: bool) -> None:
         """Write that what ran inside a call took and gave a tensor of another name; the call itself took it, too."""
-        for path, signatures in self.signatures.items():
+        for path, signatures in self._edit.signatures.items():
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)
                 if (other != call or itself) and call in self._tagged.calls.chain(other):

@@ -10,6 +10,7 @@ from typing import TypeAlias
 
 import onnx_ir as ir
 
+from htp_export.editing.edit import ROOT, Edit
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_output, lift, remove_outputs
 from htp_export.errors import InputError
@@ -17,12 +18,10 @@ from htp_export.files.model_files import write_model
 from htp_export.files.targets import check_target
 from htp_export.format import tags
 from htp_export.format.model_metadata import Tap, write_taps
-from htp_export.format.tags import Reason
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
 from htp_export.model.module_tensors import ModuleTensor
 from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
-from htp_export.model.tensor_names import Names
 from htp_export.reporting.columns import Column, many
 from htp_export.reporting.result import Table
 
@@ -134,20 +133,18 @@ def tap(
     tagged = read_for_change(model)
     wanted = named_places(tagged, places)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
-    taps, names = dict(tagged.taps), Names(tagged.model)
-    owner = tags.node_tags(("",), Reason.INSERTED, tagged.hierarchy.called)
-    added: list[TappedTensor] = []
-    sources = {name: [_source(tagged, tensor, owner, names) for tensor in listed] for name, listed in wanted.items()}
-    for name, listed in wanted.items():
-        values = [value for value, _ in sources[name]]
-        if len(values) == 1:
-            result = add_output(tagged.model.graph, values[0], name, owner, _typed(tagged, values[0]))
-        else:
-            result = _concatenated(tagged, name, values, concat or 0, owner)
-        taps[name] = Tap(
-            tuple(tensor.place for tensor in listed), (name, *(n for _, made in sources[name] for n in made))
-        )
-        added.append(TappedTensor.of(result, listed))
+    taps, added = dict(tagged.taps), list[TappedTensor]()
+    with Edit(tagged) as edit:
+        sources = {name: [_source(edit, tensor) for tensor in listed] for name, listed in wanted.items()}
+        for name, listed in wanted.items():
+            values = [value for value, _ in sources[name]]
+            if len(values) == 1:
+                result = add_output(edit, values[0], name, _typed(tagged, values[0]))
+            else:
+                result = _concatenated(edit, name, values, concat or 0)
+            lifted = [name_of_lifted for _, made in sources[name] for name_of_lifted in made]
+            taps[name] = Tap(tuple(tensor.place for tensor in listed), (name, *lifted))
+            added.append(TappedTensor.of(result, listed))
     write_taps(tagged.model.metadata_props, taps)
     said = f"{many(len(added), 'output')} added"
     return written(tagged, added, said, output, share_weights=share_weights)
@@ -233,12 +230,10 @@ def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, j
             raise InputError(f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each")
 
 
-def _source(
-    tagged: TaggedModel, tensor: ModuleTensor, owner: Mapping[str, str], names: Names
-) -> tuple[ir.Value, list[str]]:
+def _source(edit: Edit, tensor: ModuleTensor) -> tuple[ir.Value, list[str]]:
     """The tensor in the main graph, and the names of those that bring it there."""
     try:
-        return lift(tagged.index, tensor.values, owner, tensor.place, names)
+        return lift(edit, tensor.values, tensor.place)
     except InputError as error:
         raise InputError(f"{tensor.place}: {error}") from error
 
@@ -250,10 +245,9 @@ def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
     return known
 
 
-def _concatenated(
-    tagged: TaggedModel, name: str, values: Sequence[ir.Value], axis: int, owner: Mapping[str, str]
-) -> ir.Value:
-    """The tensors along an axis of theirs, made by a node of the root: it belongs to no module."""
+def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) -> ir.Value:
+    """The tensors joined along one of their axes, by a node of the root: it belongs to no module."""
+    tagged = edit.tagged
     typed = [_typed(tagged, value) for value in values]
     kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
     shapes = [value.shape for value in typed if value.shape is not None]
@@ -266,11 +260,11 @@ def _concatenated(
         if place != axis % rank and len({size for size in sizes if isinstance(size, int)}) > 1:
             raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
     result = ir.Value(name=name, type=typed[0].type)
-    node = ir.node("Concat", values, {"axis": axis}, outputs=[result], name=name, metadata_props=dict(owner))
-    tagged.model.graph.append(node)
+    node = edit.node("Concat", values, ROOT, name, {"axis": axis}, outputs=[result])
+    edit.graph.append(node)
     tagged.inferred.visit(node)
     result.shape = tagged.inferred.described(result).shape
-    tagged.model.graph.outputs.append(result)
+    edit.graph.outputs.append(result)
     return result
 
 

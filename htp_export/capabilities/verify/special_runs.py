@@ -28,10 +28,10 @@ from htp_export.capabilities.verify.checking import (
 from htp_export.capabilities.verify.file_run import FileRun
 from htp_export.capabilities.verify.locating import Blame, blame_by_graph, blame_by_nesting, computed_from
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
+from htp_export.editing.cut_models import cut_model
 from htp_export.errors import InputError
 from htp_export.files.npz_file import NpzArrays
 from htp_export.format import tags
-from htp_export.model.cut_models import cut_model
 from htp_export.model.cutting import Cut, Cutter, check_outside
 from htp_export.model.regions import is_inserted
 from htp_export.model.tagged import TaggedModel

@@ -14,6 +14,7 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import lora_of_inputs, write_lora, write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
 from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
@@ -82,7 +83,7 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
     _compute_sizes(graph, part)
     for place, value in enumerate(graph.outputs):
         if value.producer() is None:  # what is given back as it came, and what is constant
-            graph.outputs[place] = own_output(graph, value, tags.node_tags((part.path,), Reason.FLOW, {part.path}))
+            graph.outputs[place] = own_output(graph, value, Owned((part.path,), Reason.FLOW))
     renamed = _name_inputs(graph, list(part.inputs))
     graph.inputs.extend(optional)
     return graph, renamed
@@ -112,9 +113,10 @@ def output_name(value: ir.Value) -> str:
     return str(value.name) if value.producer() is not None else f"{value.name}.returned"
 
 
-def own_output(graph: ir.Graph, value: ir.Value, metadata: dict[str, str]) -> ir.Value:
-    """Add a node with some tags that gives an input or an initializer as a tensor of its own."""
-    node = ir.node("Identity", [value], metadata_props=metadata)
+def own_output(graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
+    """Add a node of one module that returns an input or an initializer as a tensor of its own."""
+    node = ir.node("Identity", [value])
+    owned.write(node.metadata_props, owned.paths)
     new = node.outputs[0]
     new.name, new.type, new.shape = output_name(value), value.type, value.shape
     graph.append(node)
@@ -153,7 +155,7 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
         counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
     graph.inputs[count:] = []
     for node in nodes:
-        node.metadata_props.update(tags.node_tags((part.path,), Reason.FLOW, {part.path}))
+        Owned((part.path,), Reason.FLOW).write(node.metadata_props, {part.path})
     if nodes:
         first = next(iter(graph), None)
         graph.insert_before(first, nodes) if first is not None else graph.extend(nodes)
@@ -270,7 +272,7 @@ def narrow_owners(
         owners = tuple(inside(work)) or (otherwise,)
         calls_now = calls.encode_calls(owners, renumbered(tagged.calls, work, number))
         if owners != work.owners:
-            tags.tag_node(metadata, tags.node_tags(owners, metadata.get(tags.REASON, Reason.FLOW), called, calls_now))
+            Owned(owners, metadata.get(tags.REASON, Reason.FLOW), calls_now).write(metadata, called)
         tags.write_calls(metadata, calls_now)
 
 

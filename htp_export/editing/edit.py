@@ -1,0 +1,193 @@
+"""An edit of a tagged model: owners of new nodes are known when they are made, modules are described once, at the end.
+
+Whoever changes a graph knows of each new node which module call it works for. An `Edit` is told this when the node is
+made, so that nothing is inferred afterwards. It also has the signatures and the module tree, which follow the change,
+and writes both into the model's metadata when it ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import onnx_ir as ir
+
+from htp_export.editing.editing import take_place
+from htp_export.format import tags
+from htp_export.format.call_tree import Instance
+from htp_export.format.fates import Fate
+from htp_export.format.hierarchy import Hierarchy, ModuleInfo
+from htp_export.format.model_metadata import write_model_metadata
+from htp_export.format.signatures import Signature
+from htp_export.format.tags import Reason
+from htp_export.lineage.owner_rule import Owned
+from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import Names
+
+ROOT = Instance("")
+"""The call of the whole model: the owner of nodes that belong to no module."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step of an edit.
+
+    Attributes:
+        kind: ``"node"``, ``"replaced"``, ``"module"`` or ``"removed"``.
+        name: Name of the new node, the old tensor, or the module.
+        by: For a node, its owner; for a tensor, the one in its place.
+
+    Examples:
+        >>> print(Change("replaced", "relu", "relu.steered"))
+        replaced relu: relu.steered
+    """
+
+    kind: str
+    name: str
+    by: str = ""
+
+    def __str__(self) -> str:
+        """The change in one line."""
+        return f"{self.kind} {self.name}: {self.by}" if self.by else f"{self.kind} {self.name}"
+
+
+class Edit:
+    """A change of a tagged model, in place.
+
+    The owners of new nodes are written when the nodes are made; modules and signatures are written when the ``with``
+    block ends without an error. The model is read again then (`TaggedModel.refresh`).
+
+    Args:
+        tagged: The model, a copy that nobody else has. `htp_export.editing.flattening.read_for_change` makes one.
+
+    Attributes:
+        tagged: The model.
+        graph: Its main graph.
+        names: The names in use.
+        signatures: Module path → its calls, as they are to be written; changed in place.
+        changes: The steps so far, in order.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU()).eval()
+        >>> tagged = htp_export.load(htp_export.export(net, (torch.randn(2, 4),), verbose=False)).clone()
+        >>> with Edit(tagged) as edit:
+        ...     linear = tagged.values["linear"]
+        ...     edit.graph.insert_after(linear.producer(), node := edit.node("Neg", [linear], Instance("0"), "negated"))
+        ...     edit.take_place(linear, node.outputs[0], rest="positive")
+        >>> [(node.op_type, node.metadata_props["htp.module"]) for node in tagged["0"].nodes]
+        [('Gemm', '0'), ('Neg', '0')]
+        >>> print(*edit.changes, sep="; ")
+        node negated: 0; replaced linear: linear
+    """
+
+    def __init__(self, tagged: TaggedModel) -> None:
+        self.tagged, self.graph, self.names = tagged, tagged.model.graph, Names(tagged.model)
+        self.signatures: dict[str, list[Signature]] = {path: list(calls) for path, calls in tagged.signatures.items()}
+        self.changes: list[Change] = []
+        self._hierarchy = tagged.hierarchy
+        self._before = {path: tuple(calls) for path, calls in self.signatures.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.finish()
+
+    @property
+    def hierarchy(self) -> Hierarchy:
+        """The modules, as they are to be written."""
+        return self._hierarchy
+
+    # --- nodes ----------------------------------------------------------------------------------------------
+
+    def node(
+        self,
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        call: Instance,
+        name: str,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        outputs: Sequence[ir.Value] | None = None,
+    ) -> ir.Node:
+        """A new node that does work of a module call; it is in no graph yet.
+
+        ``name`` gets a number if another node has it. ``outputs`` are new values without names if they are not given.
+        """
+        made = ir.node(op_type, inputs, attributes, outputs=outputs, name=self.names.nodes.unused(name))
+        self.own(made, call)
+        return made
+
+    def own(self, node: ir.Node, call: Instance, reason: str = Reason.INSERTED) -> None:
+        """Make a module call the owner of a node."""
+        runs_often = self._hierarchy[call.path].calls > 1
+        owned = Owned((call.path,), reason, str(call.call) if runs_often else "")
+        owned.write(node.metadata_props, self._hierarchy.called)
+        self.changes.append(Change("node", str(node.name), call.path or "(root)"))
+
+    # --- tensors --------------------------------------------------------------------------------------------
+
+    def take_place(
+        self,
+        old: ir.Value,
+        new: ir.Value,
+        readers: Iterable[tuple[ir.Node, int]] | None = None,
+        rest: str | None = None,
+    ) -> None:
+        """Let a tensor have the name and the consumers of another one, as `htp_export.editing.editing.take_place`.
+
+        ``rest`` is the name of the other one then; it gets a number if another tensor has it.
+        """
+        self.changes.append(Change("replaced", str(old.name), str(old.name)))
+        take_place(old, new, readers, None if rest is None else self.names.tensors.unused(rest))
+
+    def rename(self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None) -> None:
+        """Rename tensors in the signatures of modules, of all if no ``paths`` are given; None: the tensor is gone."""
+        for path, calls in self.signatures.items():
+            if paths is None or path in paths:
+                self.signatures[path] = [call.renamed(name_of) for call in calls]
+
+    # --- modules --------------------------------------------------------------------------------------------
+
+    def add_modules(self, modules: Mapping[str, Sequence[ModuleInfo]]) -> None:
+        """Add modules, each behind all that lie at or below a path."""
+        listed: list[ModuleInfo] = []
+        around: list[str] = []  # the paths that are to get modules, and whose last module has not come yet
+        for path, module in self._hierarchy.items():
+            while around and not tags.is_under(path, around[-1]):
+                listed += modules[around.pop()]
+            listed.append(module)
+            if path in modules:
+                around.append(path)
+        while around:
+            listed += modules[around.pop()]
+        self._hierarchy = Hierarchy(listed)
+        self.changes += [Change("module", module.path) for added in modules.values() for module in added]
+
+    def remove_modules(self, paths: Collection[str]) -> None:
+        """Remove modules and their signatures; their nodes are gone, or have other owners."""
+        self._hierarchy = Hierarchy(module for path, module in self._hierarchy.items() if path not in paths)
+        for path in paths:
+            self.signatures.pop(path, None)
+        self.changes += [Change("removed", path) for path in paths]
+
+    def set_fates(self, fates: Mapping[str, Fate]) -> None:
+        """Set the fates of modules; the others keep theirs."""
+        self._hierarchy = self._hierarchy.with_results(fates=fates)
+
+    # --- the end --------------------------------------------------------------------------------------------
+
+    def finish(self) -> TaggedModel:
+        """Write the modules and their signatures if they changed, and read the model again."""
+        had = self.tagged.hierarchy
+        signatures_changed = {path: tuple(calls) for path, calls in self.signatures.items()} != self._before
+        if self._hierarchy is not had or signatures_changed:
+            known = self.signatures if self._before else None
+            write_model_metadata(self.tagged.model.metadata_props, self._hierarchy, signatures=known)
+        return self.tagged.refresh(self._hierarchy)
