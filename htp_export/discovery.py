@@ -26,6 +26,7 @@ __all__ = [
     "plug_in",
     "plug_ins",
     "provider",
+    "providers",
 ]
 
 
@@ -66,13 +67,31 @@ def provider(name: str) -> ModuleType:
     Raises:
         InputError: If no capability provides it, or it cannot be imported.
     """
-    home = capability_modules(f"provides_{name}").get("")
-    if home is None:
+    found = providers(name)
+    if not found:
         raise InputError(f"no capability of this installation provides {name.replace('_', ' ')}")
-    try:
-        return importlib.import_module(home)
-    except ImportError as error:
-        raise InputError(f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}") from error
+    return found[0]
+
+
+def providers(name: str) -> list[ModuleType]:
+    """The modules ``provides_NAME.py`` of all capabilities that have one: what has to be told when something happens.
+
+    Raises:
+        InputError: If one cannot be imported.
+
+    Examples:
+        >>> [module.__name__.split(".")[-2] for module in providers("files_beside")]
+        ['huggingface']
+    """
+    folder = Path(__file__).parent / "capabilities"
+    found: list[ModuleType] = []
+    for file in sorted(folder.glob(f"*/provides_{name}.py")):
+        home = f"htp_export.capabilities.{file.parent.name}.{file.stem}"
+        try:
+            found.append(importlib.import_module(home))
+        except ImportError as error:
+            raise InputError(f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}") from error
+    return found
 
 
 def plug_ins(capability: str) -> dict[str, EntryPoint]:

@@ -203,7 +203,7 @@ class ProvedOwners:
     # --- nodes without a counterpart ---
 
     def _of_inserted(self, found: Sequence[Owned], index: int, names: NameScopes) -> Owned:
-        """Only an operator that keeps its input's numbers serves its consumers; other nodes are not known."""
+        """The owners of a node that replaces none: it serves its consumers, or its name or the form of tensors decides."""
         entry, node = found[index], self._after.nodes[index]
         repeated = self._repeated(index)
         if repeated is not None:
@@ -213,7 +213,39 @@ class ProvedOwners:
         around, named = [*entry.paths, *self._around(found, index)], names.module(self._scopes[index])
         if named is not None and named in around and base_op(node.op) in LAYOUT and self._after.depends(index):
             return Owned((named,), Reason.NODE)
-        return _unknown(around)
+        user = self._user_of_form(found, index)
+        return _unknown(around) if user is None else Owned((user,), Reason.INSERTED)
+
+    def _user_of_form(self, found: Sequence[Owned], index: int) -> str | None:
+        """The module that works on an original tensor in another form, if an inserted node makes or undoes this form.
+
+        Between modules, the tensor is as PyTorch had it. So a node that turns it into another form works for its
+        consumers, and a node that turns a result back into the form of PyTorch works for the module that computes it.
+        """
+        node = self._after.nodes[index]
+        if base_op(node.op) not in LAYOUT or not self._keeps_number(index):
+            return None
+        was_exact, is_exact = (self._known.exact[value] for value in (node.inputs[0], node.outputs[0]))
+        if was_exact and not is_exact:
+            consumers = [found[reader] for reader in self._after.consumers(index)]
+            if any(entry.reason == Reason.UNKNOWN for entry in consumers):
+                return None
+            users = {path for entry in consumers for path in entry.paths}
+        elif is_exact and not was_exact:
+            users = {*self._makers_paths(found, index)}
+            if users != {*self._owners_of(self._known.makers(self._number(node.outputs[0])))}:
+                return None
+        else:
+            return None
+        return users.pop() if len(users) == 1 else None
+
+    def _keeps_number(self, index: int) -> bool:
+        """Whether the first input of a node and its one output stand for the same original tensor."""
+        node, counterpart = self._after.nodes[index], self._known.counterpart
+        if len(node.outputs) != 1 or not node.inputs or NOTHING in (node.inputs[0], node.outputs[0]):
+            return False
+        number = counterpart[node.outputs[0]]
+        return number != NOTHING and self._numbers.current(number) == self._number(node.inputs[0])
 
     def _serves(self, found: Sequence[Owned], index: int) -> bool:
         """Whether an inserted node is certainly of the module that its neighbours say."""
@@ -328,12 +360,15 @@ class ProvedOwners:
 
     @cached_property
     def _moved(self) -> dict[int, int]:
-        """Layout operator → the number of its result; those between tensors that are not known have one, too."""
-        return {
-            index: self._number(node.outputs[0]) if node.outputs else NOTHING
-            for index, node in enumerate(self._after.nodes)
-            if base_op(node.op) in LAYOUT and self._after.depends(index)
-        }
+        """Layout operator → the number of its result; those between tensors that are not known have one, too.
+
+        An operator that only changes the form of an original tensor does not make that tensor.
+        """
+        moved = {}
+        for index, node in enumerate(self._after.nodes):
+            if base_op(node.op) in LAYOUT and self._after.depends(index) and not self._keeps_number(index):
+                moved[index] = self._number(node.outputs[0]) if node.outputs else NOTHING
+        return moved
 
     @cached_property
     def _movers_left(self) -> Counter[int]:

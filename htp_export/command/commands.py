@@ -1,9 +1,10 @@
-"""The commands: every file ``NAME_command.py`` of a capability is one.
+"""The commands: every file ``NAME_command.py`` of a capability is one; `CommandModule` is its contract.
 
 It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help: one
 of `GROUPS`, and a number. A command has ``-`` where its file has ``_``, and is found under both names. It is imported
 when it is called, or when the help lists it; the help leaves out what cannot be imported. The commands in a folder
-``commands`` of a capability are those of a command with its name: ``htp-export lora fuse``.
+``commands`` of a capability are those of a command with its name: ``htp-export lora fuse``. Other packages add commands
+by entry points of the group ``htp_export.commands``: the name of a command → the module with its function.
 
 The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int, "What it is for."]``.
 Then it is an argument if it has no default, else an option; one that is False by default is a switch, ``output`` is
@@ -15,17 +16,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Sequence
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from htp_export.command.options import Idle, check_options
 from htp_export.command.outputs import FORCE, IN_PLACE, Writes, check_output, reading
-from htp_export.discovery import capability_modules
+from htp_export.discovery import capability_modules, plug_ins
+from htp_export.errors import InputError, described
 from htp_export.plans.plan_options import rules_as_typed
 
 GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", "Deploy")
@@ -34,16 +37,36 @@ GROUPS = ("Export", "Look", "Check and measure", "Cut", "Optimise", "Compress", 
 _ELSEWHERE = ("Others", 0)
 
 
+class CommandModule(Protocol):
+    """The module of a command ``NAME``; it also has the function ``NAME_command``, which runs the command.
+
+    Attributes:
+        EXAMPLE: An example of the text after the name of the command.
+        PLACE: One of `GROUPS`, and a number: the place of the command in the help.
+    """
+
+    EXAMPLE: str
+    PLACE: tuple[str, int]
+
+
+@functools.cache
+def _added_names() -> dict[str, str]:
+    """The commands of other packages: name → module."""
+    return {name.replace("_", "-"): entry.value for name, entry in plug_ins("commands").items()}
+
+
 def _all_names() -> dict[str, str]:
-    return {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
+    """All commands: name → module; a command of another package does not replace one of ours."""
+    own = {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
+    return {**_added_names(), **own}
 
 
 def command_groups() -> dict[str, list[str]]:
     """The commands that can be imported, as the help lists them: heading → names."""
     places: dict[str, tuple[str, int]] = {}
-    for name, module in _all_names().items():
-        with contextlib.suppress(ImportError):
-            places[name] = getattr(importlib.import_module(module), "PLACE", _ELSEWHERE)
+    for name in _all_names():
+        with contextlib.suppress(ImportError, InputError):
+            places[name] = getattr(_module(name), "PLACE", _ELSEWHERE)
     listed = {group: [name for name in places if places[name][0] == group] for group in (*GROUPS, _ELSEWHERE[0])}
     return {group: sorted(names, key=lambda name: places[name][1]) for group, names in listed.items() if names}
 
@@ -114,12 +137,33 @@ class CommandGroup(TyperGroup):
                     formatter.write_dl(lines)
 
 
+def _module(name: str) -> Any:
+    """The module of a command; an InputError if that of another package is no `CommandModule`."""
+    home = _all_names()[name]
+    if home != _added_names().get(name):
+        return importlib.import_module(home)
+    try:
+        module = importlib.import_module(home)
+    except Exception as error:  # of another package: it may do anything
+        raise InputError(
+            f"command {name!r}: {home} of another package cannot be imported: {described(error)}"
+        ) from error
+    missing = [each for each in (_function_name(name), "EXAMPLE", "PLACE") if not hasattr(module, each)]
+    if missing:
+        raise InputError(f"command {name!r}: {home} of another package has no {missing[0]}; see docs/extending.md")
+    return module
+
+
+def _function_name(name: str) -> str:
+    return f"{name.rpartition(' ')[2].replace('-', '_')}_command"
+
+
 def _command(name: str) -> Any:
-    module = importlib.import_module(_all_names()[name])
+    module = _module(name)
     own = name.rpartition(" ")[2]
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
     app.command(own, cls=_Command, epilog=f"Example: htp-export {name} {module.EXAMPLE}")(
-        flattened(getattr(module, f"{own.replace('-', '_')}_command"))
+        flattened(getattr(module, _function_name(name)))
     )
     command = typer.main.get_command(app)
     command.idle = getattr(module, "IDLE", ())  # type: ignore[attr-defined] # it is a _Command

@@ -7,7 +7,7 @@ and writes both into the model's metadata when it ends.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -15,6 +15,7 @@ from typing import Any, Self
 import onnx_ir as ir
 
 from htp_export.editing.editing import take_place
+from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
 from htp_export.format.fates import Fate
@@ -23,6 +24,7 @@ from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
 from htp_export.lineage.owner_rule import Owned
+from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 
@@ -88,6 +90,7 @@ class Edit:
         self.signatures: dict[str, list[Signature]] = {path: list(calls) for path, calls in tagged.signatures.items()}
         self.changes: list[Change] = []
         self._hierarchy = tagged.hierarchy
+        self._untagged = set(_untagged(tagged.model))
         self._before = {path: tuple(calls) for path, calls in self.signatures.items()}
 
     def __enter__(self) -> Self:
@@ -184,10 +187,28 @@ class Edit:
     # --- the end --------------------------------------------------------------------------------------------
 
     def finish(self) -> TaggedModel:
-        """Write the modules and their signatures if they changed, and read the model again."""
+        """Write the modules and their signatures if they changed, and read the model again.
+
+        Raises:
+            HtpExportError: If a node that was added has no owner.
+        """
+        self._check_owners()
         had = self.tagged.hierarchy
         signatures_changed = {path: tuple(calls) for path, calls in self.signatures.items()} != self._before
         if self._hierarchy is not had or signatures_changed:
             known = self.signatures if self._before else None
             write_model_metadata(self.tagged.model.metadata_props, self._hierarchy, signatures=known)
         return self.tagged.refresh(self._hierarchy)
+
+    def _check_owners(self) -> None:
+        """Refuse an edit that added a node without an owner; nodes that had none before may stay so."""
+        for node in _untagged(self.tagged.model):
+            if node not in self._untagged:
+                raise HtpExportError(
+                    f"{node.op_type} {node.name!r} was added and has no owner: make it with edit.node, or own it"
+                )
+
+
+def _untagged(model: ir.Model) -> Iterator[ir.Node]:
+    """The nodes without owners."""
+    return (node for node in all_nodes(model) if tags.MODULE not in node.metadata_props)

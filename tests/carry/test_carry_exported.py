@@ -224,8 +224,8 @@ def test_what_the_original_does_not_compute_is_unknown(net, example):
     assert "unknown" in str(carried)
 
 
-@pytest.mark.parametrize(("name", "said"), [("", ("unknown", "")), ("/1/Reshape", ("node", "1"))])
-def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says(name, said):
+@pytest.mark.parametrize(("name", "said"), [("", ("inserted", "0")), ("/1/Reshape", ("node", "1"))])
+def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says_or_whose_tensor_it_restores(name, said):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).eval()
     example = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3, 4] x) => (float[2, 3, 6] y)

@@ -46,7 +46,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forensics": {"optimize"},
     "huggingface": {"carry"},
     "info": {"fingerprint"},
-    "optimize": {"huggingface"},
     "partition": {"huggingface"},
     "pipeline": {"carry", "huggingface"},
     "profile": {"verify"},
@@ -177,6 +176,16 @@ def test_capabilities_import_only_the_capabilities_that_are_listed_for_them():
         if name := capability_of(module):
             found.setdefault(name, set()).update({capability_of(other) for other in imported} - {name, None})
     assert {name: others for name, others in found.items() if others} == MAY_IMPORT
+
+
+def test_one_file_writes_the_owners_of_nodes():
+    """Everyone else says who owns a node, and has it written: by `Owned`, or by an `Edit`."""
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in MODULES.values()
+        if re.search(r"\b(node_tags|tag_node)\(", path.read_text(encoding="utf-8"))
+    }
+    assert found == {"format/tags.py", "lineage/owner_rule.py", "editing/flattening.py"}
 
 
 def test_capabilities_import_one_another_without_a_circle():

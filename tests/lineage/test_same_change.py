@@ -62,6 +62,7 @@ ENGINES: dict[str, Callable[[Path, Path], Any]] = {
     "onnxsim": tools.onnxsim,
     "onnxoptimizer": tools.onnxoptimizer,
     "onnxslim, no names": without_names(tools.onnxslim),
+    "onnxruntime, no names": without_names(lambda file, output: tools.onnxruntime(file, output, level="basic")),
 }
 
 
@@ -133,7 +134,28 @@ def self_attention(net: nn.Module, x: Tensor) -> Tensor:
     return net.o(y.transpose(1, 2).reshape(1, 5, 8))
 
 
+def linear_relu_linear(net: nn.Module, x: Tensor) -> Tensor:
+    return net.second(net.turn(net.first(x).relu()))
+
+
+class Turn(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(0, 1)
+
+
 CHANGES: dict[str, Change] = {
+    "linear layers that compute in two dimensions": Change(
+        lambda: composed(linear_relu_linear, first=nn.Linear(4, 5), turn=Turn(), second=nn.Linear(5, 3)),
+        {"x": x(2, 3, 4)},
+        ("onnxruntime", "onnxruntime, no names"),
+        owners={
+            "Reshape": [{"first"}, {"first"}, {"second"}, {"second"}],
+            "Transpose": [{"turn"}],
+            "Gemm": [{"first"}, {"second"}],
+            "Relu": [{""}],
+        },
+        fates={"first": "computed", "turn": "computed", "second": "computed"},
+    ),
     "batch norms folded into convolutions": Change(
         conv_norm_twice,
         image(),

@@ -7,7 +7,6 @@ is one of Qwen's: these alone get positions in three dimensions (``IsQwenVLFamil
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -21,8 +20,7 @@ from htp_export.capabilities.huggingface.configs import find, is_setting
 from htp_export.capabilities.huggingface.sources import image_settings
 from htp_export.errors import FileError, HtpExportError, InputError
 from htp_export.files.model_files import read_model
-from htp_export.files.targets import Kind
-from htp_export.files.text_files import named_if_unwritable, read_json, write_json, write_text
+from htp_export.files.text_files import named_if_unwritable, write_json
 from htp_export.runtime.generating import CACHE
 
 VISION_PROCESSOR = "vision_processor.json"
@@ -248,23 +246,6 @@ def shares_cache(graph: ir.Graph) -> bool:
 
 def _is_grouped(node: ir.Node | None) -> bool:
     return node is not None and (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
-
-
-def note_shared_cache(graph: ir.Graph, file: str | os.PathLike[str]) -> None:
-    """Let the ``genai_config.json`` beside a file that was changed say whether its caches can be one buffer.
-
-    Nothing is done where there is none, or where it is that of another file.
-    """
-    path = Path(file)
-    config = path.with_name(GENAI_CONFIG)
-    content: Any = read_json(config, plain=True) if config.is_file() else None
-    try:
-        named, search = content["model"]["decoder"]["filename"], content["search"]
-        if named == path.name and search["past_present_share_buffer"] != shares_cache(graph):
-            content["search"] = {**search, "past_present_share_buffer": shares_cache(graph)}
-            write_text(config, json.dumps(content, indent=2, ensure_ascii=False) + "\n", Kind.JSON)
-    except (KeyError, TypeError, InputError):  # of stages, or of a model that GenAI does not run
-        return
 
 
 def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:

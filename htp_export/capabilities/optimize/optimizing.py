@@ -16,6 +16,7 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.attribution import AttributedModel
 from htp_export.capabilities.optimize.registry import Level, LibraryResult, PassInfo, choose
 from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
+from htp_export.discovery import providers
 from htp_export.editing.editing import insert_behind, stand_in
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.outputs import without_defaults
@@ -89,8 +90,6 @@ def optimize(
         >>> result.nodes_after <= result.nodes_before, result.max_abs <= 1e-5
         (True, True)
     """
-    from htp_export.capabilities.huggingface.genai import note_shared_cache
-
     check_target(output)
     chosen = choose(passes, level)
     original = read_flat(model, others=False)
@@ -104,7 +103,8 @@ def optimize(
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
         write_model(optimized.model, output, external_data, share_weights=share_weights)
-        note_shared_cache(optimized.model.graph, output)
+        for beside in providers("files_beside"):
+            beside.renew(optimized.model.graph, output)
     return Optimized(
         nodes_before,
         len(optimized.nodes),
