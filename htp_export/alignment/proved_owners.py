@@ -203,7 +203,7 @@ class ProvedOwners:
     # --- nodes without a counterpart ---
 
     def _of_inserted(self, found: Sequence[Owned], index: int, names: NameScopes) -> Owned:
-        """The owners of a node that replaces none: it serves its consumers, or its name or the form of tensors decides."""
+        """The owners of a node that replaces none: of its consumers, or by its name, or by the form of its tensors."""
         entry, node = found[index], self._after.nodes[index]
         repeated = self._repeated(index)
         if repeated is not None:

@@ -8,7 +8,6 @@ and writes both into the model's metadata when it ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,36 +22,15 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.model_metadata import write_model_metadata
 from htp_export.format.signatures import Signature
 from htp_export.format.tags import Reason
+from htp_export.lineage.difference import PassDifference, Snapshot
 from htp_export.lineage.owner_rule import Owned
+from htp_export.lineage.records import Change, changes_are_checked
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
 from htp_export.model.tensor_names import Names
 
 ROOT = Instance("")
 """The call of the whole model: the owner of nodes that belong to no module."""
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """One step of an edit.
-
-    Attributes:
-        kind: ``"node"``, ``"replaced"``, ``"module"`` or ``"removed"``.
-        name: Name of the new node, the old tensor, or the module.
-        by: For a node, its owner; for a tensor, the one in its place.
-
-    Examples:
-        >>> print(Change("replaced", "relu", "relu.steered"))
-        replaced relu: relu.steered
-    """
-
-    kind: str
-    name: str
-    by: str = ""
-
-    def __str__(self) -> str:
-        """The change in one line."""
-        return f"{self.kind} {self.name}: {self.by}" if self.by else f"{self.kind} {self.name}"
 
 
 class Edit:
@@ -91,6 +69,7 @@ class Edit:
         self.changes: list[Change] = []
         self._hierarchy = tagged.hierarchy
         self._untagged = set(_untagged(tagged.model))
+        self._checked = Snapshot(tagged.model) if changes_are_checked() else None
         self._before = {path: tuple(calls) for path, calls in self.signatures.items()}
 
     def __enter__(self) -> Self:
@@ -193,6 +172,8 @@ class Edit:
             HtpExportError: If a node that was added has no owner.
         """
         self._check_owners()
+        if self._checked is not None:
+            PassDifference.between(self._checked, Snapshot(self.tagged.model)).check_records()
         had = self.tagged.hierarchy
         signatures_changed = {path: tuple(calls) for path, calls in self.signatures.items()} != self._before
         if self._hierarchy is not had or signatures_changed:

@@ -12,7 +12,8 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe
-from htp_export.model.boundaries import BOUNDARY, REPLACED_BY
+from htp_export.lineage.records import record_replacement
+from htp_export.model.boundaries import BOUNDARY
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
 from htp_export.model.tagged import TaggedModel
@@ -133,7 +134,7 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
     else:
         old.replace_all_uses_with(new)
         new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
-    old.meta[REPLACED_BY] = new
+    record_replacement(old, new)
     _keep_boundary(old, new)
     return True
 
@@ -152,6 +153,7 @@ def take_place(
     Its type and shape are those of the other where it has none. If ``readers`` are given, only these consumers read it
     from now on, each at the place of an input; ``rest`` is the name that the other one has then.
     """
+    record_replacement(old, new)
     name, chosen = old.name, list(old.uses() if readers is None else readers)
     if old.is_graph_output() and old.graph is not None:
         outputs = old.graph.outputs
@@ -190,6 +192,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
     for place, node in enumerate(new, 1 - len(new)):
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
     _keep_boundary(old.outputs[0], result)
+    record_replacement(old.outputs[0], result)
     ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
 
 

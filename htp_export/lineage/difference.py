@@ -16,7 +16,8 @@ import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
 from htp_export.lineage.owner_rule import NOBODYS, Owned, OwnerRule, Replacement, Work
-from htp_export.model.boundaries import REPLACED_BY, dependence, given_values, reads_and_results
+from htp_export.lineage.records import last_replacement_of, replacement_of
+from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import (
     LAYOUT,
     RANDOM,
@@ -57,6 +58,7 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
+        self.replaced: dict[ir.Value, ir.Value] = {}  # value → the one that was recorded to replace it, until then
         self._add(model.graph, model.opset_imports)
         for function in model.functions.values():
             self._add(function.graph, function.opset_imports)
@@ -117,6 +119,9 @@ class Snapshot:
                 self._holders[node] = holder
             for value in node.outputs:
                 self.makers[value], self.names[value] = node, value.name
+            for read in node.inputs:
+                if read is not None and (replacement := replacement_of(read)) is not None:
+                    self.replaced[read] = replacement
             for body in subgraphs(node):
                 self._add(body, versions, node)
 
@@ -145,6 +150,27 @@ class PassDifference:
 
     def __bool__(self) -> bool:
         return bool(self.removed or self.added or self.equal)
+
+    def check_records(self) -> None:
+        """Compare the recorded replacements with the tensors that nodes read before and after.
+
+        Raises:
+            HtpExportError: If a tensor was recorded to be replaced by another than the one that its consumers read.
+        """
+        for node, seen in self.before.nodes.items():
+            if node not in self.after.nodes:
+                continue
+            for was, now in zip(seen.inputs, self.after.nodes[node].inputs, strict=False):
+                if was is None or now is None or was is now:
+                    continue
+                recorded = replacement_of(was)
+                if recorded is None or recorded is self.before.replaced.get(was):
+                    continue
+                if last_replacement_of(recorded) is not last_replacement_of(now):
+                    raise HtpExportError(
+                        f"{node.op_type} {node.name!r} reads {now.name!r} in place of {was.name!r}, and "
+                        f"{recorded.name!r} was recorded to replace it"
+                    )
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
         """Pair old values with those that replace them, by consumers and by names."""
@@ -226,7 +252,7 @@ class PassDifference:
         """
         seen = {value}
         while value not in remaining:
-            equal = self.equal.get(value) or value.meta.get(REPLACED_BY) or self._copied(value)
+            equal = self.equal.get(value) or replacement_of(value) or self._copied(value)
             if equal is None or equal in seen:
                 return None
             seen.add(equal)

@@ -19,6 +19,7 @@ from htp_export.format.signatures import Signature, is_unread
 from htp_export.lineage.difference import PassDifference, Snapshot, update_owners
 from htp_export.lineage.fates import FateEvidence, Outcome, find_fates
 from htp_export.lineage.owner_rule import OwnerRule
+from htp_export.lineage.records import changes_are_checked
 from htp_export.model.boundaries import BOUNDARY
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
@@ -173,6 +174,8 @@ class Bookkeeping:
         after.check(before)
         difference = self.difference = PassDifference.between(before, after)
         self._snapshot = after
+        if changes_are_checked():
+            difference.check_records()
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
             update_owners(difference, self._rule, part)

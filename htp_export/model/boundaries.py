@@ -21,9 +21,6 @@ from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_o
 BOUNDARY = "htp_export.boundary"
 """Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
 
-REPLACED_BY = "htp_export.replaced_by"
-"""Key in the ``meta`` of a value for which an equal one stands in: this one."""
-
 OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
 
 Key = TypeVar("Key", bound=Hashable)

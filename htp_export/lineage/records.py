@@ -1,0 +1,76 @@
+"""Recorded changes of a graph: whoever replaces a tensor records it, and a debug switch compares records and graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+_REPLACED_BY = "htp_export.replaced_by"
+"""Key in ``value.meta``: the value that replaced it."""
+
+_CHECKED: ContextVar[bool] = ContextVar("htp_export.checked_changes", default=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One step of an edit.
+
+    Attributes:
+        kind: ``"node"``, ``"replaced"``, ``"module"`` or ``"removed"``.
+        name: Name of the new node, the old tensor, or the module.
+        by: For a node, its owner; for a tensor, the one in its place.
+
+    Examples:
+        >>> print(Change("replaced", "relu", "relu.steered"))
+        replaced relu: relu.steered
+    """
+
+    kind: str
+    name: str
+    by: str = ""
+
+    def __str__(self) -> str:
+        """The change in one line."""
+        return f"{self.kind} {self.name}: {self.by}" if self.by else f"{self.kind} {self.name}"
+
+
+def record_replacement(old: ir.Value, new: ir.Value) -> None:
+    """Record that a value has the place of another one now: its consumers, or some of them, read the new one."""
+    old.meta[_REPLACED_BY] = new
+
+
+def replacement_of(value: ir.Value) -> ir.Value | None:
+    """The value that was recorded to have the place of another one; None without a record."""
+    found: ir.Value | None = value.meta.get(_REPLACED_BY)
+    return found
+
+
+def last_replacement_of(value: ir.Value) -> ir.Value:
+    """The last value of a chain of replacements; the value itself without a record."""
+    seen = {value}
+    while (following := replacement_of(value)) is not None and following not in seen:
+        seen.add(following)
+        value = following
+    return value
+
+
+@contextlib.contextmanager
+def checked_changes() -> Iterator[None]:
+    """Compare what is recorded of each change with what differs in the graph: a record that is not true is an error.
+
+    For tests of passes and commands; it takes time.
+    """
+    token = _CHECKED.set(True)
+    try:
+        yield
+    finally:
+        _CHECKED.reset(token)
+
+
+def changes_are_checked() -> bool:
+    """Whether this runs inside of `checked_changes`."""
+    return _CHECKED.get()
