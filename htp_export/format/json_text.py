@@ -42,7 +42,7 @@ def _whole(text: str) -> int:
     if digits > _MOST_DIGITS:
         raise ValueError(f"a number has {digits:,} digits")
     number = int(text)
-    if abs(number) > LARGEST:
+    if not -LARGEST - 1 <= number <= LARGEST:
         raise ValueError(f"the number {number} is too large")
     return number
 
