@@ -209,6 +209,55 @@ def test_verify_leaves_arguments_as_they_were(folder):
         assert assert_unchanged(model, args, lambda: htp_export.verify(model, program, args)).ok
 
 
+class Slots:
+    """An object without a dictionary of attributes, and one slot that is empty at first."""
+
+    __slots__ = ("__secret", "count", "empty", "tensor")
+
+    def __init__(self) -> None:
+        self.count, self.tensor, self.__secret = 0, torch.zeros(2), 1
+
+    def change(self) -> None:
+        self.count, self.empty, self.__secret = self.count + 1, 1, 2
+        self.tensor += 1
+
+    def contents(self) -> list[Any]:
+        return [self.count, self.tensor.tolist(), self.__secret, hasattr(self, "empty")]
+
+
+class Drawing(nn.Module):
+    """A model with random number generators of its own, and objects with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.slots = nn.Linear(4, 4), Slots()
+        self.torchs, self.pythons = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpys, self.older = np.random.default_rng(3), np.random.RandomState(3)  # noqa: NPY002
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x)
+        if not torch.compiler.is_compiling():
+            self.slots.change()
+            self.draw()
+        return result
+
+    def draw(self) -> list[float]:
+        """Numbers that follow from the states of the generators."""
+        drawn = torch.rand(1, generator=self.torchs).item(), self.numpys.random()
+        return [*drawn, self.pythons.random(), self.older.rand()]
+
+
+def test_verify_puts_generators_and_slots_of_a_model_back():
+    model, args = Drawing().eval(), (x(2, 4),)
+    program = htp_export.export(nn.Sequential(model.fc).eval(), args, verbose=False)
+    contents = model.slots.contents()
+    for _ in range(2):
+        with pytest.raises(HtpExportError, match="module"):  # it is another model, which is found out after the run
+            htp_export.verify(model, program, args)
+    assert model.slots.contents() == contents
+    assert model.draw() == Drawing().draw()
+
+
 class Attending(Net):
     """The same with attention, for its report."""
 
