@@ -1,8 +1,9 @@
 """The state of a model that a run may change, and how it is put back: nothing of htp_export changes a user's model.
 
 State are the buffers, the attributes of modules with all lists, dictionaries, tensors, random number generators and
-plain objects in them, such as counters and caches, the arguments, and the random numbers of the process. Parameters are too large to be copied for the few
-models whose ``forward`` changes them: each is copied before the first operator that writes to it.
+plain objects in them, such as counters and caches, the arguments, and the random numbers of the process. Parameters are
+too large to be copied for the few models whose ``forward`` changes them: each is copied before the first operator that
+writes to it.
 """
 
 from __future__ import annotations
