@@ -3,6 +3,8 @@
 import collections
 import copy
 import random
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import HtpExportError
+from htp_export.exporter.capture import running
+from htp_export.process.restoring import Changes
 from tests.nets import spread, x
 
 
@@ -255,6 +259,31 @@ def test_verify_puts_generators_and_slots_of_a_model_back():
     assert htp_export.verify(model, program, args).ok
     assert model.slots.contents() == contents
     assert model.draw() == Drawing().draw()
+
+
+def test_random_numbers_of_an_export_for_which_verify_waits_are_not_drawn_again():
+    model, args = nn.Sequential(nn.Linear(4, 4)).eval(), (x(2, 4),)
+    program = htp_export.export(model, args, verbose=False)
+    begun, over = threading.Event(), threading.Event()
+
+    def exporting() -> None:
+        changes = Changes()
+        running.wait_alone(changes)
+        begun.set()
+        over.wait()
+        torch.manual_seed(1234)
+        changes.take_back()
+
+    threads = [threading.Thread(target=each) for each in (exporting, lambda: htp_export.verify(model, program, args))]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    time.sleep(0.5)  # verify waits by now
+    over.set()
+    for thread in threads:
+        thread.join()
+    drawn = torch.rand(1)
+    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(1234)))
 
 
 class Attending(Net):
