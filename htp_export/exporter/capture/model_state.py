@@ -40,7 +40,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._kept: list[Any] = []  # so that no id is that of another object later
         self._seen = set[int]()
         for tensor in (*model.buffers(), *tensors_in(arguments)):  # those of scripted modules are in no attribute
@@ -144,10 +144,10 @@ def _put_slots_back(value: Any, filled: list[tuple[types.MemberDescriptorType, A
                 slot.__delete__(value)
 
 
-def _generator_undo(value: Any) -> Callable[[], None] | None:
+def _generator_undo(value: Any) -> Callable[[], object] | None:
     """Return a function that puts a random number generator back; None for anything else."""
     if isinstance(value, torch.Generator):
-        return functools.partial(value.set_state, value.get_state())  # type: ignore[arg-type]
+        return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
