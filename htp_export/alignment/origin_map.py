@@ -11,7 +11,7 @@ import zlib
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
@@ -29,10 +29,6 @@ from htp_export.format.parameters import ModuleParameters, parameters_from_json
 from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
-
-if TYPE_CHECKING:
-    pass
-
 
 _LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
 _MOST_FOLDED = 128  # bytes of JSON for a character: of modules 400 levels deep, it is 28

@@ -125,7 +125,12 @@ def parse_overrides(settings: Sequence[str]) -> dict[str, object]:
             overrides[key.strip()] = parse_json(value, finite=False)
         except ValueError:
             overrides[key.strip()] = value
+        if _WHOLE.fullmatch(value) and not isinstance(overrides[key.strip()], int):
+            raise InputError(f"--set {key.strip()}: a whole number of more than 64 bits")
     return overrides
+
+
+_WHOLE = re.compile(r"\s*-?[0-9]+\s*")
 
 
 @dataclass(frozen=True)

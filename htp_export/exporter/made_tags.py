@@ -202,11 +202,13 @@ class ExportEvidence(FateEvidence[Key]):
 
     def _ran_in_dead_bodies(self, path: str) -> bool:
         """Whether a module, whose calls were not seen to return, ran in branches or loops of dead modules alone."""
+        if path in self._record.log.returned_inputs:
+            return False
+        return all(map(self._is_in_dead_module, self._calls_of[path]))
+
+    def _is_in_dead_module(self, call: int) -> bool:
         log = self._record.log
-        around = ({log.calls[up].path for up in log.chain(index)} for index in self._calls_of[path])
-        return path not in log.returned_inputs and all(
-            any(self._useful.get(up) is False for up in paths) for paths in around
-        )
+        return any(self._useful.get(log.calls[up].path) is False for up in log.chain(call))
 
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of the work of a module that is no longer its own, in order of execution."""

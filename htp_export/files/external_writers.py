@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import filecmp
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,7 @@ import onnx_ir as ir
 from htp_export.errors import FileError
 from htp_export.files.data_plan import describe_own, in_safe_order, put_notes, with_serial
 from htp_export.files.filesystem import check_kind_of_target, is_plain_file, is_special, temporary_folder
-from htp_export.files.model_files import may_take_place_of, obsolete_files, places_of, read_model, write_model
+from htp_export.files.model_files import obsolete_files, places_of, read_model, replaceable_data, write_model
 from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.protobuf_bytes import graph_protos
 from htp_export.files.replacing import Move, WorkFolder, work_folder
@@ -81,7 +80,7 @@ def _place(
     # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
     proto = onnx.load(new, load_external_data=False)
     tensors = _external_tensors(proto)
-    owned = functools.partial(may_take_place_of, target)
+    owned = replaceable_data(target)
     data: dict[str, Move] = {}
     others: list[Move] = []
     is_changed = False
@@ -91,7 +90,7 @@ def _place(
             others += _move_beside(file, place, target, replaces)
             continue
         if serial or not owned(place):
-            file, is_changed = _renamed(proto, file, with_serial(target)), True
+            file, is_changed = _renamed(tensors[file.name], file, with_serial(target)), True
             if not serial:
                 _log.warning("%s is there, and has no data of %s: its data are in %s", place, target.name, file.name)
         data[file.name] = Move(file, target.with_name(file.name), like=target, may_replace=owned)
@@ -110,9 +109,9 @@ def _move_beside(file: Path, place: Path, model: Path, replaces: Callable[[Path]
     return [Move(file, place, like=model, may_replace=replaces)]
 
 
-def _renamed(proto: onnx.ModelProto, file: Path, place: Path) -> Path:
-    """Give a data file another name, in the work folder and in the model."""
-    for tensor in _external_tensors(proto)[file.name]:
+def _renamed(tensors: Iterable[onnx.TensorProto], file: Path, place: Path) -> Path:
+    """Give a data file another name, in the work folder and in the tensors of the model that are in it."""
+    for tensor in tensors:
         for entry in tensor.external_data:
             if entry.key == "location":
                 entry.value = place.name

@@ -173,7 +173,7 @@ def check_kind_of_target(path: Path) -> None:
     """
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError):  # it does not exist, or its name cannot: whoever writes it says so
+    except (OSError, ValueError):  # it does not exist, or cannot: the error of writing it is clearer
         return
     if stat.S_ISDIR(mode):
         raise FolderTargetError(path, "is a folder; name a file in it")

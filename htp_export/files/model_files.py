@@ -7,9 +7,10 @@ tensors: other threads can read the model meanwhile. What is not valid is not wr
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,7 @@ from htp_export.files.data_plan import (
     put_notes,
     shared_files,
 )
-from htp_export.files.filesystem import check_kind_of_target, is_special
+from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
 from htp_export.files.replacing import Move, real_path, replace_file, work_folder
@@ -214,35 +215,46 @@ def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
     return [file for file in names if not (target.parent / file.name).is_symlink()]
 
 
-def may_take_place_of(target: Path, data: Path) -> bool:
-    """Return whether data of a new model may replace a file: it is empty, or has data of the model at the target.
+def replaceable_data(target: Path) -> Callable[[Path], bool]:
+    """Return a function that tells whether data of a new model at a target may replace a file.
 
-    A model that does not fit its data, as an interrupted export leaves it, names its data, too. Data that it shares
-    with another model are those of the other.
+    It may if the file is empty, or has data of the model that is there. A model that does not fit its data, as an
+    interrupted export leaves it, names its data, too. Data that it shares with another model are those of the other.
+
+    The model is read once, however many files are asked for, and again if it was replaced meanwhile.
     """
-    if not data.is_file():
-        return not os.path.lexists(data)
-    if data.stat().st_size == 0:
-        return True
+    known: dict[Identity | None, set[Path]] = {}
+
+    def may_replace(data: Path) -> bool:
+        if not data.is_file():
+            return not os.path.lexists(data)
+        if data.stat().st_size == 0:
+            return True
+        state = Identity.at(target.resolve())
+        if state not in known:
+            known[state] = _named_data(target)
+        return data.resolve() in known[state]
+
+    return may_replace
+
+
+def _named_data(target: Path) -> set[Path]:
+    """The data files that a model names, resolved, without shared ones; none if it cannot be read."""
     model = parsed_or_none(target) if target.is_file() else None
     if model is None:
-        return False
+        return set()
     try:
         shared = shared_files(target, model.metadata_props)
     except FileError:
-        return False
+        return set()
     tensors = [slot.tensor for slot in slots(model)]
     names = {os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
-    return any(_is_data(target, name, data) for name in names - shared.keys())
-
-
-def _is_data(model: Path, location: str, file: Path) -> bool:
-    """Whether a data file of a model, by its name in it, is this file."""
-    try:
-        folder, name = find_data(model, location)
-    except FileError:  # it lies elsewhere
-        return False
-    return (folder / name).resolve() == file.resolve()
+    found: set[Path] = set()
+    for name in names - shared.keys():
+        with contextlib.suppress(FileError):  # it lies elsewhere
+            folder, inside = find_data(target, name)
+            found.add((folder / inside).resolve())
+    return found
 
 
 def _write_files(

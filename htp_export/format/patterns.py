@@ -186,7 +186,9 @@ class _Automaton:
             for _ in range(most - least):
                 then = self._add(_State([end, self._sequence(items, flags, then)]))
         for _ in range(least):
-            then = self._sequence(items, flags, then)
+            behind, then = then, self._sequence(items, flags, then)
+            if then == behind:  # no state was added: nothing is matched, however often
+                break
         return then
 
     # --- matching -------------------------------------------------------------------------------------------

@@ -89,9 +89,8 @@ class Boundaries(Generic[Key]):
                 self._makers.setdefault(key, []).append(index)
             for key in reads:
                 self._readers.setdefault(key, []).append(index)
-        self._inside: dict[
-            tuple[str, str], bool
-        ] = {}  # a module and one around it → whether all its work is in the other
+        # A module and one around it → whether all its work is in the other
+        self._inside: dict[tuple[str, str], bool] = {}
         self._of_one: dict[str, list[tuple[Key, int, bool]]] = {}  # module → what crosses its boundary
         self._leaving = [self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)]
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
@@ -127,14 +126,24 @@ class Boundaries(Generic[Key]):
 
         What crosses the boundary of one module is found once: many modules may be fused with the one around them.
         """
-        outer = [path for path in paths if not any(self._is_inside(path, other) for other in paths)]
-        if len(outer) != 1:
+        path = self._outermost(paths)
+        if path is None:
             region = {index for path in paths for index in self.below.get(path, ())}
             return self.around(sorted(region), paths)
-        path = outer[0]
         if path not in self._of_one:
             self._of_one[path] = list(self.around(self.below.get(path, ()), [path]))
         return iter(self._of_one[path])
+
+    def _outermost(self, paths: Sequence[str]) -> str | None:
+        """The module of some that all others are inside of; None if there are several such."""
+        outer: str | None = None
+        for path in paths:
+            if any(self._is_inside(path, other) for other in paths):
+                continue
+            if outer is not None:
+                return None
+            outer = path
+        return outer
 
     def _is_inside(self, path: str, around: str) -> bool:
         """Whether a module is below another one, and computes nothing for callers outside of it."""

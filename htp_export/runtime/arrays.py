@@ -51,7 +51,7 @@ def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
     """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks.
 
     Only the returned object keeps this memory alive: a copy of the value in C++, as in a binding of inputs or in an
-    ``AdapterFormat``, does not. For strings see `htp_export.runtime.sessions.strings_to_ort`.
+    ``AdapterFormat``, does not. For strings see `htp_export.runtime.sessions.to_value`.
     """
     import onnxruntime
 

@@ -130,7 +130,10 @@ class _Reader:
             return Fraction(self._size(token))
         if token not in _FUNCTIONS:
             raise ValueError(f"there is no function {token!r}")
-        return _bounded(_FUNCTIONS[token](*self._inside(several=True)))
+        values = self._inside(several=True)
+        if len(values) not in _ARGUMENTS.get(token, (len(values),)):
+            raise ValueError(f"{token!r} has {len(values)} arguments")
+        return _bounded(_FUNCTIONS[token](*values))
 
     def _inside(self, *, several: bool = False) -> list[Fraction]:
         """What is in parentheses of which the first one is read."""
@@ -195,3 +198,6 @@ _FUNCTIONS: Mapping[str, Callable[..., Fraction]] = {
     "floor": _floor,
     "sqrt": _root,
 }
+
+_ARGUMENTS: Mapping[str, tuple[int, ...]] = {"floor": (1,), "sqrt": (1,), "mod": (2,), "Mod": (2,)}
+"""Function → the numbers of arguments that it takes; the others take any."""

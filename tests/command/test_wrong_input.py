@@ -256,6 +256,7 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("cost net.onnx --select re:(", "selector 're:(': missing )"),
     ("run nosuch net.onnx -o o.onnx", "there is no tool 'nosuch'; there are float16"),
     ("run onnxruntime net.onnx -o o.onnx --set level=9", "level is 9, and takes str"),
+    (f"run onnxruntime net.onnx -o o.onnx --set level={2**64}", "--set level: a whole number of more than 64 bits"),
     ("run onnxruntime net.onnx -o o.onnx --set nosuch=1", "unexpected keyword argument 'nosuch'"),
     ('run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]', "this ONNX Runtime has no Nope"),
     ("run onnxruntime net.onnx -o o.onnx --set =1", "--set =1: write key=value"),

@@ -3,6 +3,8 @@
 import collections
 import copy
 import random
+import threading
+import time
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +19,8 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import HtpExportError
+from htp_export.exporter.capture import running
+from htp_export.process.restoring import Changes
 from tests.nets import spread, x
 
 
@@ -207,6 +211,79 @@ def test_verify_leaves_arguments_as_they_were(folder):
     program = htp_export.export(model, args, verbose=False)
     for _ in range(2):
         assert assert_unchanged(model, args, lambda: htp_export.verify(model, program, args)).ok
+
+
+class Slots:
+    """An object without a dictionary of attributes, and one slot that is empty at first."""
+
+    __slots__ = ("__secret", "count", "empty", "tensor")
+
+    def __init__(self) -> None:
+        self.count, self.tensor, self.__secret = 0, torch.zeros(2), 1
+
+    def change(self) -> None:
+        self.count, self.empty, self.__secret = self.count + 1, 1, 2
+        self.tensor += 1
+
+    def contents(self) -> list[Any]:
+        return [self.count, self.tensor.tolist(), self.__secret, hasattr(self, "empty")]
+
+
+class Drawing(nn.Module):
+    """A model with random number generators of its own, and objects with slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.slots = nn.Linear(4, 4), Slots()
+        self.torchs, self.pythons = torch.Generator().manual_seed(3), random.Random(3)
+        self.numpys, self.older = np.random.default_rng(3), np.random.RandomState(3)
+        self.active = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.fc(x)
+        if self.active:
+            self.slots.change()
+            self.draw()
+        return result
+
+    def draw(self) -> list[float]:
+        """Numbers that follow from the states of the generators."""
+        drawn = torch.rand(1, generator=self.torchs).item(), self.numpys.random()
+        return [*drawn, self.pythons.random(), self.older.rand()]
+
+
+def test_verify_puts_generators_and_slots_of_a_model_back():
+    model, args = Drawing().eval(), (x(2, 4),)
+    program = htp_export.export(model, args, verbose=False)
+    contents, model.active = model.slots.contents(), True
+    assert htp_export.verify(model, program, args).ok
+    assert model.slots.contents() == contents
+    assert model.draw() == Drawing().draw()
+
+
+def test_random_numbers_of_an_export_for_which_verify_waits_are_not_drawn_again():
+    model, args = nn.Sequential(nn.Linear(4, 4)).eval(), (x(2, 4),)
+    program = htp_export.export(model, args, verbose=False)
+    begun, over = threading.Event(), threading.Event()
+
+    def exporting() -> None:
+        changes = Changes()
+        running.wait_alone(changes)
+        begun.set()
+        over.wait()
+        torch.manual_seed(1234)
+        changes.take_back()
+
+    threads = [threading.Thread(target=each) for each in (exporting, lambda: htp_export.verify(model, program, args))]
+    threads[0].start()
+    begun.wait()
+    threads[1].start()
+    time.sleep(0.5)  # verify waits by now
+    over.set()
+    for thread in threads:
+        thread.join()
+    drawn = torch.rand(1)
+    assert torch.equal(drawn, torch.rand(1, generator=torch.Generator().manual_seed(1234)))
 
 
 class Attending(Net):

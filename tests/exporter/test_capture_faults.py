@@ -32,6 +32,7 @@ from htp_export.exporter.capture.jit_calls import Trace
 from htp_export.exporter.capture.jit_rewriting import Translation
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patching import Patch
+from htp_export.exporter.capture.root_call import FormattedCall
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.files.protobuf_bytes import SerializedModel
 from tests.exporting import BOTH, exported_net, quick
@@ -83,6 +84,7 @@ TORCHSCRIPT = [
     (ModuleNames, "__init__", "reading the names"),
     (Trace, "enter", "a module is called"),
     (Trace, "leave", "a module returns"),
+    (FormattedCall, "numbers", "which arguments are numbers"),
     (TorchScriptCapture, "traced", "reading the traced graph"),
     (TorchScriptCapture, "before_translation", "before its translation"),
     (Translation, "node", "the translation of an operator"),

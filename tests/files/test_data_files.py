@@ -1,5 +1,6 @@
 """Data files: a file that is written has its weights for itself, and every file that links lead to is read."""
 
+import itertools
 import json
 import os
 import pickle
@@ -16,7 +17,8 @@ import pytest
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.files import data_files
+from htp_export.files import data_files, model_files
+from htp_export.files.external_writers import written_whole
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from tests.handmade import encoder
@@ -241,6 +243,30 @@ class TestBroken:
         before = tensor.numpy().copy()
         tensor.release()
         np.testing.assert_array_equal(np.asarray(tensor), before)
+
+
+def many_data_files(count: int) -> onnx.ModelProto:
+    """A model with a data file for each tensor, when onnx saves it."""
+    names = [f"h{place}" for place in range(count + 1)]
+    steps = itertools.pairwise(names)
+    nodes = [onnx.helper.make_node("Add", [before, f"w{after}"], [after]) for before, after in steps]
+    weights = [onnx.numpy_helper.from_array(np.full(100, k, np.float32), f"wh{k + 1}") for k in range(count)]
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [100]) for name in (names[0], names[-1])]
+    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
+    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+
+
+def test_a_model_is_read_once_for_all_data_files_that_are_replaced(tmp_path, monkeypatch):
+    file, read = tmp_path / "net.onnx", []
+    parsed = model_files.parsed_or_none
+    monkeypatch.setattr(model_files, "parsed_or_none", lambda path: read.append(path) or parsed(path))
+    for _ in range(2):
+        with written_whole(file) as new:
+            onnx.save(
+                many_data_files(20), new, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=0
+            )
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["net.onnx", *(f"wh{k + 1}" for k in range(20))])
+    assert read == [file]
 
 
 def _files(folder: Path) -> Iterator[Path]:

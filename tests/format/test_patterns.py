@@ -92,6 +92,16 @@ def test_expressions_that_take_too_much_are_refused_in_a_short_time(text):
 
 
 @pytest.mark.parametrize(
+    "text", ["(?:){4000000000}", "(){4000000000}", "((){4000000000}){4000000000,}", "(a{0}){4000000000}"]
+)
+def test_repeats_of_nothing_take_no_time(text):
+    began = time.monotonic()
+    assert Pattern(f"{text}b").fullmatch("b")
+    assert not Pattern(f"{text}b").fullmatch("ab")
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
     ("text", "problem"),
     [
         (r"(a)\1", "groupref"),

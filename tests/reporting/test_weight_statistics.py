@@ -2,6 +2,7 @@
 
 import ml_dtypes
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -56,6 +57,19 @@ def test_a_data_file_that_is_missing_is_named(tmp_path):
     tensor = ir.ExternalTensor("w.data", 0, 16, ir.DataType.FLOAT, shape=ir.Shape([4]), name="w", base_dir=tmp_path)
     with pytest.raises(InputError, match=r"'w' cannot be read.*w\.data"):
         found(tensor)
+
+
+def test_weights_in_constant_nodes_are_in_the_order_of_the_file():
+    nodes = []
+    for place in range(12):  # of sets in another order, hardly any is this one
+        weight = onnx.numpy_helper.from_array(np.full((4, 4), place, np.float32))
+        nodes.append(onnx.helper.make_node("Constant", [], [f"w{place}"], value=weight))
+        nodes.append(onnx.helper.make_node("MatMul", [f"h{place}", f"w{place}"], [f"h{place + 1}"]))
+    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 4]) for name in ("h0", "h12")]
+    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:])
+    opsets = [onnx.helper.make_opsetid("", 20)]
+    tagged = load(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
+    assert list(module.take_inventory(tagged, statistics=True).statistics) == [f"w{place}" for place in range(12)]
 
 
 def test_the_command_reads_weights_where_it_is_asked_to(tmp_path, capsys):

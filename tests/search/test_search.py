@@ -209,6 +209,12 @@ class TestSensitivity:
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
         assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
 
+    def test_a_plan_whose_last_rule_keeps_all_is_measured_as_the_original(self):
+        program = htp_export.export(nn.Sequential(nn.Sequential(nn.Linear(64, 64))).eval(), (x(2, 64),), verbose=False)
+        found = htp_export.sensitivity(program, "int8-dynamic", select="0,0.0")
+        assert found.modules["0.0"]["int8-dynamic"].all_but.error == 0
+        assert found.modules["0"]["int8-dynamic"].all_but.error > 0
+
     def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(self, file, data, made):
         given: dict[str, Any] = {"data": data, "select": "blocks.1.0", "by_module": True, "all_but": False}
         found = htp_export.sensitivity(file, ["int4", "fp16"], **given)

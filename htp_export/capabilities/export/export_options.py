@@ -193,10 +193,10 @@ class DeployOptions:
         if not self.makes_folder or self._is_in_source(file.parent, model):
             return
         from htp_export.capabilities.huggingface.beside import OF_GENAI, OF_TRANSFORMERS, check_beside
-        from htp_export.files.model_files import may_take_place_of
+        from htp_export.files.model_files import replaceable_data
 
         data = file.with_name(f"{file.name}.data")
-        if self.export_json and not may_take_place_of(file, data):
+        if self.export_json and not replaceable_data(file)(data):
             raise FileError(data, f"is there, and has no data of {file.name}, which transformers would read from it")
         if self.export_json:
             check_beside(file, call.model, OF_TRANSFORMERS)

@@ -109,7 +109,7 @@ class StaticPart:
 
     def _quantized(self, nodes: Sequence[str]) -> ir.Model:
         """What the quantizer makes of some of the nodes, if ONNX Runtime loads it."""
-        precision, types = self.precision, quantizers().QuantType
+        precision, types, chosen = self.precision, quantizers().QuantType, frozenset(nodes)
         told = self.part.names.in_text
         with tool_failures(told), quietly():
             given = quantizers("quant_utils").load_model_with_shape_infer(self.file)
@@ -124,7 +124,7 @@ class StaticPart:
                 reduce_range=precision.reduce_range,
                 keep_removable_activations=True,  # ONNX Runtime removes them when it loads the file
                 op_types_to_quantize=sorted({node.op_type for node in self.part.model.graph}),
-                nodes_to_exclude=[name for name in self.part.nodes if name not in nodes],
+                nodes_to_exclude=[name for name in self.part.nodes if name not in chosen],
             )
             quantizer = quantizers("qdq_quantizer").QDQQuantizer(
                 given,

@@ -204,7 +204,7 @@ class Measurer:
         drops = any(precision.max_drop is not None for precision in plan.values())
         checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
         result = quantize(tagged or self.tagged, dict(plan), data=data, **checked)
-        if not result.operators:
+        if result.kept and not result.operators:  # it is not what the plan says
             raise InputError(f"nothing changes: {result.kept[0].reason}")
         return result.tagged
 

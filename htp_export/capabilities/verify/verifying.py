@@ -175,8 +175,8 @@ def _verified(
         return path in chosen and signature is not None and signature.inputs.get(argument) is not None
 
     with ArrayStore.opened(run.portion_bytes) as store:
-        with unchanged(model, (args, kwargs)):
-            with evaluating(model), parameter_readers(model) as readers:
+        with evaluating(model), unchanged(model, (args, kwargs)):  # what changes while it waits for others stays
+            with parameter_readers(model) as readers:
                 calls = record_calls(model, args, kwargs, store, wanted)
             ran = Counter(call.path for call in calls)
             if exact:  # with the modules that there were in the run

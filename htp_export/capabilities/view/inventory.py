@@ -215,7 +215,7 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 class _Reader:
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
-        self._weights = {weight for content in contents.values() for weight in content.own_weights}
+        self._weights = dict.fromkeys(weight for content in contents.values() for weight in content.own_weights)
         self.weights_of_nodes = [weight for weight in self._weights if weight.producer() is not None]
         self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
         for path in sorted(contents, key=len, reverse=True):  # a parent's is shorter

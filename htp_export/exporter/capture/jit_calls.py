@@ -258,7 +258,7 @@ class ScriptCalls:
         self._order = {path: place for place, path in enumerate(self._paths)}
         self._places: dict[str, list[int]] = {}  # last part of a path → the places of all such paths
         for place, path in enumerate(self._paths):
-            self._places.setdefault(path.rpartition(".")[2], []).append(place)
+            self._places.setdefault(_last_part(path), []).append(place)
         self._sorted = {name: sorted(self._paths[place] for place in places) for name, places in self._places.items()}
         self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
         log.stack.pop()
@@ -296,23 +296,36 @@ class ScriptCalls:
 
         ``holders`` are the modules whose parameters are read; ``last``: the one that ran before, if any did.
         """
-        around = {path for holder in holders for path in tags.ancestors(holder) if path in self._order}
-        known = [path for path in around if self._is_called(path, name) and _is_below(path, above)]
-        if known:
-            return min(known, key=self._order.__getitem__)
-        places = self._places.get(name, [])
-        if last is not None:
-            for at in range(bisect.bisect_right(places, self._order.get(last, -1)), len(places)):
-                if _is_below(self._paths[places[at]], above):
-                    return self._paths[places[at]]
-        named = self._sorted.get(name, [])
-        begin, end = (bisect.bisect_left(named, f"{above}{sign}") for sign in (".", "/")) if above else (0, len(named))
-        candidates = (path for path in named[begin:end] if path != above)  # "/" comes after "."
-        return min(candidates, key=lambda path: (path.count("."), self._order[path]), default=above)
+        found = self._around(holders, above, name)
+        if found is None and last is not None:
+            found = self._next_after(last, above, name)
+        return self._nearest(above, name) if found is None else found
 
-    @staticmethod
-    def _is_called(path: str, name: str) -> bool:
-        return path.rpartition(".")[2] == name
+    def _around(self, holders: Sequence[str], above: str, name: str) -> str | None:
+        """The first module called ``name`` below ``above`` that is one of some, or around one of them."""
+        around = {path for holder in holders for path in tags.ancestors(holder) if path in self._order}
+        found = [path for path in around if _last_part(path) == name and _is_below(path, above)]
+        return min(found, key=self._order.__getitem__, default=None)
+
+    def _next_after(self, last: str, above: str, name: str) -> str | None:
+        """The first module called ``name`` below ``above`` that comes after another one."""
+        places = self._places.get(name, [])
+        first = bisect.bisect_right(places, self._order.get(last, -1))
+        later = (self._paths[place] for place in itertools.islice(places, first, None))
+        return next((path for path in later if _is_below(path, above)), None)
+
+    def _nearest(self, above: str, name: str) -> str:
+        """The module called ``name`` that is least deep below ``above``; ``above`` itself if there is none."""
+        named = self._sorted.get(name, [])
+        if above:  # those below it stand together: "/" comes after "."
+            begin, end = (bisect.bisect_left(named, f"{above}{sign}") for sign in "./")
+            named = named[begin:end]
+        below = (path for path in named if path != above)
+        return min(below, key=lambda path: (path.count("."), self._order[path]), default=above)
+
+
+def _last_part(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 def _is_below(path: str, above: str) -> bool:

@@ -1,8 +1,9 @@
 """The state of a model that a run may change, and how it is put back: nothing of htp_export changes a user's model.
 
-State are the buffers, the attributes of modules with all lists, dictionaries, tensors and plain objects in them, such
-as counters and caches, the arguments, and random number generators. Parameters are too large to be copied for the few
-models whose ``forward`` changes them: each is copied before the first operator that writes to it.
+State are the buffers, the attributes of modules with all lists, dictionaries, tensors, random number generators and
+plain objects in them, such as counters and caches, the arguments, and the random numbers of the process. Parameters are
+too large to be copied for the few models whose ``forward`` changes them: each is copied before the first operator that
+writes to it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn.parameter import is_lazy
 
 from htp_export.exporter.capture.torch_internals import noting_writes
 from htp_export.format.leaves import tensors_in
-from htp_export.process.restoring import Changes, restored
+from htp_export.process.restoring import Changes, enter, restored
 
 _MOST_OBJECTS = 100_000
 """Beyond, the objects that a model refers to are data of its program: visiting so many takes a tenth of a second."""
@@ -39,7 +40,7 @@ class ModelState:
     """
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._undo: list[Callable[[], object]] = []
         self._kept: list[Any] = []  # so that no id is that of another object later
         self._seen = set[int]()
         for tensor in (*model.buffers(), *tensors_in(arguments)):  # those of scripted modules are in no attribute
@@ -81,9 +82,17 @@ class ModelState:
             return value
         elif isinstance(value, (dict, list, set, deque)):
             return self._keep_container(value)
+        elif (undo := _generator_undo(value)) is not None:
+            self._undo.append(undo)
         elif _holds_state(value):
-            return self._keep(vars(value))
+            return self._keep_attributes(value)
         return ()
+
+    def _keep_attributes(self, value: Any) -> list[Any]:
+        slots = list(_filled_slots(value))
+        self._undo.append(functools.partial(_put_slots_back, value, slots))
+        held = [each for _, each in slots]
+        return [vars(value), *held] if hasattr(value, "__dict__") else held
 
     def _keep_container(self, value: Any) -> Iterable[Any]:
         contents = list(value.items()) if isinstance(value, dict) else list(value)
@@ -100,14 +109,54 @@ def _holds_state(value: Any) -> bool:
     """
     if isinstance(value, nn.Module):
         return True
-    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType)) or not hasattr(
-        value, "__dict__"
-    ):
+    if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+        return False
+    if not hasattr(value, "__dict__") and not any(_slots_of(value)):
         return False
     home = str(type(value).__module__).partition(".")[0]
     if home in _PLAIN_CLASSES_OF_PYTHON:
         return True
     return home not in sys.stdlib_module_names and home != "torch"
+
+
+def _slots_of(value: Any) -> Iterator[types.MemberDescriptorType]:
+    """The slots that the classes of an object declare in Python."""
+    for each in type(value).__mro__:
+        if "__slots__" in vars(each):
+            yield from (member for member in vars(each).values() if isinstance(member, types.MemberDescriptorType))
+
+
+def _filled_slots(value: Any) -> Iterator[tuple[types.MemberDescriptorType, Any]]:
+    """The slots of an object that have a value, with their values."""
+    for slot in _slots_of(value):
+        with contextlib.suppress(AttributeError):  # it has none
+            yield slot, slot.__get__(value)
+
+
+def _put_slots_back(value: Any, filled: list[tuple[types.MemberDescriptorType, Any]]) -> None:
+    """Give the slots of an object what they held, also where the class refuses to set attributes."""
+    held = dict(filled)
+    for slot in _slots_of(value):
+        if slot in held:
+            slot.__set__(value, held[slot])
+        else:
+            with contextlib.suppress(AttributeError):  # it is empty
+                slot.__delete__(value)
+
+
+def _generator_undo(value: Any) -> Callable[[], object] | None:
+    """Return a function that puts a random number generator back; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+        return functools.partial(value.setstate, value.getstate())
+    if isinstance(value, np.random.RandomState):
+        return functools.partial(value.set_state, value.get_state())
+    if isinstance(value, np.random.Generator):
+        value = value.bit_generator
+    if isinstance(value, np.random.BitGenerator):
+        return functools.partial(setattr, value, "state", value.state)
+    return None
 
 
 def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
@@ -213,11 +262,7 @@ def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iter
         changes.will_undo(written.put_back)
         changes.will_undo(state.put_back)  # first: parameters get the memory back that they had
         if not traced:
-            watch = noting_writes(written.note)
-            entered: list[bool] = []
-            changes.will_undo(lambda: watch.__exit__(None, None, None) if entered and entered.pop() else None)
-            watch.__enter__()
-            entered.append(True)
+            enter(changes, noting_writes(written.note), of_thread=True)
 
     with restored(make):
         yield

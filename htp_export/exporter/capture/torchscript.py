@@ -17,7 +17,7 @@ from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
 from htp_export.exporter.capture.made_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.root_call import RootCalls
+from htp_export.exporter.capture.root_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
@@ -77,9 +77,9 @@ class TorchScriptCapture(Guarded):
         self.root.traced()
         return result
 
-    def called(self, numbers: list[Any]) -> None:
-        """Note that the model's ``forward`` begins, and the tensors that stand for numbers among its arguments."""
-        self.trace.given_numbers(numbers)
+    def called(self, call: RootCall, arguments: tuple[Any, ...]) -> None:
+        """Note that the model's ``forward`` begins, and which of its arguments stand for numbers."""
+        self.trace.given_numbers(call.numbers(arguments))
 
     def returns(
         self, module: Any, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None

@@ -56,7 +56,7 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 given = capture.step("noting what a module is given", CallTensors.given, self.forward, input, kwargs)
                 if root is not None:
-                    capture.step("noting which arguments are numbers", capture.called, root.numbers(input))
+                    capture.step("noting which arguments are numbers", capture.called, root, input)
                 if name:
                     tracing_state.push_scope(name)
                 try:
