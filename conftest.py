@@ -27,6 +27,10 @@ def no_other_devices() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         for keys in ("_BACKEND_KEYS_TO_OVERRIDE", "_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE"):
-            here = [key for key in getattr(exported_program, keys, ()) if key.name.endswith(("CPU", "Meta"))]
+            here = [
+                key
+                for key in getattr(exported_program, keys, ())
+                if key.name.endswith(("CPU", "Meta"))
+            ]
             patch.setattr(exported_program, keys, here, raising=False)
         yield

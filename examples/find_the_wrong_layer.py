@@ -52,6 +52,8 @@ file = folder / "updated.onnx"
 while (wrong := htp_export.verify(model, file, args).first_wrong) is not None:
     [use] = htp_export.nodes(file).parameters[f"{wrong}.weight"].initializers
     print(f"first wrong: {wrong}; {wrong}.weight is {use.name!r} in the file, {', '.join(use.how)}")
-    tagged.model.graph.initializers[use.name].const_value = ir.tensor(state[f"{wrong}.weight"].T.copy())
+    tagged.model.graph.initializers[use.name].const_value = ir.tensor(
+        state[f"{wrong}.weight"].T.copy()
+    )
     tagged.save(file)
 print("repaired:", htp_export.verify(model, file, args).summary)

@@ -45,11 +45,15 @@ for name, plan in plans.items():
     result = htp_export.quantize(folder / "float.onnx", plan, folder / f"{name}.onnx", data=data)
     compared = htp_export.compare(folder / "float.onnx", folder / f"{name}.onnx", data[0])
     whole, head = result.modules[""], result.modules["head"]
-    print(f"{name}: {whole.bytes_before:,} → {whole.bytes_after:,} bytes of weights, head in {head.precision}")
+    print(
+        f"{name}: {whole.bytes_before:,} → {whole.bytes_after:,} bytes of weights, head in {head.precision}"
+    )
     print(f"  largest error after the encoder {compared.modules['encoder'].max_abs:.4f}", end="")
     print(f", of the scores {compared.modules[''].max_abs:.4f}")
 
 print(f"\nThe modules of {folder / 'int8_but_head.onnx'}:")
 rows = [result.modules[path] for path in ("", "embed", "encoder", "encoder.layers.0", "head")]
 for row in rows:
-    print(f"  {row.path or '(root)':<18} {row.precision:<6} {row.changed:>4} of {row.nodes} nodes changed")
+    print(
+        f"  {row.path or '(root)':<18} {row.precision:<6} {row.changed:>4} of {row.nodes} nodes changed"
+    )

@@ -21,7 +21,9 @@ class Stage(nn.Sequential):
     def __init__(self, channels: int, wider: int) -> None:
         first = nn.Conv2d(channels, wider, 3, stride=2, padding=1, bias=False)
         second = nn.Conv2d(wider, wider, 3, padding=1, bias=False)
-        super().__init__(first, nn.BatchNorm2d(wider), nn.ReLU(), second, nn.BatchNorm2d(wider), nn.ReLU())
+        super().__init__(
+            first, nn.BatchNorm2d(wider), nn.ReLU(), second, nn.BatchNorm2d(wider), nn.ReLU()
+        )
 
 
 class Net(nn.Module):
@@ -51,5 +53,7 @@ for path in sorted(blocks, key=lambda path: -report.modules[path].total_ms):
     time, flops = report.modules[path], costs.modules[path].flops
     print(f"  {path}: {time.share:.0%} of the time, {flops / time.total_ms / 1e6:.1f} GFLOP/s")
 
-page = htp_export.view(folder / "net.onnx", folder / "net.html", results=[report, costs], explorer=False)
+page = htp_export.view(
+    folder / "net.onnx", folder / "net.html", results=[report, costs], explorer=False
+)
 print(f"open {page.path} in a browser: sort by time, or choose time and FLOPs in the map")

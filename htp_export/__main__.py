@@ -15,7 +15,8 @@ def run() -> int:
 
         status = main()
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            # All is done and said. While Python shuts down, it would report an interrupt as an ignored exception.
+            # All is done and said. While Python shuts down, it would report an interrupt as an
+            # ignored exception.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
     except KeyboardInterrupt:
         print("htp-export: error: interrupted", file=sys.stderr)

@@ -1,7 +1,7 @@
 """What is known by its file: commands, formulas, adapters of tools and passes are found in their folders, not listed.
 
-Names are read from the folder, without importing anything: a module is imported when it is used. What
-other packages add, and what ``htp_export_plugins`` does, is found by entry points.
+Names are read from the folder, without importing anything: a module is imported when it is used.
+What other packages add, and what ``htp_export_plugins`` does, is found by entry points.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def names_in(package: str, suffix: str = "") -> list[str]:
 def capability_modules(suffix: str) -> dict[str, str]:
     """Files of capabilities whose names end alike: the rest of the name → the module. Nothing is imported.
 
-    What lies in a folder ``commands`` of a capability has the name of the capability and a space before its own.
+    What lies in a folder ``commands`` of a capability has the name of the capability and a space
+    before its own.
 
     Examples:
         >>> capability_modules("_command")["carry"]
@@ -90,7 +91,9 @@ def providers(name: str) -> list[ModuleType]:
         try:
             found.append(importlib.import_module(home))
         except ImportError as error:
-            raise InputError(f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}") from error
+            raise InputError(
+                f"{home} provides {name.replace('_', ' ')}, and cannot be imported: {error}"
+            ) from error
     return found
 
 
@@ -103,7 +106,8 @@ def plug_in(capability: str, name: str) -> Any:
     """What an installed package adds to a capability under the name of an entry point, imported.
 
     Raises:
-        InputError: If there is none, or if it cannot be imported; the message says what is installed.
+        InputError: If there is none, or if it cannot be imported; the message says what is
+            installed.
     """
     known = plug_ins(capability)
     if name not in known:
@@ -132,11 +136,14 @@ def exported_in(package: str) -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def imported_when_used(module: str, file: str, modules: Collection[str] = ()) -> Callable[[str], Any]:
+def imported_when_used(
+    module: str, file: str, modules: Collection[str] = ()
+) -> Callable[[str], Any]:
     """The ``__getattr__`` of a package whose names are imported when they are first used.
 
-    Importing torch takes seconds, and reading a file does not need it. The names are those that the package imports for
-    type checkers alone, so that each stands once. ``modules`` of the package are imported when they are used, too.
+    Importing torch takes seconds, and reading a file does not need it. The names are those that the
+    package imports for type checkers alone, so that each stands once. ``modules`` of the package
+    are imported when they are used, too.
 
     Examples:
         >>> imported_when_used("htp_export.results", str(Path(__file__).parent / "results.py"))("Profile")
@@ -157,7 +164,11 @@ def imported_when_used(module: str, file: str, modules: Collection[str] = ()) ->
 @functools.cache
 def imported_for_types(file: str) -> dict[str, str]:
     """What a file imports for type checkers alone: name → module."""
-    blocks = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
+    blocks = [
+        node
+        for node in ast.parse(Path(file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.If)
+    ]
     imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}
 

@@ -1,24 +1,25 @@
 """Errors of htp_export, as a tree; each carries the file, module or node at fault.
 
-    HtpExportError
-    ├── InputError               what the caller gave cannot be used (the command line exits with status 2)
-    │   ├── FileError            a file is missing, unreadable, not ONNX, or cannot be written
-    │   ├── UnknownModuleError   a module path that the model does not have
-    │   ├── SelectorError        a selector that cannot be read, or that matches nothing
-    │   ├── UntaggedModelError   the work needs tags, and the file has none
-    │   ├── ModelSourceError     a model cannot be made from what was named (hub id, folder, type, entry)
-    │   ├── OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that there are not
-    │   ├── UserCodeError        code of the caller raised: a metric, a factory, an iterator over data
-    │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model
-    ├── PassError                a pass of `optimize` failed; names the passes that ran before it
-    ├── StepError                a step of `pipeline` failed; names the file that the steps before it made
-    ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is not valid
-    ├── ResultError              what a function made is not valid ONNX; a fault of its own, nothing was written
-    ├── CaptureError             htp_export could not follow an export; a fault of its own, not of the model
-    └── TorchChangedError        a private part of torch that htp_export relies on is gone, or is another now
+    HtpExportError ├── InputError               what the caller gave cannot be used (the command
+    line exits with status 2) │   ├── FileError            a file is missing, unreadable, not ONNX,
+    or cannot be written │   ├── UnknownModuleError   a module path that the model does not have │
+    ├── SelectorError        a selector that cannot be read, or that matches nothing │   ├──
+    UntaggedModelError   the work needs tags, and the file has none │   ├── ModelSourceError     a
+    model cannot be made from what was named (hub id, folder, type, entry) │   ├──
+    OpenDimensionError   sizes of open dimensions are missing, or are given for dimensions that
+    there are not │   ├── UserCodeError        code of the caller raised: a metric, a factory, an
+    iterator over data │   └── OnnxRuntimeError     ONNX Runtime cannot load or run a model ├──
+    PassError                a pass of `optimize` failed; names the passes that ran before it ├──
+    StepError                a step of `pipeline` failed; names the file that the steps before it
+    made ├── ToolError                a tool of `htp_export.tools` failed, or wrote a model that is
+    not valid ├── ResultError              what a function made is not valid ONNX; a fault of its
+    own, nothing was written ├── CaptureError             htp_export could not follow an export; a
+    fault of its own, not of the model └── TorchChangedError        a private part of torch that
+    htp_export relies on is gone, or is another now
 
-A failed export is not in the tree: it raises torch's own error, with a note that says which module was running.
-``tagging(strict=False)`` turns the last two into an `UntaggedExportWarning`, and the export goes on without tags.
+A failed export is not in the tree: it raises torch's own error, with a note that says which module
+was running. ``tagging(strict=False)`` turns the last two into an `UntaggedExportWarning`, and the
+export goes on without tags.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ __all__ = [
 ]
 
 
-_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")  # of an object, as Python's default ``repr`` has it
+# of an object, as Python's default ``repr`` has it
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+(?=>)")
 
 
 def without_addresses(text: str) -> str:
@@ -80,7 +82,8 @@ def in_one_line(error: BaseException) -> str:
 def first_line(error: BaseException, lines: int = 1) -> str:
     r"""The first lines of the message of an error that say something, in one line; its type if there is none.
 
-    Of errors that onnx_ir wraps level by level, it is the message of the innermost one; of an import, of what failed.
+    Of errors that onnx_ir wraps level by level, it is the message of the innermost one; of an
+    import, of what failed.
 
     Examples:
         >>> first_line(ValueError("\nno such size\n  in this tensor"))
@@ -98,7 +101,8 @@ def _innermost(error: BaseException) -> BaseException:
     if any(said in str(error) for said in _OUTER):
         while deeper := error.__cause__ or error.__context__:
             error = deeper
-    while isinstance(error, ImportError) and error.__cause__:  # lazy imports name the object that they could not give
+    # lazy imports name the object that they could not give
+    while isinstance(error, ImportError) and error.__cause__:
         error = error.__cause__
     return error
 
@@ -114,10 +118,13 @@ def described(error: BaseException, lines: int = 1) -> str:
     return name if said == name else f"{name}: {said}"
 
 
-_LONGEST_COMPARED = 200  # characters: the time of a comparison grows with their square, and names may be of a file
+# characters: the time of a comparison grows with their square, and names may be of a file
+_LONGEST_COMPARED = 200
 
 
-def nearest_names(name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5) -> list[str]:
+def nearest_names(
+    name: str, known: Iterable[str], count: int = 3, cutoff: float = 0.5
+) -> list[str]:
     """The known names that an unknown one may have been meant for; none for a name that is too long to be typed.
 
     Examples:
@@ -134,7 +141,9 @@ class HtpExportError(Exception):
     """Base class of the errors that htp_export raises; its messages have no addresses of objects."""
 
     def __init__(self, *args: object) -> None:
-        super().__init__(*(without_addresses(each) if isinstance(each, str) else each for each in args))
+        super().__init__(
+            *(without_addresses(each) if isinstance(each, str) else each for each in args)
+        )
 
 
 class InputError(HtpExportError):
@@ -146,16 +155,22 @@ class FileError(InputError):
 
     def __init__(self, path: str | os.PathLike[str], problem: str) -> None:
         name = os.fspath(path)
-        super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")  # names may hold line breaks
+        # names may hold line breaks
+        super().__init__(f"{name if name.isprintable() else repr(name)}: {problem}")
         self.path = Path(path)
         self.problem = problem
 
     @classmethod
     def unreadable(cls, path: str | os.PathLike[str], error: OSError) -> FileError:
         """The error for a file that the operating system does not open or read."""
-        is_folder = isinstance(error, IsADirectoryError) or (isinstance(error, PermissionError) and Path(path).is_dir())
+        is_folder = isinstance(error, IsADirectoryError) or (
+            isinstance(error, PermissionError) and Path(path).is_dir()
+        )
         return cls(
-            path, "is a folder; name a file in it" if is_folder else f"cannot be read: {error.strerror or error}"
+            path,
+            "is a folder; name a file in it"
+            if is_folder
+            else f"cannot be read: {error.strerror or error}",
         )
 
 
@@ -240,7 +255,9 @@ class OnnxRuntimeError(InputError):
         modules: The modules that own the node, if they are known.
     """
 
-    def __init__(self, model: str, action: str, problem: str, node: str = "", modules: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model: str, action: str, problem: str, node: str = "", modules: Iterable[str] = ()
+    ) -> None:
         self.model, self.action, self.problem, self.node = model, action, problem, node
         self.modules = tuple(modules)
         where = f" in module {', '.join(map(repr, self.modules))}" if self.modules else ""
@@ -251,7 +268,8 @@ class OpenDimensionError(InputError):
     """Sizes of open dimensions are missing, or are given for dimensions that the model does not have.
 
     Args:
-        names: The dimensions at fault: names, ``x: 1`` for one without a name, ``x: all`` for a whole shape.
+        names: The dimensions at fault: names, ``x: 1`` for one without a name, ``x: all`` for a
+            whole shape.
         problem: What is wrong with them, and what to do.
     """
 
@@ -293,7 +311,12 @@ class ResultError(HtpExportError):
     """
 
     def __init__(
-        self, path: str | Path, problem: str, node: str = "", modules: Iterable[str] = (), before: str = ""
+        self,
+        path: str | Path,
+        problem: str,
+        node: str = "",
+        modules: Iterable[str] = (),
+        before: str = "",
     ) -> None:
         cause = (
             "The model that it was made of did not have this fault; it is one of the work that was done on it. If that "

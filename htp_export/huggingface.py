@@ -1,7 +1,7 @@
 """Models and example inputs from a hub id, a local folder or a bare model type of transformers.
 
-Inputs are derived from the signature of ``forward`` and the config; there is no list of architectures. transformers is
-imported when a function of this package is called.
+Inputs are derived from the signature of ``forward`` and the config; there is no list of
+architectures. transformers is imported when a function of this package is called.
 """
 
 from htp_export.capabilities.huggingface.example_calls import ExampleCall

@@ -22,7 +22,14 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
     from htp_export.capabilities.partition.partitions import Partition, Stage
     from htp_export.capabilities.pipeline.running import PipelineRun, StepReport
-    from htp_export.capabilities.place.placed import Crossing, DeviceUse, Misplaced, Placed, PlacedModule, Placement
+    from htp_export.capabilities.place.placed import (
+        Crossing,
+        DeviceUse,
+        Misplaced,
+        Placed,
+        PlacedModule,
+        Placement,
+    )
     from htp_export.capabilities.profile.latency_results import ModuleLatency, Profile
     from htp_export.capabilities.prune.pruned import Pruned, PrunedModule
     from htp_export.capabilities.quantize.plan_exporting import PlanFile

@@ -1,7 +1,8 @@
 """NNCF as an engine of `quantize`: ``nncf.quantize`` and ``nncf.compress_weights`` for the nodes of the chosen modules.
 
-``METHODS`` is what ``htp_export.capabilities.quantize.method`` asks for. NNCF sees the nodes alone, so that it cannot
-change others, or merge scales with theirs. What it makes is checked, loaded and run before it is believed.
+``METHODS`` is what ``htp_export.capabilities.quantize.method`` asks for. NNCF sees the nodes alone,
+so that it cannot change others, or merge scales with theirs. What it makes is checked, loaded and
+run before it is believed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,9 @@ class Activations(Static):
     def check(self) -> None:
         _check_switches(self.precision, ("smooth_quant", "bias_correction"))
         drop = self.precision.options.get("max_drop")
-        if drop is not None and (isinstance(drop, bool) or not isinstance(drop, int | float) or not drop >= 0):
+        if drop is not None and (
+            isinstance(drop, bool) or not isinstance(drop, int | float) or not drop >= 0
+        ):
             raise self.precision.fault(f"max_drop is {drop!r}, not a number from 0 up")
 
     readings = 2  # all runs of the inputs of a part are in memory
@@ -69,13 +72,19 @@ class Activations(Static):
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         """Whether NNCF quantizes what the operator reads: activations and weights, or the rows of a table."""
         groups = _nncf("onnx.graph.metatypes.groups")
-        known = {name for operator in groups.INPUTS_QUANTIZABLE_OPERATIONS for name in operator.get_all_aliases()}
+        known = {
+            name
+            for operator in groups.INPUTS_QUANTIZABLE_OPERATIONS
+            for name in operator.get_all_aliases()
+        }
         is_table = node.op_type == "Gather" and constant_of(node.inputs[0]) is not None
         if node.domain or subgraphs(node) or not (node.op_type in known or is_table):
             return False
         return facts.has_floats(node)
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         if node.op_type not in _WEIGHTED or place != weight_place(node):
             return None  # biases stay
         if node.op_type != "Gather":
@@ -95,7 +104,9 @@ class Activations(Static):
             runs = list(read)
         if control is not None and precision.max_drop is not None:
             budget = control.budget(work.model, precision.max_drop, precision.name)
-            precision = dataclasses.replace(precision, options={**precision.options, "max_drop": budget})
+            precision = dataclasses.replace(
+                precision, options={**precision.options, "max_drop": budget}
+            )
 
             def metric(made: onnx.ModelProto) -> float:
                 return control.with_part(work.model, part, made)
@@ -103,11 +114,19 @@ class Activations(Static):
         nncf, given = _nncf(), part.proto()
         _put_onnx_first(given)  # NNCF takes the first one for the opset of ONNX
         expected, wide = _measured(part, given, runs)
-        ignored = [str(node.name) for node in part.model.graph if wide.intersection(_names(node.inputs, node.outputs))]
+        ignored = [
+            str(node.name)
+            for node in part.model.graph
+            if wide.intersection(_names(node.inputs, node.outputs))
+        ]
         arguments = {
-            "preset": nncf.QuantizationPreset.PERFORMANCE if precision.symmetric else nncf.QuantizationPreset.MIXED,
+            "preset": nncf.QuantizationPreset.PERFORMANCE
+            if precision.symmetric
+            else nncf.QuantizationPreset.MIXED,
             # SmoothQuant is for transformers: it runs only if the model is said to be one
-            "model_type": nncf.ModelType.TRANSFORMER if precision.options.get("smooth_quant") else None,
+            "model_type": nncf.ModelType.TRANSFORMER
+            if precision.options.get("smooth_quant")
+            else None,
             "subset_size": len(runs),
             "ignored_scope": nncf.IgnoredScope(names=ignored, validate=False),
         }
@@ -120,7 +139,9 @@ class Activations(Static):
         model = _checked(made, expected, runs[0])
         left = _left(part, model, ignored)
         causes = "NNCF leaves them, or values that they read or make fill masks and cannot be divided into the steps of"
-        back = "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
+        back = (
+            "" if precision.max_drop is None else ", or the metric would fall by more than max_drop"
+        )
         return Made(model, dict.fromkeys(left, f"{causes} {precision.name}{back}"))
 
 
@@ -148,8 +169,8 @@ class Weights(Method):
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         """Whether NNCF compresses the constant weight of a node.
 
-        In 4 bits, products whose blocks are all full: it refuses others, and what it writes for tables does not load.
-        In 8 bits, convolutions and tables, too.
+        In 4 bits, products whose blocks are all full: it refuses others, and what it writes for
+        tables does not load. In 8 bits, convolutions and tables, too.
         """
         _nncf()
         bits, size = self.precision.bits, self.precision.block_size
@@ -163,9 +184,13 @@ class Weights(Method):
         weight = constant_of(node.inputs[weight_place(node)])
         if weight is None or weight.dtype != ir.DataType.FLOAT:
             return False
-        return node.op_type != "Gather" or (len(weight.shape) == 2 and node.attributes.get_int("axis", 0) == 0)
+        return node.op_type != "Gather" or (
+            len(weight.shape) == 2 and node.attributes.get_int("axis", 0) == 0
+        )
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         if place != weight_place(node):
             return None
         shape, symmetric = [int(size) for size in tensor.shape.numpy()], self.precision.symmetric
@@ -176,18 +201,29 @@ class Weights(Method):
         along, across = sizes_in_blocks(node)
         blocks = along // self.precision.block_size
         columns = across * ((blocks + 1) // 2)
-        points = 0 if symmetric else columns if facts.opset < _BLOCKS_FROM else (blocks * across + 1) // 2
+        points = (
+            0
+            if symmetric
+            else columns
+            if facts.opset < _BLOCKS_FROM
+            else (blocks * across + 1) // 2
+        )
         return (elements + 1) // 2 + 4 * blocks * across + points
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        return [_scaled_before(nodes, work.planned, self.precision) if self.precision.options.get("awq") else nodes]
+        return [
+            _scaled_before(nodes, work.planned, self.precision)
+            if self.precision.options.get("awq")
+            else nodes
+        ]
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         with work.runs(part) as read:
             runs = list(read if self.calibrated else islice(read, 1))
         weighted = [str(node.name) for node in part.model.graph if self.takes(node, work.facts)]
         if self.precision.bits == 4:
-            write_products(part.model.graph)  # NNCF writes blocks of a Gemm's weight along the wrong axis
+            # NNCF writes blocks of a Gemm's weight along the wrong axis
+            write_products(part.model.graph)
         given = part.proto()
         _put_onnx_first(given)
         outputs = [str(value.name) for value in part.model.graph.outputs]
@@ -202,10 +238,18 @@ class Weights(Method):
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
         nncf, precision = _nncf(), self.precision
-        mode = getattr(nncf.CompressWeightsMode, f"INT{precision.bits}_{'SYM' if precision.symmetric else 'ASYM'}")
+        mode = getattr(
+            nncf.CompressWeightsMode,
+            f"INT{precision.bits}_{'SYM' if precision.symmetric else 'ASYM'}",
+        )
         if precision.bits == 8:
             return {"mode": mode}
-        arguments = {"mode": mode, "group_size": precision.block_size, "ratio": 1.0, "all_layers": True}
+        arguments = {
+            "mode": mode,
+            "group_size": precision.block_size,
+            "ratio": 1.0,
+            "all_layers": True,
+        }
         if self.calibrated:
             fitted = {name: precision.options.get(name, False) for name in self.options}
             arguments |= {"dataset": nncf.Dataset(list(runs)), "subset_size": len(runs), **fitted}
@@ -248,7 +292,9 @@ def _controlled(
         max_drop=precision.max_drop,
         drop_type=nncf.DropType.ABSOLUTE,
         advanced_quantization_parameters=parameters,
-        advanced_accuracy_restorer_parameters=advanced.AdvancedAccuracyRestorerParameters(num_ranking_workers=1),
+        advanced_accuracy_restorer_parameters=advanced.AdvancedAccuracyRestorerParameters(
+            num_ranking_workers=1
+        ),
         **arguments,
     )
     return made
@@ -258,10 +304,16 @@ def _parameters(precision: Precision) -> Any:
     """A precision as NNCF's advanced parameters; ranges are those of all values, and not means of the runs' ranges."""
     advanced = _nncf("quantization.advanced_parameters")
     return advanced.AdvancedQuantizationParameters(
-        overflow_fix=advanced.OverflowFix.ENABLE if precision.reduce_range else advanced.OverflowFix.DISABLE,
+        overflow_fix=advanced.OverflowFix.ENABLE
+        if precision.reduce_range
+        else advanced.OverflowFix.DISABLE,
         disable_bias_correction=not precision.options.get("bias_correction", False),
-        weights_quantization_params=advanced.QuantizationParameters(per_channel=precision.per_channel),
-        activations_range_estimator_params=_nncf("quantization.range_estimator").RangeEstimatorParametersSet.MINMAX,
+        weights_quantization_params=advanced.QuantizationParameters(
+            per_channel=precision.per_channel
+        ),
+        activations_range_estimator_params=_nncf(
+            "quantization.range_estimator"
+        ).RangeEstimatorParametersSet.MINMAX,
     )
 
 
@@ -276,7 +328,9 @@ def _calling_nncf(precision: Precision) -> Iterator[None]:
     except Exception as error:
         if not _is_of_nncf(error):
             raise
-        raise ToolError("nncf", f"failed on the modules of {precision.name!r}: {described(error)}") from error
+        raise ToolError(
+            "nncf", f"failed on the modules of {precision.name!r}: {described(error)}"
+        ) from error
 
 
 def _is_of_nncf(error: Exception) -> bool:
@@ -288,7 +342,9 @@ def _is_of_nncf(error: Exception) -> bool:
     return True
 
 
-def _checked(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]) -> ir.Model:
+def _checked(
+    made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping[str, Array]
+) -> ir.Model:
     """What NNCF made, if it runs on a feed and its outputs are like those before; a `ToolError` otherwise."""
     try:
         onnx.checker.check_model(made)
@@ -300,7 +356,10 @@ def _checked(made: onnx.ModelProto, expected: Mapping[str, Array], feed: Mapping
     for name, before in expected.items():
         after = found.get(name)
         if after is None or after.shape != before.shape or after.dtype != before.dtype:
-            raise ToolError("nncf", f"made a model whose output {name!r} is missing, or has another shape or type")
+            raise ToolError(
+                "nncf",
+                f"made a model whose output {name!r} is missing, or has another shape or type",
+            )
         if np.isfinite(before).all() and not np.isfinite(after).all():
             raise ToolError("nncf", f"made a model whose output {name!r} is not finite")
     return model
@@ -314,7 +373,9 @@ def _measured(
     outputs = [str(value.name) for value in model.graph.outputs]
     computed = _names(*(node.outputs for node in model.graph))
     weights = {
-        str(value.name): value.const_value.numpy() for value in model.graph.initializers.values() if value.const_value
+        str(value.name): value.const_value.numpy()
+        for value in model.graph.initializers.values()
+        if value.const_value
     }
     wide = {name for name, array in weights.items() if _is_wide(array)}
     expected: dict[str, Array] = {}
@@ -339,7 +400,9 @@ def _left(part: Submodel, made: ir.Model, ignored: Collection[str]) -> list[str]
         if node.name not in names:
             continue
         makers = {value.producer() for value in node.inputs if value is not None}
-        from_integers = any(maker is not None and maker.op_type == "DequantizeLinear" for maker in makers)
+        from_integers = any(
+            maker is not None and maker.op_type == "DequantizeLinear" for maker in makers
+        )
         if node.name not in ignored and (from_integers or quantized.intersection(makers)):
             quantized.add(node)
         else:
@@ -351,10 +414,13 @@ def _names(*values: Sequence[ir.Value | None]) -> list[str]:
     return [str(value.name) for listed in values for value in listed if value is not None]
 
 
-def _scaled_before(nodes: Sequence[ir.Node], allowed: Mapping[ir.Node, object], precision: Precision) -> list[ir.Node]:
+def _scaled_before(
+    nodes: Sequence[ir.Node], allowed: Mapping[ir.Node, object], precision: Precision
+) -> list[ir.Node]:
     """The nodes in front of products that AWQ needs to see: it divides what they make by the scales of weights.
 
-    Only those whose result nothing else reads, and that have the same precision in the plan (``allowed``).
+    Only those whose result nothing else reads, and that have the same precision in the plan
+    (``allowed``).
     """
     found = dict.fromkeys(nodes)
     edge = [node.inputs[0] for node in nodes]
@@ -381,8 +447,8 @@ def _scaled_before(nodes: Sequence[ir.Node], allowed: Mapping[ir.Node, object], 
 def _repair(made: onnx.ModelProto) -> None:
     """Write what NNCF 3.4 leaves out.
 
-    ``MatMulNBits`` needs an opset import, and zero points of which two are in a byte. The scales of channels of a
-    convolution are a vector.
+    ``MatMulNBits`` needs an opset import, and zero points of which two are in a byte. The scales of
+    channels of a convolution are a vector.
     """
     operators = [node for node in made.graph.node if node.domain == _MICROSOFT]
     if operators and all(entry.domain != _MICROSOFT for entry in made.opset_import):
@@ -395,7 +461,11 @@ def _repair(made: onnx.ModelProto) -> None:
             _pack(read[3], sizes)
         elif node.op_type == "DequantizeLinear" and not sizes.get("block_size"):
             for tensor in read[1:]:
-                if tensor is not None and len(tensor.dims) > 1 and max(tensor.dims) == math.prod(tensor.dims):
+                if (
+                    tensor is not None
+                    and len(tensor.dims) > 1
+                    and max(tensor.dims) == math.prod(tensor.dims)
+                ):
                     tensor.dims[:] = [max(tensor.dims)]
 
 
@@ -403,14 +473,20 @@ def _pack(points: onnx.TensorProto, sizes: Mapping[str, int]) -> None:
     blocks = sizes["K"] // sizes["block_size"]
     if sizes["bits"] == 4 and list(points.dims) == [sizes["N"], blocks] and blocks > 1:
         array = np.pad(onnx.numpy_helper.to_array(points), ((0, 0), (0, blocks % 2)))
-        points.CopyFrom(onnx.numpy_helper.from_array(array[:, ::2] | array[:, 1::2] << 4, points.name))
+        points.CopyFrom(
+            onnx.numpy_helper.from_array(array[:, ::2] | array[:, 1::2] << 4, points.name)
+        )
 
 
 def _is_compressed(model: ir.Model, name: str) -> bool:
     """Whether a node of a part reads a weight of few bits, or was replaced by one that does."""
     node = next((node for node in model.graph if node.name == name), None)
-    makers = [] if node is None else [value.producer() for value in node.inputs if value is not None]
-    return node is None or any(maker is not None and maker.op_type == "DequantizeLinear" for maker in makers)
+    makers = (
+        [] if node is None else [value.producer() for value in node.inputs if value is not None]
+    )
+    return node is None or any(
+        maker is not None and maker.op_type == "DequantizeLinear" for maker in makers
+    )
 
 
 def _put_onnx_first(model: onnx.ModelProto) -> None:

@@ -11,7 +11,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, consistent, entry_kernels
+from htp_export.capabilities.profile.measurements import (
+    Entry,
+    Kernel,
+    Measurement,
+    consistent,
+    entry_kernels,
+)
 from htp_export.errors import InputError, ToolError, in_one_line
 from htp_export.files.model_files import write_for_tool
 from htp_export.model.regions import all_nodes
@@ -42,8 +48,9 @@ def measure(
 ) -> Measurement:
     """Run a model without functions on OpenVINO's CPU device, with performance counters and without.
 
-    ``options`` are properties as for ``openvino.Core.compile_model``. The model is written to ``folder`` if OpenVINO
-    cannot read it from memory. What it cannot read, compile or run is a `ToolError`.
+    ``options`` are properties as for ``openvino.Core.compile_model``. The model is written to
+    ``folder`` if OpenVINO cannot read it from memory. What it cannot read, compile or run is a
+    `ToolError`.
     """
     session = _Session(tagged.model, name, options, folder)
 
@@ -59,7 +66,9 @@ def measure(
 class _Session:
     """A model that OpenVINO has compiled, once with performance counters and once without."""
 
-    def __init__(self, model: ir.Model, name: str, options: Mapping[str, Any], temporary: Path) -> None:
+    def __init__(
+        self, model: ir.Model, name: str, options: Mapping[str, Any], temporary: Path
+    ) -> None:
         try:
             import openvino
         except ImportError as error:
@@ -70,7 +79,10 @@ class _Session:
         try:
             core = openvino.Core()
             read = core.read_model(_marked(model, temporary))
-            _mark_parts(read, {value.name: k for k, node in enumerate(self._nodes) for value in node.outputs})
+            _mark_parts(
+                read,
+                {value.name: k for k, node in enumerate(self._nodes) for value in node.outputs},
+            )
             self._plain = core.compile_model(read, _DEVICE, dict(options))
             self._counting = core.compile_model(read, _DEVICE, {**options, "PERF_COUNT": "YES"})
         except Exception as error:  # OpenVINO's errors share no base but this
@@ -83,30 +95,45 @@ class _Session:
     def run_counting(self, feed: Feed, warmup: int, runs: int) -> tuple[list[float], list[Entry]]:
         """Run the model several times with counters: the times of the measured runs, and what ran, in order.
 
-        Counters are means since the model was compiled, in whole microseconds: those of the runs before are taken off.
+        Counters are means since the model was compiled, in whole microseconds: those of the runs
+        before are taken off.
         """
         request = self._counting.create_infer_request()
         self._timed(request, feed, warmup)
-        before = {info.node_name: info.real_time for info in request.profiling_info} if warmup else {}
+        before = (
+            {info.node_name: info.real_time for info in request.profiling_info} if warmup else {}
+        )
         walls = self._timed(request, feed, runs)
         kinds, times = {}, {}
         for info in request.profiling_info:
             early = before.get(info.node_name, timedelta()) * warmup
             kinds[info.node_name] = info.node_type
-            times[info.node_name] = max(0.0, ((info.real_time * (warmup + runs) - early) / runs).total_seconds() * 1000)
+            times[info.node_name] = max(
+                0.0, ((info.real_time * (warmup + runs) - early) / runs).total_seconds() * 1000
+            )
         entries = self._graph(kinds, times)
-        return walls, [*entries, *(Entry(self._kernel(name, kinds[name], ms), ()) for name, ms in times.items())]
+        return walls, [
+            *entries,
+            *(Entry(self._kernel(name, kinds[name], ms), ()) for name, ms in times.items()),
+        ]
 
     def _graph(self, kinds: Mapping[str, str], times: dict[str, float]) -> list[Entry]:
         """The nodes of the graph that runs, with their times, which are taken out of `times`; 0 if one did not run."""
         entries = []
         for node in self._counting.get_runtime_model().get_ordered_ops():
             facts, name = node.get_rt_info(), node.get_friendly_name()
-            merged = facts["originalLayersNames"].astype(str) if "originalLayersNames" in facts else ""
+            merged = (
+                facts["originalLayersNames"].astype(str) if "originalLayersNames" in facts else ""
+            )
             numbers = dict.fromkeys(int(number) for number in _MARK.findall(merged))
-            inputs = [source.get_source_output().get_node().get_friendly_name() for source in node.inputs()]
+            inputs = [
+                source.get_source_output().get_node().get_friendly_name()
+                for source in node.inputs()
+            ]
             kernel = self._kernel(name, kinds.get(name, ""), times.pop(name, 0.0))
-            entries.append(Entry(kernel, [self._nodes[number] for number in numbers], inputs, [name]))
+            entries.append(
+                Entry(kernel, [self._nodes[number] for number in numbers], inputs, [name])
+            )
         return entries
 
     def _kernel(self, name: str, kind: str, ms: float) -> Kernel:
@@ -148,8 +175,9 @@ def _marked(model: ir.Model, temporary: Path) -> bytes | Path:
 def _mark_parts(read: Any, makers: Mapping[str | None, int]) -> None:
     """Mark what has no name of an original node in the model as OpenVINO read it.
 
-    OpenVINO's reader makes several operations of one node, and names the last after the node, or after its output if
-    the model has that output. The others are between: they get the marks of their consumers.
+    OpenVINO's reader makes several operations of one node, and names the last after the node, or
+    after its output if the model has that output. The others are between: they get the marks of
+    their consumers.
     """
     found: dict[str, str] = {}
     for operation in reversed(read.get_ordered_ops()):
@@ -158,8 +186,14 @@ def _mark_parts(read: Any, makers: Mapping[str | None, int]) -> None:
         if not marks and name in makers:
             marks.append(str(makers[name]))
         if not marks and operation.get_type_name() not in ("Parameter", "Constant", "Result"):
-            readers = (each.get_node() for output in operation.outputs() for each in output.get_target_inputs())
-            marks = _MARK.findall("".join(found.get(reader.get_friendly_name(), "") for reader in readers))
+            readers = (
+                each.get_node()
+                for output in operation.outputs()
+                for each in output.get_target_inputs()
+            )
+            marks = _MARK.findall(
+                "".join(found.get(reader.get_friendly_name(), "") for reader in readers)
+            )
         found[name] = "".join(f"htp#{mark}#" for mark in dict.fromkeys(marks))
     for number, operation in enumerate(read.get_ordered_ops()):
         if mark := found[operation.get_friendly_name()]:

@@ -1,8 +1,9 @@
 """TensorRT as an engine of ``profile``: what ``trtexec`` measured, by the names that it made of the nodes'.
 
-``--exportLayerInfo`` writes ``{"Layers": [...]}``, of names or, with ``--profilingVerbosity=detailed``, of objects with
-``Name``, ``LayerType``, ``Inputs``, ``Outputs`` and ``Metadata``. ``--exportProfile`` writes a list:
-``{"count": runs}``, then ``{"name", "timeMs", "averageMs", ...}`` for each layer; ``timeMs`` is of all runs.
+``--exportLayerInfo`` writes ``{"Layers": [...]}``, of names or, with
+``--profilingVerbosity=detailed``, of objects with ``Name``, ``LayerType``, ``Inputs``, ``Outputs``
+and ``Metadata``. ``--exportProfile`` writes a list: ``{"count": runs}``, then ``{"name", "timeMs",
+"averageMs", ...}`` for each layer; ``timeMs`` is of all runs.
 """
 
 from __future__ import annotations
@@ -44,15 +45,21 @@ _UNNAMED = "node_of_"
 def read(tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
     """Read what trtexec measured of an engine that TensorRT built of a model without functions.
 
-    ``files``: what ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote; a `FileError` if one is not so, or
-    not of this model.
+    ``files``: what ``--exportLayerInfo`` wrote, then what ``--exportProfile`` wrote; a `FileError`
+    if one is not so, or not of this model.
     """
     if isinstance(files, str | os.PathLike) or len(files) != 2:
-        raise InputError("tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile")
+        raise InputError(
+            "tensorrt reads two files of trtexec: that of --exportLayerInfo, then that of --exportProfile"
+        )
     of_layers, of_times = (os.fspath(file) for file in files)
     layers, runs = _read_engine(of_layers, of_times)
     untimed = [layer.name for layer in layers if layer.ms is None]
-    notes = (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",) if untimed else ()
+    notes = (
+        (f"{len(untimed)} layers have no time in the profile, {untimed[0]!r} first",)
+        if untimed
+        else ()
+    )
     kernels = _layer_kernels(layers, tagged, of_layers, name)
     return Measurement(kernels, providers=("TensorRT",), timing="layers", runs=runs, notes=notes)
 
@@ -71,12 +78,17 @@ class Layer:
 
 def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
     """The layers in the order of execution, those that only the profile has last; and the runs, 0 if unknown."""
-    listed = _read(layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"])))
+    listed = _read(
+        layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
+    )
     timed, runs = _read(times, "--exportProfile", _times)
     given: defaultdict[str, deque[float]] = defaultdict(deque)
     for name, ms in timed:
         given[name].append(ms)
-    found = [replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None) for layer in listed]
+    found = [
+        replace(layer, ms=given[layer.name].popleft() if given[layer.name] else None)
+        for layer in listed
+    ]
     if all(layer.ms is None for layer in found):
         problem = f"has no time for any layer of {layers}, but one for {timed[0][0]!r}"
         raise FileError(times, f"{problem}; both files have to be of the same engine")
@@ -98,15 +110,26 @@ def _read(path: str, option: str, read_content: Callable[[Any], _Read]) -> _Read
 def _layer(entry: Any) -> Layer:
     if isinstance(entry, str):
         return Layer(entry)
-    inputs, outputs = (tuple(str(each["Name"]) for each in entry.get(side, ())) for side in ("Inputs", "Outputs"))
-    return Layer(str(entry["Name"]), str(entry.get("LayerType", "")), str(entry.get("Metadata", "")), inputs, outputs)
+    inputs, outputs = (
+        tuple(str(each["Name"]) for each in entry.get(side, ())) for side in ("Inputs", "Outputs")
+    )
+    return Layer(
+        str(entry["Name"]),
+        str(entry.get("LayerType", "")),
+        str(entry.get("Metadata", "")),
+        inputs,
+        outputs,
+    )
 
 
 def _times(content: Any) -> tuple[list[tuple[str, float]], int]:
     runs = next((int(entry["count"]) for entry in content if "count" in entry), 0)
     entries = [entry for entry in content if "name" in entry or "count" not in entry]
     timed = [
-        (str(entry["name"]), float(entry["averageMs"] if "averageMs" in entry else entry["timeMs"] / runs))
+        (
+            str(entry["name"]),
+            float(entry["averageMs"] if "averageMs" in entry else entry["timeMs"] / runs),
+        )
         for entry in entries
     ]
     if not timed or not all(0 <= ms < math.inf for _, ms in timed):
@@ -117,10 +140,11 @@ def _times(content: Any) -> tuple[list[tuple[str, float]], int]:
 class EngineNames:
     """The nodes of a model by what TensorRT makes of their names.
 
-    It joins names, ``a + b``, ``a || b``, ``2-layer MLP: a -> b``; wraps elementwise operations, ``PWN(a, b)``; and
-    names what it inserts after what it serves: ``Reformatting CopyNode for Input Tensor 0 to a``, ``squeeze_after_a``,
-    ``a_myl0_3``. Parts that are no names of nodes, as ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells
-    its consumers if nothing else tells more.
+    It joins names, ``a + b``, ``a || b``, ``2-layer MLP: a -> b``; wraps elementwise operations,
+    ``PWN(a, b)``; and names what it inserts after what it serves: ``Reformatting CopyNode for Input
+    Tensor 0 to a``, ``squeeze_after_a``, ``a_myl0_3``. Parts that are no names of nodes, as
+    ``(Unnamed Layer* 12) [Shuffle]``, tell nothing; a weight tells its consumers if nothing else
+    tells more.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
@@ -128,9 +152,13 @@ class EngineNames:
         self._producers: dict[str, list[ir.Node]] = {}
         self._readers: defaultdict[str, list[ir.Node]] = defaultdict(list)
         for node in tagged.nodes:
-            name = node.name or next((_UNNAMED + str(value.name) for value in node.outputs if value.name), "")
+            name = node.name or next(
+                (_UNNAMED + str(value.name) for value in node.outputs if value.name), ""
+            )
             self._nodes[name].append(node)
-            self._producers.update({str(value.name): [node] for value in node.outputs if value.name})
+            self._producers.update(
+                {str(value.name): [node] for value in node.outputs if value.name}
+            )
             for value in node.inputs:
                 if value is not None and value.name and value.producer() is None:
                     self._readers[value.name].append(node)
@@ -139,7 +167,9 @@ class EngineNames:
         """Return the nodes that a name of the engine tells, each once."""
         parts = list(self._parts(name, _DEEPEST))
         found = [node for part in parts for node in self._named(part)]
-        return list(dict.fromkeys(found or (node for part in parts for node in self._readers.get(part, ()))))
+        return list(
+            dict.fromkeys(found or (node for part in parts for node in self._readers.get(part, ())))
+        )
 
     def producers(self, tensors: Iterable[str]) -> list[ir.Node]:
         """Return the nodes that produce tensors of the original model; tensors that it does not have are left out."""
@@ -175,7 +205,9 @@ class EngineNames:
             if part in self._nodes:
                 return self._nodes[part]
         ends = (place for place in range(len(part) - 1, 0, -1) if part[place] in "_ ")
-        return next((self._nodes[part[:place]] for place in ends if part[:place] in self._nodes), [])
+        return next(
+            (self._nodes[part[:place]] for place in ends if part[:place] in self._nodes), []
+        )
 
 
 def _split(text: str, separator: str) -> list[str]:
@@ -195,12 +227,15 @@ _MADE_OF = re.compile(r"\[ONNX Layer: (.+?)\](?=[\x1e\x1f\s\[]|$)", re.DOTALL)
 _REGION = re.compile(r"\{ForeignNode\[(.+)\]\}", re.DOTALL)
 
 
-def _layer_kernels(layers: Sequence[Layer], tagged: TaggedModel, file: str, name: str) -> tuple[Kernel, ...]:
+def _layer_kernels(
+    layers: Sequence[Layer], tagged: TaggedModel, file: str, name: str
+) -> tuple[Kernel, ...]:
     """Return the layers that have times, with their owners; a `FileError` if none is made of a node of the model.
 
-    What a layer was made of is told by its metadata; without, by its name; without, by its tensors: the nodes between
-    them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between its tensors, or from ``a`` to ``b``.
-    Other layers were inserted, and belong to the modules of their consumers, or else to those of their producers.
+    What a layer was made of is told by its metadata; without, by its name; without, by its tensors:
+    the nodes between them that no other layer names. ``{ForeignNode[a...b]}`` is the nodes between
+    its tensors, or from ``a`` to ``b``. Other layers were inserted, and belong to the modules of
+    their consumers, or else to those of their producers.
     """
     names = EngineNames(tagged)
     told = [_told(layer, names) for layer in layers]
@@ -208,11 +243,20 @@ def _layer_kernels(layers: Sequence[Layer], tagged: TaggedModel, file: str, name
     made_of = [nodes or regions.of(layer) for layer, nodes in zip(layers, told, strict=True)]
     if not any(made_of):
         first = ", ".join(repr(layer.name) for layer in layers[:3])
-        raise FileError(file, f"no layer is made of a node of {name}: {first}; it is of another model")
-    run = [Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0) for layer in layers]
-    entries = [Entry(run[k], made_of[k], layer.inputs, layer.outputs) for k, layer in enumerate(layers)]
+        raise FileError(
+            file, f"no layer is made of a node of {name}: {first}; it is of another model"
+        )
+    run = [
+        Kernel(layer.name, layer.kind or "layer", "TensorRT", layer.ms or 0.0, 1.0)
+        for layer in layers
+    ]
+    entries = [
+        Entry(run[k], made_of[k], layer.inputs, layer.outputs) for k, layer in enumerate(layers)
+    ]
     kernels = entry_kernels(entries, tagged)
-    return tuple(kernel for kernel, layer in zip(kernels, layers, strict=True) if layer.ms is not None)
+    return tuple(
+        kernel for kernel, layer in zip(kernels, layers, strict=True) if layer.ms is not None
+    )
 
 
 def _told(layer: Layer, names: EngineNames) -> list[ir.Node]:
@@ -244,7 +288,11 @@ class _Regions:
         ends = self._names.producers(layer.outputs)
 
         def before(node: ir.Node) -> Iterable[ir.Node | None]:
-            return (value.producer() for value in node.inputs if value is not None and value.name not in read)
+            return (
+                value.producer()
+                for value in node.inputs
+                if value is not None and value.name not in read
+            )
 
         return self._reached(ends, before)
 
@@ -258,7 +306,9 @@ class _Regions:
             return ahead | behind
         return (ahead & behind) | (set(starts) | set(stops)) - self._taken
 
-    def _reached(self, starts: Iterable[ir.Node], step: Callable[[ir.Node], Iterable[ir.Node | None]]) -> set[ir.Node]:
+    def _reached(
+        self, starts: Iterable[ir.Node], step: Callable[[ir.Node], Iterable[ir.Node | None]]
+    ) -> set[ir.Node]:
         reached: set[ir.Node] = set()
         queue: list[ir.Node | None] = list(starts)
         while queue:

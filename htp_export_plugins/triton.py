@@ -1,8 +1,8 @@
 """Stages as a model repository of NVIDIA Triton Inference Server: a model for each, and an ensemble that chains them.
 
 Triton reads ``config.pbtxt`` files, protobuf text of its ``ModelConfig``:
-https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md and, for what an
-ensemble has to fulfil, ``ensemble_models.md`` beside it.
+https://github.com/triton-inference-server/server/blob/main/docs/user_guide/model_configuration.md
+and, for what an ensemble has to fulfil, ``ensemble_models.md`` beside it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ _TYPES = {
     "DOUBLE": "TYPE_FP64",
     "BOOL": "TYPE_BOOL",
     "STRING": "TYPE_STRING",
-    **{f"{sign}INT{bits}": f"TYPE_{sign}INT{bits}" for sign in ("", "U") for bits in (8, 16, 32, 64)},
+    **{
+        f"{sign}INT{bits}": f"TYPE_{sign}INT{bits}"
+        for sign in ("", "U")
+        for bits in (8, 16, 32, 64)
+    },
 }
 
 
 def write_stages(partition: Partition, folder: Path) -> Partition:
     """Write a model repository, ``triton/``, into the folder of written stages.
 
-    A stage's data file moves there, and the stage refers to it: it is there once, and not under two names, as onnx
-    reads no data from a file with several hard links. An ONNX file alone is linked.
+    A stage's data file moves there, and the stage refers to it: it is there once, and not under two
+    names, as onnx reads no data from a file with several hard links. An ONNX file alone is linked.
 
     Shapes are whole, ``max_batch_size`` is 0, and sizes that are not fixed are -1.
 
@@ -45,7 +49,8 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
         The stages with the names that their files have now.
 
     Raises:
-        InputError: If a tensor has a type that Triton does not have, or its number of dimensions is not known.
+        InputError: If a tensor has a type that Triton does not have, or its number of dimensions is
+            not known.
     """
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", partition.name) or "model"
     steps = [f"{name}_stage{number}" for number in range(len(partition.stages))]
@@ -55,15 +60,22 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
         version.mkdir(parents=True)
         stages.append(_share(stage, folder, version))
         ends = [_tensor("input", key, tensor, scalar=True) for key, tensor in stage.inputs.items()]
-        ends += [_tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()]
-        # Without its session entries, ONNX Runtime may crash at the highest level, and Triton passes none on.
+        ends += [
+            _tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()
+        ]
+        # Without its session entries, ONNX Runtime may crash at the highest level, and Triton
+        # passes none on.
         level = ["optimization { graph { level: 1 } }"] if stage.session_config else []
         _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *level])
     version = folder / REPOSITORY / name / "1"
     version.mkdir(parents=True)
     (version / ".keep").touch()  # Triton wants a version, and an ensemble has nothing to put there
-    used = {key for stage in partition.stages for key, source in stage.sources.items() if source is None}
-    ends = [_tensor("input", key, tensor) for key, tensor in partition.inputs.items() if key in used]
+    used = {
+        key for stage in partition.stages for key, source in stage.sources.items() if source is None
+    }
+    ends = [
+        _tensor("input", key, tensor) for key, tensor in partition.inputs.items() if key in used
+    ]
     ends += [
         _tensor("output", key, partition.stages[stage].outputs[made])
         for key, (stage, made) in partition.outputs.items()
@@ -80,7 +92,9 @@ def _write(folder: Path, name: str, runs: str, parts: Iterable[str]) -> None:
 def _tensor(kind: str, name: str, tensor: StageTensor, *, scalar: bool = False) -> str:
     """An input or output. Triton has no tensors without dimensions: these are of one number, and models reshape it."""
     if tensor.type not in _TYPES or tensor.shape is None:
-        raise InputError(f"tensor {name!r} is {tensor}: Triton needs its number of dimensions, and a type that it has")
+        raise InputError(
+            f"tensor {name!r} is {tensor}: Triton needs its number of dimensions, and a type that it has"
+        )
     sizes = [str(size) if isinstance(size, int) else "-1" for size in tensor.shape]
     reshape = "  reshape { shape: [ ] }\n" if scalar and not sizes else ""
     return (
@@ -91,29 +105,47 @@ def _tensor(kind: str, name: str, tensor: StageTensor, *, scalar: bool = False) 
 
 def _scheduling(partition: Partition, steps: Iterable[str]) -> str:
     """The steps of an ensemble. Its tensors have the names that they have in the stages, outputs those of the model."""
-    named: dict[tuple[int | None, str], str] = {source: name for name, source in partition.outputs.items()}
+    named: dict[tuple[int | None, str], str] = {
+        source: name for name, source in partition.outputs.items()
+    }
     parts = ["ensemble_scheduling {"]
     for number, (step, stage) in enumerate(zip(steps, partition.stages, strict=True)):
         parts += ["  step {", f"    model_name: {_quoted(step)}", "    model_version: -1"]
-        parts += _mapping("input_map", {key: named.get((stage.sources[key], key), key) for key in stage.inputs})
-        parts += _mapping("output_map", {key: named.get((number, key), key) for key in _used(partition, number, stage)})
+        parts += _mapping(
+            "input_map", {key: named.get((stage.sources[key], key), key) for key in stage.inputs}
+        )
+        parts += _mapping(
+            "output_map",
+            {key: named.get((number, key), key) for key in _used(partition, number, stage)},
+        )
         parts.append("  }")
     return "\n".join((*parts, "}"))
 
 
 def _used(partition: Partition, number: int, stage: Stage) -> list[str]:
-    read = {key for later in partition.stages for key, source in later.sources.items() if source == number}
+    read = {
+        key
+        for later in partition.stages
+        for key, source in later.sources.items()
+        if source == number
+    }
     read |= {key for source, key in partition.outputs.values() if source == number}
     return [key for key in stage.outputs if key in read]
 
 
 def _mapping(kind: str, names: Mapping[str, str]) -> list[str]:
-    return [f"    {kind} {{ key: {_quoted(key)} value: {_quoted(value)} }}" for key, value in names.items()]
+    return [
+        f"    {kind} {{ key: {_quoted(key)} value: {_quoted(value)} }}"
+        for key, value in names.items()
+    ]
 
 
 def _quoted(text: str) -> str:
     """A string of protobuf's text format: whatever is not plain is written as octal bytes."""
-    plain = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}" for byte in text.encode())
+    plain = (
+        chr(byte) if 32 <= byte < 127 and byte not in b'"\\' else f"\\{byte:03o}"
+        for byte in text.encode()
+    )
     return f'"{"".join(plain)}"'
 
 
@@ -131,4 +163,6 @@ def _share(stage: Stage, folder: Path, version: Path) -> Stage:
     for file in data:
         (folder / file).rename(version / file)  # the name by which the model knows it
     write_model(read_model(model), folder / name, share_weights=True)
-    return replace(stage, files=(name, *((version / file).relative_to(folder).as_posix() for file in data)))
+    return replace(
+        stage, files=(name, *((version / file).relative_to(folder).as_posix() for file in data))
+    )

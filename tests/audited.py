@@ -19,15 +19,39 @@ from tests.all_commands import arguments
 
 NAMES = ("evilmod", "outside_secret")
 """Every hostile value has one of these: a module in the current folder, and a folder beside it."""
-_ALWAYS = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect", "socket.getaddrinfo")
-_WATCHED = {"open", "import", "exec", "ctypes", "pickle", "os", "shutil", "glob", "subprocess", "socket"}
+_ALWAYS = (
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+    "socket.getaddrinfo",
+)
+_WATCHED = {
+    "open",
+    "import",
+    "exec",
+    "ctypes",
+    "pickle",
+    "os",
+    "shutil",
+    "glob",
+    "subprocess",
+    "socket",
+}
 
 
 def functions_of(file: str) -> dict[str, Any]:
     """What reads metadata and has no command of its own."""
     tagged = htp_export.load(file)
     return {
-        "properties": lambda: (tagged.signatures, tagged.parameters, tagged.calls, tagged.tag_facts, str(tagged)),
+        "properties": lambda: (
+            tagged.signatures,
+            tagged.parameters,
+            tagged.calls,
+            tagged.tag_facts,
+            str(tagged),
+        ),
         "regions": lambda: [(tagged[path].inputs, tagged[path].outputs) for path in tagged],
         "nodes": lambda: htp_export.nodes(tagged).to_dict(),
         "contamination": lambda: htp_export.contamination(tagged),
@@ -44,7 +68,11 @@ def main() -> None:
 
     The plan has ``commands`` and ``others``: the files that stand for other words of commands.
     """
-    plan, seen, doing = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")), set[str](), ["starting"]
+    plan, seen, doing = (
+        json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")),
+        set[str](),
+        ["starting"],
+    )
     logging.disable()
     warnings.simplefilter("ignore")
 
@@ -59,7 +87,10 @@ def main() -> None:
     for file, commands in plan["commands"].items():
         for command in commands:
             doing[0] = f"{Path(file).name} {command}"
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            with (
+                contextlib.redirect_stdout(io.StringIO()),
+                contextlib.redirect_stderr(io.StringIO()),
+            ):
                 status = run_command(arguments(command, {"FILE": file, **plan["others"]}))
             if status == 3:
                 seen.add(f"{doing[0]}: status 3")

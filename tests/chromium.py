@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 needs_chromium = pytest.mark.skipif(
     CHROMIUM is None, reason="there is no chromium; install Debian's package of that name"
 )
@@ -36,7 +38,8 @@ os.execv(sys.argv[3], sys.argv[3:])
 """
 _FLAGS = (
     "--headless",
-    "--no-sandbox",  # tests may run as root, where it does not start otherwise; the pages are the tests' own
+    # tests may run as root, where it does not start otherwise; the pages are the tests' own
+    "--no-sandbox",
     "--disable-gpu",
     "--enable-unsafe-swiftshader",  # WebGL without a graphics card
     "--hide-scrollbars",
@@ -62,10 +65,13 @@ class Page:
         self._numbers = itertools.count(1)
         self._buffer = b""
         self.said: list[str] = []  # errors, those of frames too
-        self.asked: list[str] = []  # addresses that were requested, but for those inside the page itself
+        # addresses that were requested, but for those inside the page itself
+        self.asked: list[str] = []
         target = self._send("Target.createTarget", {"url": "about:blank"})["targetId"]
         self._session: str | None = None
-        self._session = self._send("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
+        self._session = self._send("Target.attachToTarget", {"targetId": target, "flatten": True})[
+            "sessionId"
+        ]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
 
@@ -93,7 +99,10 @@ class Page:
 
     def run(self, expression: str) -> Any:
         """The value of an expression; of what it promises, where that is a promise."""
-        answer = self._send("Runtime.evaluate", {"expression": expression, "returnByValue": True, "awaitPromise": True})
+        answer = self._send(
+            "Runtime.evaluate",
+            {"expression": expression, "returnByValue": True, "awaitPromise": True},
+        )
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
@@ -112,7 +121,10 @@ class Page:
             text = {"text": key} if len(key) == 1 else {}
             for kind in ("keyDown", "keyUp"):
                 code = {"Enter": 13, "Escape": 27}.get(key, 0)
-                self._send("Input.dispatchKeyEvent", {"type": kind, "key": key, "windowsVirtualKeyCode": code, **text})
+                self._send(
+                    "Input.dispatchKeyEvent",
+                    {"type": kind, "key": key, "windowsVirtualKeyCode": code, **text},
+                )
 
     def click(self, x: float, y: float, clicks: int = 1) -> None:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
@@ -176,16 +188,26 @@ class Page:
         match event.get("method"):
             case "Runtime.consoleAPICalled" if parameters["type"] in ("error", "assert"):
                 self.said.append(
-                    " ".join(str(each.get("value", each.get("description"))) for each in parameters["args"])
+                    " ".join(
+                        str(each.get("value", each.get("description")))
+                        for each in parameters["args"]
+                    )
                 )
             case "Runtime.exceptionThrown":
                 details = parameters["exceptionDetails"]
-                self.said.append(str(details.get("exception", {}).get("description", details["text"])))
+                self.said.append(
+                    str(details.get("exception", {}).get("description", details["text"]))
+                )
             case "Log.entryAdded" if parameters["entry"]["level"] == "error":
-                self.said.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+                self.said.append(
+                    f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}"
+                )
             case "Network.requestWillBeSent":
                 url = parameters["request"]["url"]
-                if not url.startswith(("blob:", "data:", "about:")) and parameters.get("type") != "Document":
+                if (
+                    not url.startswith(("blob:", "data:", "about:"))
+                    and parameters.get("type") != "Document"
+                ):
                     self.asked.append(url)
 
 
@@ -196,7 +218,15 @@ def browser() -> Iterator[Page]:
     their_input, commands = os.pipe()
     answers, their_output = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        launch = [sys.executable, "-c", _LAUNCHER, str(their_input), str(their_output), CHROMIUM, *_FLAGS]
+        launch = [
+            sys.executable,
+            "-c",
+            _LAUNCHER,
+            str(their_input),
+            str(their_output),
+            CHROMIUM,
+            *_FLAGS,
+        ]
         process = subprocess.Popen(
             [*launch, f"--user-data-dir={folder}"],
             pass_fds=(their_input, their_output),

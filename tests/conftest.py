@@ -19,14 +19,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A shell without job control lets what it starts in the background ignore Ctrl-C, and so do all processes that are
 # started from there: tests that interrupt a command would wait for ever.
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+if (
+    signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    and threading.current_thread() is threading.main_thread()
+):
     signal.signal(signal.SIGINT, signal.default_int_handler)
 # As the command line has it: walking over all that torch and transformers leave in memory is a tenth of the time.
 gc.set_threshold(70_000, *gc.get_threshold()[1:])
 MOST_PROCESSES = 8  # each takes one to two GB
-FILES_PER_COLLECTION = 20  # what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
+# what the exports of a file leave in cycles is 20 MB on average; to find it takes a second
+FILES_PER_COLLECTION = 20
 
-collect_ignore_glob = ["*/conftest.py"]  # doctests would be looked for in them, and two of one name are refused
+# doctests would be looked for in them, and two of one name are refused
+collect_ignore_glob = ["*/conftest.py"]
 
 # The tests whose results depend on how the installed torch exports. `pytest -m torch` runs them alone.
 TORCH = {
@@ -58,9 +63,17 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
     option = config.option
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     some = named and not all(Path(word).is_dir() for word in config.args)
-    if some or option.keyword or getattr(option, "lf", False) or option.collectonly or option.capture == "no":
+    if (
+        some
+        or option.keyword
+        or getattr(option, "lf", False)
+        or option.collectonly
+        or option.capture == "no"
+    ):
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     return min(cores, MOST_PROCESSES)
 
 
@@ -139,7 +152,9 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     missing = TORCH - {path.stem for path in here.glob("*/test_*.py")}
-    assert not missing, f"tests/conftest.py lists files that are not there: {', '.join(sorted(missing))}"
+    assert not missing, (
+        f"tests/conftest.py lists files that are not there: {', '.join(sorted(missing))}"
+    )
     for item in items:
         if item.path.parent.parent == here and item.path.stem in TORCH:
             item.add_marker(pytest.mark.torch)

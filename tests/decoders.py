@@ -16,20 +16,38 @@ import htp_export
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import load_model
 
-CACHE = "cache" if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else "past_key_values"
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 """What models call their cache: ``past_key_values`` before transformers 5.24."""
 
 TEXT = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TEXT |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 DECODERS: dict[str, dict[str, Any]] = {
-    "gpt2": {"vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2},
+    "gpt2": {
+        "vocab_size": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
     "llama": TEXT,
     "qwen3": {**TEXT, "head_dim": 8},
     "mistral": {**TEXT, "sliding_window": 4},  # shorter than what is generated: the window counts
     "gemma": {**TEXT, "head_dim": 8},
     "phi": TEXT,
     "mixtral": {**TEXT, "num_local_experts": 4},
-    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},  # ALiBi, no positions
+    # ALiBi, no positions
+    "mpt": {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 64},
 }
 
 
@@ -44,10 +62,28 @@ class Config:
 
 
 WIDTHS = {"d_model": 32, "vocab_size": 64}
-HALVES = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
-HALVES |= {"encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+HALVES = {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
+HALVES |= {
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 ENCODER_DECODERS: dict[str, dict[str, Any]] = {
-    "t5": {**WIDTHS, "decoder_start_token_id": 0, "num_layers": 2, "d_kv": 8, "num_heads": 4, "d_ff": 48},
+    "t5": {
+        **WIDTHS,
+        "decoder_start_token_id": 0,
+        "num_layers": 2,
+        "d_kv": 8,
+        "num_heads": 4,
+        "d_ff": 48,
+    },
     "bart": {
         **WIDTHS,
         **HALVES,
@@ -77,14 +113,28 @@ ENCODER_DECODERS: dict[str, dict[str, Any]] = {
 
 
 def encoder_decoder(name: str, **sizes: int) -> Any:
-    base = "automatic-speech-recognition" if name in ("whisper", "moonshine") else "text2text-generation"
+    base = (
+        "automatic-speech-recognition"
+        if name in ("whisper", "moonshine")
+        else "text2text-generation"
+    )
     overrides = ENCODER_DECODERS[name] | sizes
-    overrides = {key: value for key, value in overrides.items() if (name, key) != ("t5", "decoder_start_token_id")}
+    overrides = {
+        key: value
+        for key, value in overrides.items()
+        if (name, key) != ("t5", "decoder_start_token_id")
+    }
     return load_model(name, task=f"{base}-with-past", random_weights=True, overrides=overrides)
 
 
 def decoder(name: str, **options: Any) -> Any:
-    return load_model(name, task="text-generation-with-past", random_weights=True, overrides=DECODERS[name], **options)
+    return load_model(
+        name,
+        task="text-generation-with-past",
+        random_weights=True,
+        overrides=DECODERS[name],
+        **options,
+    )
 
 
 class Programs(dict[str, Any]):
@@ -100,10 +150,18 @@ class Programs(dict[str, Any]):
 
     def __missing__(self, name: str) -> Any:
         call = self.calls[name]
-        given = [tensor.shape for kwargs in (call.kwargs, *call.runs.values()) for tensor in tensors_in(kwargs)]
+        given = [
+            tensor.shape
+            for kwargs in (call.kwargs, *call.runs.values())
+            for tensor in tensors_in(kwargs)
+        ]
         with call.exporting():
             program = htp_export.export(call.model, verbose=False, **call.options)
-        kept = [tensor.shape for kwargs in (call.kwargs, *call.runs.values()) for tensor in tensors_in(kwargs)]
+        kept = [
+            tensor.shape
+            for kwargs in (call.kwargs, *call.runs.values())
+            for tensor in tensors_in(kwargs)
+        ]
         assert kept == given, "the export changed the cache of the example"
         call.name_dimensions(program.model.graph)
         return self.setdefault(name, program)
@@ -123,13 +181,16 @@ class Programs(dict[str, Any]):
         call, program = self.calls[name], self[name]
         with call.adapted():
             for run, kwargs in call.runs.items():
-                for _ in range(2):  # a model adds to the cache that it is given, and the next call has the same again
+                # a model adds to the cache that it is given, and the next call has the same again
+                for _ in range(2):
                     result = htp_export.verify(call.model, program, kwargs=kwargs)
                     assert result.ok, f"{name}, {run}: {result.summary}"
                     assert len(result.modules[""].calls[0].outputs) == len(call.output_names)
 
 
-def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0, head: bool = False) -> None:
+def teach_with_outliers(
+    model: Any, tokens: int = 64, scale: float = 200.0, head: bool = False
+) -> None:
     """Let a Llama learn what follows each of the first tokens, with some activations that are far larger than others.
 
     The norm before the first MLP makes every 16th channel larger by ``scale``, and the MLP reads it smaller by as much,
@@ -147,7 +208,9 @@ def teach_with_outliers(model: Any, tokens: int = 64, scale: float = 200.0, head
         for _ in range(60):
             ids = torch.randint(0, tokens, (128, 2))
             logits = model(input_ids=ids, use_cache=False).logits
-            torch.nn.functional.cross_entropy(logits.flatten(0, 1), following[ids].flatten()).backward()
+            torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), following[ids].flatten()
+            ).backward()
             optimizer.step()
             optimizer.zero_grad()
     model.requires_grad_(False)
@@ -182,7 +245,10 @@ def nothing_past(session: Any, batch: int) -> dict[str, Any]:
     """An empty cache, as optimum and transformers.js make it: sizes that the file leaves open are 0."""
     return {
         value.name: np.zeros(
-            [batch if place == 0 else size if isinstance(size, int) else 0 for place, size in enumerate(value.shape)],
+            [
+                batch if place == 0 else size if isinstance(size, int) else 0
+                for place, size in enumerate(value.shape)
+            ],
             np.float32,
         )
         for value in session.get_inputs()
@@ -193,21 +259,32 @@ def nothing_past(session: Any, batch: int) -> dict[str, Any]:
 def greedy(session: Any, ids: npt.NDArray[np.int64], tokens: int = 20) -> list[list[int]]:
     """What a file with a cache appends: once all tokens with an empty cache, then one token at a time."""
     feed = nothing_past(session, ids.shape[0])
-    taken, outputs = {value.name for value in session.get_inputs()}, [value.name for value in session.get_outputs()]
+    taken, outputs = (
+        {value.name for value in session.get_inputs()},
+        [value.name for value in session.get_outputs()],
+    )
     new, made = ids, ids[:, :0]
     for _ in range(tokens):
         length = ids.shape[1] + made.shape[1]
         feed["input_ids"] = new
         feed["attention_mask"] = np.ones((ids.shape[0], length), np.int64)
         feed["position_ids"] = np.tile(np.arange(length - new.shape[1], length), (ids.shape[0], 1))
-        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        found = dict(
+            zip(
+                outputs,
+                session.run(outputs, {k: v for k, v in feed.items() if k in taken}),
+                strict=True,
+            )
+        )
         new = next_tokens(found["logits"])
         made = np.concatenate([made, new], 1)
         feed |= past_of(found)
     return made.tolist()
 
 
-def greedy_right_padded(session: Any, texts: list[npt.NDArray[np.int64]], tokens: int = 20) -> list[list[int]]:
+def greedy_right_padded(
+    session: Any, texts: list[npt.NDArray[np.int64]], tokens: int = 20
+) -> list[list[int]]:
     """What a file with a cache appends to texts of different length, in one batch as GenAI runs it.
 
     The texts are padded on the right. The padding is masked, and stays in the cache.
@@ -221,7 +298,13 @@ def greedy_right_padded(session: Any, texts: list[npt.NDArray[np.int64]], tokens
     for step in range(tokens):
         feed |= {"input_ids": new, "attention_mask": mask}
         feed["position_ids"] = np.maximum(mask.cumsum(1) - 1, 0)[:, -new.shape[1] :]
-        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        found = dict(
+            zip(
+                outputs,
+                session.run(outputs, {k: v for k, v in feed.items() if k in taken}),
+                strict=True,
+            )
+        )
         last = lengths - 1 if step == 0 else np.zeros_like(lengths)
         new = next_tokens(found["logits"][np.arange(len(texts)), last][:, None])
         made.append(new)
@@ -235,7 +318,9 @@ def start_of(model: Any) -> int:
     return int(ENCODER_DECODERS[model.config.model_type]["decoder_start_token_id"])
 
 
-def generated_from(model: Any, inputs: Mapping[str, torch.Tensor], tokens: int = 20) -> list[list[int]]:
+def generated_from(
+    model: Any, inputs: Mapping[str, torch.Tensor], tokens: int = 20
+) -> list[list[int]]:
     """What PyTorch's ``generate`` writes for the inputs of an encoder, after the start token."""
     config = GenerationConfig(
         decoder_start_token_id=start_of(model),
@@ -252,7 +337,12 @@ def generated_from(model: Any, inputs: Mapping[str, torch.Tensor], tokens: int =
 
 
 def greedy_from(
-    encoder: Any, first: Any, following: Any, inputs: Mapping[str, npt.NDArray[Any]], start: int, tokens: int = 20
+    encoder: Any,
+    first: Any,
+    following: Any,
+    inputs: Mapping[str, npt.NDArray[Any]],
+    start: int,
+    tokens: int = 20,
 ) -> list[list[int]]:
     """The same of the files: the encoder once, the decoder for the first token, and the one for those after it."""
     hidden = encoder.run(["last_hidden_state"], dict(inputs))[0]
@@ -264,7 +354,13 @@ def greedy_from(
         feed["input_ids"] = new
         outputs = [value.name for value in session.get_outputs()]
         taken = {value.name for value in session.get_inputs()}
-        found = dict(zip(outputs, session.run(outputs, {k: v for k, v in feed.items() if k in taken}), strict=True))
+        found = dict(
+            zip(
+                outputs,
+                session.run(outputs, {k: v for k, v in feed.items() if k in taken}),
+                strict=True,
+            )
+        )
         new = next_tokens(found["logits"])
         made.append(new)
         feed |= past_of(found)

@@ -91,7 +91,11 @@ def blocks(page: Path) -> list[Block]:
 def commands_of(block: Block) -> list[Command]:
     """The commands of a block."""
     if block.language == "indented":
-        return [Command(block.line + at, line) for at, line in enumerate(block.lines) if line.startswith(RUN)]
+        return [
+            Command(block.line + at, line)
+            for at, line in enumerate(block.lines)
+            if line.startswith(RUN)
+        ]
     found: list[Command] = []
     if block.language == "console":
         for at, line in enumerate(block.lines):
@@ -109,7 +113,9 @@ def commands(page: Path) -> list[Command]:
 
 def can_run(command: str) -> bool:
     """Whether a command needs no network, and ends."""
-    return not any(word in command for word in NEEDS_THE_HUB) and not _SERVES_UNTIL_STOPPED.search(command)
+    return not any(word in command for word in NEEDS_THE_HUB) and not _SERVES_UNTIL_STOPPED.search(
+        command
+    )
 
 
 _MACHINE = (
@@ -117,7 +123,8 @@ _MACHINE = (
     (re.compile(r"\d+(\.\d+)?e-\d+"), "#"),
     (re.compile(r"\d+\.\d+ (ms|s)\b"), "# s"),
     (re.compile(r"max \d+(\.\d+)?"), "max #"),
-    (re.compile(r"(\.onnx) \(\d+(\.\d+)? [kMG]?B\)"), r"\1 (#)"),  # torch writes paths of sources into a model
+    # torch writes paths of sources into a model
+    (re.compile(r"(\.onnx) \(\d+(\.\d+)? [kMG]?B\)"), r"\1 (#)"),
 )
 # The lines of a table of `profile`: its times, and the operators that took longest.
 _TIMES = re.compile(r"(?:\s+\d+\.\d{3}){2}\s+\d+\.\d%(\s+\d+).*")
@@ -190,14 +197,24 @@ def run(page: Path, folder: Path) -> Iterator[str]:
             except Exception:
                 yield f"{where}: the snippet fails\n{block.text}{traceback.format_exc(limit=-4)}"
             printed = out.getvalue()
-        if block.language == "" and block.follows == "python" and not same_output(block.lines, printed.splitlines()):
+        if (
+            block.language == ""
+            and block.follows == "python"
+            and not same_output(block.lines, printed.splitlines())
+        ):
             yield f"{where}: the page shows\n{block.text}and the snippet prints\n{printed}"
 
 
 def _run_command(command: Command, page: Path, folder: Path) -> Iterator[str]:
     where = f"{page.name}:{command.line}: {command.text}"
     ended = subprocess.run(
-        command.text, shell=True, cwd=folder, capture_output=True, text=True, check=False, timeout=_LONGEST
+        command.text,
+        shell=True,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_LONGEST,
     )
     if ended.returncode:
         yield f"{where}\nends with {ended.returncode}: {ended.stderr}"

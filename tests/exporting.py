@@ -23,7 +23,9 @@ def quick(cases: Iterable[Any], *chosen: Any) -> list[Any]:
     """Cases for ``parametrize``: those chosen run always, the others where ``slow`` tests do."""
     slow = pytest.mark.slow
     return [
-        case if case in chosen else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
+        case
+        if case in chosen
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=slow)
         for case in cases
     ]
 
@@ -39,7 +41,11 @@ converts_loops = pytest.mark.xfail(
 
 def open_sizes(exporter: str, **axes: dict[int, str]) -> dict[str, Any]:
     """Options of an export whose inputs have open sizes: input → axis → name."""
-    return {"dynamic_shapes": axes} if exporter == "dynamo" else {"dynamic_axes": axes, "input_names": [*axes]}
+    return (
+        {"dynamic_shapes": axes}
+        if exporter == "dynamo"
+        else {"dynamic_axes": axes, "input_names": [*axes]}
+    )
 
 
 def exported(
@@ -47,14 +53,18 @@ def exported(
 ) -> onnx.ModelProto:
     """The tagged file of a model, read by onnx."""
     path = folder / "model.onnx"
-    htp_export.export(model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+    htp_export.export(
+        model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options
+    )
     return onnx.load(str(path))
 
 
 def exported_net(name: str, exporter: str, folder: Path, **options: Any) -> onnx.ModelProto:
     """The tagged file of a net of the registry."""
     model, kwargs = NETS[name].build()
-    return exported(model, kwargs, exporter, folder, **NETS[name].export_options(exporter), **options)
+    return exported(
+        model, kwargs, exporter, folder, **NETS[name].export_options(exporter), **options
+    )
 
 
 @functools.cache
@@ -69,7 +79,10 @@ def _once(
 
 
 def exported_once(
-    build: Callable[[], torch.nn.Module], inputs: Callable[[], dict[str, Any]], exporter: str, folder: Path
+    build: Callable[[], torch.nn.Module],
+    inputs: Callable[[], dict[str, Any]],
+    exporter: str,
+    folder: Path,
 ) -> tuple[Any, Path]:
     """A net and its file ``model.onnx``, both of which a test may change; it is exported once in a process."""
     model, files = _once(build, inputs, exporter)
@@ -123,7 +136,8 @@ class SharedFiles:
         net = RandomNet(seed)
         options = net.export_options(exporter)
         return self._once(
-            f"random-{seed}-{exporter}", lambda folder: exported(net, net.inputs(), exporter, folder, **options)
+            f"random-{seed}-{exporter}",
+            lambda folder: exported(net, net.inputs(), exporter, folder, **options),
         )
 
     def decoder(self, name: str) -> Path:
@@ -147,7 +161,8 @@ class SharedFiles:
                     own = Path(parent) / "made"
                     own.mkdir()
                     make(own)
-                    with contextlib.suppress(OSError):  # where there are no locks, another process may be first
+                    # where there are no locks, another process may be first
+                    with contextlib.suppress(OSError):
                         own.rename(made)
         return made / "model.onnx"
 
@@ -160,7 +175,12 @@ def tiny_bert(layers: int = 3) -> tuple[torch.nn.Module, dict[str, torch.Tensor]
     """A BERT, and its inputs, whose last two tokens are masked."""
     from transformers import BertConfig, BertModel
 
-    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": layers, "num_attention_heads": 2}
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+    }
     torch.manual_seed(0)
     model = spread(BertModel(BertConfig(vocab_size=100, max_position_embeddings=32, **size))).eval()
     mask = torch.ones(1, 8, dtype=torch.long)

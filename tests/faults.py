@@ -13,7 +13,9 @@ Plant = Callable[[TaggedModel, str], None]
 def weights(tagged: TaggedModel, path: str) -> list[ir.Value]:
     """The weights that the module's nodes read, the largest first."""
     read = [
-        value for value in tagged[path].parameters if value.dtype.is_floating_point() and value.const_value.size > 1
+        value
+        for value in tagged[path].parameters
+        if value.dtype.is_floating_point() and value.const_value.size > 1
     ]
     return sorted(read, key=lambda value: -value.const_value.size)
 
@@ -28,12 +30,18 @@ def weight_changed(tagged: TaggedModel, path: str) -> None:
     change(
         tagged,
         weights(tagged, path)[0],
-        lambda array: array + 0.1 * np.cos(np.arange(array.size, dtype=array.dtype)).reshape(array.shape),
+        lambda array: (
+            array + 0.1 * np.cos(np.arange(array.size, dtype=array.dtype)).reshape(array.shape)
+        ),
     )
 
 
 def matrix_transposed(tagged: TaggedModel, path: str) -> None:
-    change(tagged, next(w for w in weights(tagged, path) if len(set(w.const_value.shape)) == 1), np.transpose)
+    change(
+        tagged,
+        next(w for w in weights(tagged, path) if len(set(w.const_value.shape)) == 1),
+        np.transpose,
+    )
 
 
 def bias_dropped(tagged: TaggedModel, path: str) -> None:

@@ -42,11 +42,15 @@ def on_path() -> Iterator[str]:
         folder = Path(name)
         path, client, program = (folder / file for file in ("socket", "client.py", "htp-export"))
         client.write_text(_PROGRAM.format(path=str(path)), encoding="utf-8")
-        program.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {client} "$@"\n', encoding="utf-8")
+        program.write_text(
+            f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {client} "$@"\n', encoding="utf-8"
+        )
         program.chmod(0o755)
         command = [sys.executable, "-m", "tests.forking", str(path)]
         root = Path(__file__).parents[1]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as server:
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root
+        ) as server:
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n"
             yield f"{folder}{os.pathsep}{usual}"

@@ -86,10 +86,16 @@ def tag(folder: Path) -> None:
 def write(folder: Path) -> None:
     weight = ir.LazyTensor(lambda: (_pause(), ir.tensor(np.ones((64, 64), np.float32)))[1],
                            ir.DataType.FLOAT, ir.Shape((64, 64)), name="w")  # fmt: skip
-    value = ir.Value(name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape, const_value=weight)
+    value = ir.Value(
+        name="w", type=ir.TensorType(ir.DataType.FLOAT), shape=weight.shape, const_value=weight
+    )
     node = ir.node("Identity", [value], outputs=[ir.val("y", ir.DataType.FLOAT, [64, 64])])
-    graph = ir.Graph([], node.outputs, nodes=[node], initializers=[value], opset_imports={"": 20}, name="g")
-    write_model(ir.Model(graph, ir_version=10), folder / f"{os.getpid()}.onnx", "w.data" + str(os.getpid()))
+    graph = ir.Graph(
+        [], node.outputs, nodes=[node], initializers=[value], opset_imports={"": 20}, name="g"
+    )
+    write_model(
+        ir.Model(graph, ir_version=10), folder / f"{os.getpid()}.onnx", "w.data" + str(os.getpid())
+    )
 
 
 def hold_quiet(folder: Path) -> None:

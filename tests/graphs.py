@@ -26,7 +26,9 @@ class Builder:
     """
 
     def __init__(self, opset: int = 17, **inputs: Shape) -> None:
-        self.values = {name: ir.val(name, ir.DataType.FLOAT, shape) for name, shape in inputs.items()}
+        self.values = {
+            name: ir.val(name, ir.DataType.FLOAT, shape) for name, shape in inputs.items()
+        }
         self.inputs = list(self.values.values())
         self.nodes: list[ir.Node] = []
         self.weights: list[ir.Value] = []
@@ -35,24 +37,37 @@ class Builder:
     def const(self, name: str, array: Any) -> str:
         """An initializer."""
         value = ir.Value(name=name, const_value=ir.tensor(np.asarray(array), name=name))
-        value.shape, value.type = ir.Shape(np.asarray(array).shape), ir.TensorType(value.const_value.dtype)
+        value.shape, value.type = (
+            ir.Shape(np.asarray(array).shape),
+            ir.TensorType(value.const_value.dtype),
+        )
         self.values[name] = value
         self.weights.append(value)
         return name
 
-    def add(self, op: str, inputs: str, output: str, owner: str, domain: str = "", **attributes: Any) -> ir.Node:
+    def add(
+        self, op: str, inputs: str, output: str, owner: str, domain: str = "", **attributes: Any
+    ) -> ir.Node:
         """A node; names are separated by spaces."""
         results = [ir.Value(name=name) for name in output.split()]
         metadata = {tags.MODULE: owner, tags.REASON: "scope"}
         read = [self.values[name] for name in inputs.split()]
         node = ir.node(
-            op, read, attributes, domain=domain, outputs=results, name=f"n_{output}", metadata_props=metadata
+            op,
+            read,
+            attributes,
+            domain=domain,
+            outputs=results,
+            name=f"n_{output}",
+            metadata_props=metadata,
         )
         self.values.update({str(value.name): value for value in results})
         self.nodes.append(node)
         return node
 
-    def model(self, outputs: str, signatures: dict[str, tuple[list[str], list[str]]] | None = None) -> ir.Model:
+    def model(
+        self, outputs: str, signatures: dict[str, tuple[list[str], list[str]]] | None = None
+    ) -> ir.Model:
         """The model; the modules are the owners of nodes, those of ``signatures``, and what lies above them."""
         results = [self.values[name] for name in outputs.split()]
         graph = ir.Graph(
@@ -68,14 +83,26 @@ class Builder:
         return _with_modules(ir.Model(graph, ir_version=10), signatures)
 
 
-def _with_modules(made: ir.Model, signatures: dict[str, tuple[list[str], list[str]]] | None) -> ir.Model:
-    owners = dict.fromkeys(owner for node in made.graph for owner in tags.owners_of(node.metadata_props))
-    paths = dict.fromkeys(up for owner in (*owners, *(signatures or {})) for up in reversed([*tags.ancestors(owner)]))
-    hierarchy = Hierarchy(ModuleInfo(path, "net.Module", 1, "computed") for path in {"": None, **paths})
+def _with_modules(
+    made: ir.Model, signatures: dict[str, tuple[list[str], list[str]]] | None
+) -> ir.Model:
+    owners = dict.fromkeys(
+        owner for node in made.graph for owner in tags.owners_of(node.metadata_props)
+    )
+    paths = dict.fromkeys(
+        up for owner in (*owners, *(signatures or {})) for up in reversed([*tags.ancestors(owner)])
+    )
+    hierarchy = Hierarchy(
+        ModuleInfo(path, "net.Module", 1, "computed") for path in {"": None, **paths}
+    )
     made.metadata_props.update({tags.FORMAT: "1", tags.MODULES: hierarchy.to_json()})
     if signatures is not None:
         calls = {
-            path: [Signature({f"arg{place}": name for place, name in enumerate(given)}, tuple(returned))]
+            path: [
+                Signature(
+                    {f"arg{place}": name for place, name in enumerate(given)}, tuple(returned)
+                )
+            ]
             for path, (given, returned) in signatures.items()
         }
         made.metadata_props[tags.SIGNATURES] = signatures_to_json(calls)
@@ -97,14 +124,18 @@ def tagged(
     for name in dict.fromkeys(name for node in proto.graph.node for name in node.input):
         if number := re.fullmatch(r"i(m?)(\d+)", name):
             weights[name] = np.array([int(number[2]) * (-1 if number[1] else 1)])
-    proto.graph.initializer.extend(onnx.numpy_helper.from_array(numbers, name) for name, numbers in weights.items())
+    proto.graph.initializer.extend(
+        onnx.numpy_helper.from_array(numbers, name) for name, numbers in weights.items()
+    )
     model = ir.from_proto(proto)
     for name, numbers in weights.items():
         model.graph.initializers[name].const_value = ir.tensor(numbers, name=name)
     for value in model.graph.outputs:
         value.shape = None
     for node in model.graph:
-        node.metadata_props.update({tags.MODULE: (node.name or "").replace("__", "."), tags.REASON: "scope"})
+        node.metadata_props.update(
+            {tags.MODULE: (node.name or "").replace("__", "."), tags.REASON: "scope"}
+        )
         node.name = f"n_{node.outputs[0].name}"
     return _with_modules(model, signatures)
 
@@ -113,7 +144,8 @@ def feeds(model: ir.Model, **sizes: int) -> dict[str, np.ndarray[Any, Any]]:
     """Random inputs of a model; an open dimension has two elements if no other size is given."""
     return {
         str(value.name): array(
-            *(d if isinstance(d, int) else sizes.get(str(d.value), 2) for d in value.shape), seed=place
+            *(d if isinstance(d, int) else sizes.get(str(d.value), 2) for d in value.shape),
+            seed=place,
         )
         for place, value in enumerate(model.graph.inputs)
         if value.shape is not None
@@ -127,8 +159,11 @@ def run(model: ir.Model, **inputs: Any) -> list[np.ndarray[Any, Any]]:
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level = 4
-    options.add_session_config_entry("session.disable_prepacking", "1")  # it rounds sums in another order
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+    # it rounds sums in another order
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    session = ort.InferenceSession(
+        ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     return session.run(None, inputs)
 
 
@@ -152,7 +187,10 @@ def rewritten(model: ir.Model, *names: str, tolerance: float = 0.0, **inputs: An
 def same(model: ir.Model, changed: ir.Model, tolerance: float = 0.0, **inputs: Any) -> bool:
     """Whether two models compute the same from these inputs."""
     pairs = zip(run(model, **inputs), run(changed, **inputs), strict=True)
-    return all(np.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True) for one, other in pairs)
+    return all(
+        np.allclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+        for one, other in pairs
+    )
 
 
 def ops(model: ir.Model) -> list[str]:

@@ -41,18 +41,28 @@ def model(
 ) -> ir.Model:
     """The last node gives the output."""
     graph = ir.Graph(
-        inputs, list(nodes[-1].outputs), nodes=nodes, initializers=weights, opset_imports={"": 20, "pkg": 1}, name="Net"
+        inputs,
+        list(nodes[-1].outputs),
+        nodes=nodes,
+        initializers=weights,
+        opset_imports={"": 20, "pkg": 1},
+        name="Net",
     )
     made = ir.Model(graph, ir_version=10, functions=functions or [])
     if modules:
-        made.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()})
+        made.metadata_props.update(
+            {"htp.version": "1", "htp.modules": Hierarchy(modules).to_json()}
+        )
     return made
 
 
 def stripped(tagged: ir.Model) -> ir.Model:
     """A copy without metadata of nodes, as most tools leave a model."""
     copy = tagged.clone()
-    for node in (*copy.graph.all_nodes(), *(node for made in copy.functions.values() for node in made.all_nodes())):
+    for node in (
+        *copy.graph.all_nodes(),
+        *(node for made in copy.functions.values() for node in made.all_nodes()),
+    ):
         node.metadata_props.clear()
     return copy
 
@@ -65,7 +75,11 @@ def small_file(path: Path) -> bytes:
 
 def encoder(width: int = 4) -> ir.Model:
     """Two layers that share a node, ``mask``; the first reads its weight through a Transpose."""
-    x, w0, w1 = value("x", width), weight("layer.0.fc.weight", width), weight("layer.1.fc.weight", width)
+    x, w0, w1 = (
+        value("x", width),
+        weight("layer.0.fc.weight", width),
+        weight("layer.1.fc.weight", width),
+    )
     mask = tagged_node("Neg", [x], ["layer.0", "layer.1"], "mask")
     turned = tagged_node("Transpose", [w0], "layer.0.fc", "turned")
     fc0 = tagged_node("MatMul", [x, turned.outputs[0]], "layer.0.fc", "fc0")
@@ -122,7 +136,9 @@ def branching() -> ir.Model:
     no = tagged_node("Abs", [x], "gate", "no")
     gate = tagged_node("If", [condition], "gate", "gated")
     for name, node in (("then_branch", yes), ("else_branch", no)):
-        gate.attributes[name] = ir.AttrGraph(name, ir.Graph([], list(node.outputs), nodes=[node], name=name))
+        gate.attributes[name] = ir.AttrGraph(
+            name, ir.Graph([], list(node.outputs), nodes=[node], name=name)
+        )
     out = tagged_node("Relu", [gate.outputs[0]], "", "out")
     modules = [
         ModuleInfo("", "net.Net", 1, "computed"),
@@ -140,7 +156,12 @@ def with_function() -> ir.Model:
     body = ir.Graph([a, formal], list(act.outputs), nodes=[fc, act], opset_imports={"": 20})
     function = ir.Function("pkg", "Block", graph=body, attributes=[])
     x, w = value("x"), weight("block.fc.weight")
-    call = ir.node("Block", [x, w], domain="pkg", outputs=[value("y")], metadata_props={"htp.module": "block"})
+    call = ir.node(
+        "Block", [x, w], domain="pkg", outputs=[value("y")], metadata_props={"htp.module": "block"}
+    )
     out = tagged_node("Neg", [call.outputs[0]], "", "out")
-    modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "block", "block.fc", "block.act")]
+    modules = [
+        ModuleInfo(path, "net.Any", 1, "computed")
+        for path in ("", "block", "block.fc", "block.act")
+    ]
     return model([x], [call, out], [w], modules, [function])

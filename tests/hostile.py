@@ -10,7 +10,18 @@ from typing import Any
 
 DIGITS = "9" * 5000
 JSON = (
-    *(DIGITS, f"-{DIGITS}", str(2**63), str(10**18), "1000001", "-1", "1.5", "1e999", "NaN", "-Infinity"),
+    *(
+        DIGITS,
+        f"-{DIGITS}",
+        str(2**63),
+        str(10**18),
+        "1000001",
+        "-1",
+        "1.5",
+        "1e999",
+        "NaN",
+        "-Infinity",
+    ),
     *(
         "true",
         "null",
@@ -22,7 +33,13 @@ JSON = (
         "[" * 900 + "]" * 900,
         '{"a":' * 400 + "0" + "}" * 400,
     ),
-    *(f'"{DIGITS}"', f'"{"x" * 100_000}"', f'"{"a." * 20_000}a"', '"\\u0000\\u001b[31m\\u202e"', '"\\ud800"'),
+    *(
+        f'"{DIGITS}"',
+        f'"{"x" * 100_000}"',
+        f'"{"a." * 20_000}a"',
+        '"\\u0000\\u001b[31m\\u202e"',
+        '"\\ud800"',
+    ),
 )
 """What may stand in place of a part of a value."""
 
@@ -30,7 +47,13 @@ JSON = (
 def places(value: Any, here: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The places in a value, as the keys and positions that lead there."""
     yield here
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    inside = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, each in inside:
         yield from places(each, (*here, key))
 
@@ -58,7 +81,10 @@ def within(seconds: int) -> Iterator[None]:
     def late(*_: object) -> None:
         raise TimeoutError(f"takes more than {seconds} seconds")
 
-    if not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+    if (
+        not hasattr(signal, "setitimer")
+        or threading.current_thread() is not threading.main_thread()
+    ):
         yield
         return
     before = signal.signal(signal.SIGALRM, late)

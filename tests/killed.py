@@ -24,7 +24,16 @@ from htp_export.errors import FileError
 from htp_export.files.model_files import read_model
 from htp_export.files.stored import slots
 
-CHANGES = {"os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir", "os.chmod", "os.chown", "os.truncate"}
+CHANGES = {
+    "os.rename",
+    "os.link",
+    "os.remove",
+    "os.rmdir",
+    "os.mkdir",
+    "os.chmod",
+    "os.chown",
+    "os.truncate",
+}
 FINISHED = 77
 
 # Each writes ``out.onnx`` (or ``stages``) in a folder where there is one, made of ``old.onnx``; ``in.onnx`` has other
@@ -32,13 +41,19 @@ FINISHED = 77
 OPERATIONS: dict[str, Callable[[Path], Any]] = {
     "save": lambda at: htp_export.load(at / "in.onnx").save(at / "out.onnx"),
     "save_named": lambda at: htp_export.load(at / "in.onnx").save(at / "out.onnx", "out.onnx.data"),
-    "save_shared": lambda at: htp_export.load(at / "in.onnx").save(at / "out.onnx", share_weights=True),
+    "save_shared": lambda at: htp_export.load(at / "in.onnx").save(
+        at / "out.onnx", share_weights=True
+    ),
     "optimize": lambda at: htp_export.optimize(at / "in.onnx", at / "out.onnx"),
     "carry": lambda at: htp_export.carry(at / "in.onnx", at / "in.onnx", at / "out.onnx"),
     "embed_map": lambda at: htp_export.embed_map(at / "in.onnx", at / "out.onnx"),
     "extract": lambda at: htp_export.extract(at / "in.onnx", "0", at / "out.onnx"),
-    "splice": lambda at: htp_export.splice(at / "old.onnx", "0", at / "piece.onnx", at / "out.onnx"),
-    "functions": lambda at: htp_export.functions(at / "in.onnx", "class:Sequential", at / "out.onnx"),
+    "splice": lambda at: htp_export.splice(
+        at / "old.onnx", "0", at / "piece.onnx", at / "out.onnx"
+    ),
+    "functions": lambda at: htp_export.functions(
+        at / "in.onnx", "class:Sequential", at / "out.onnx"
+    ),
     "inline": lambda at: htp_export.inline(at / "in.onnx", at / "out.onnx"),
     "rename": lambda at: htp_export.rename(at / "in.onnx", at / "out.onnx"),
     "tool": lambda at: htp_export.tools.onnxscript(at / "in.onnx", at / "out.onnx"),
@@ -96,7 +111,9 @@ def run(
 
         def watch(event: str, args: tuple[Any, ...]) -> None:
             nonlocal seen
-            opened = event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            opened = (
+                event == "open" and isinstance(args[2], int) and args[2] & (os.O_WRONLY | os.O_RDWR)
+            )
             if event in CHANGES or (opened and str(args[0]).startswith(str(folder))):
                 if seen == stop:
                     os.kill(os.getpid(), signal.SIGKILL)
@@ -156,7 +173,11 @@ def main(name: str, home: Path, kills: int = 0, seed: int = 0) -> None:
         assert status == FINISHED, (name, end, status)
         assert state(fresh) == after, (name, end)
         assert names(fresh) == listing, (name, end, names(fresh), listing)
-    print(json.dumps({"changes": changes, "killed": killed, "states": states, "same": before == after}))
+    print(
+        json.dumps(
+            {"changes": changes, "killed": killed, "states": states, "same": before == after}
+        )
+    )
 
 
 if __name__ == "__main__":

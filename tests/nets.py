@@ -52,7 +52,11 @@ class Net(Truth):
     def facts(self, exporter: str) -> Truth:
         """What is certain with one exporter."""
         more: Truth = getattr(self, exporter)
-        return Truth({**self.fates, **more.fates}, {**self.owners, **more.owners}, {**self.merged, **more.merged})
+        return Truth(
+            {**self.fates, **more.fates},
+            {**self.owners, **more.owners},
+            {**self.merged, **more.merged},
+        )
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """Arguments of the export that make the dynamic dimensions dynamic."""
@@ -60,7 +64,10 @@ class Net(Truth):
             return {}
         if exporter == "torchscript":
             return {"input_names": list(self.dynamic), "dynamic_axes": self.dynamic}
-        dims = {name: dict.fromkeys(axes, torch.export.Dim.DYNAMIC) for name, axes in self.dynamic.items()}
+        dims = {
+            name: dict.fromkeys(axes, torch.export.Dim.DYNAMIC)
+            for name, axes in self.dynamic.items()
+        }
         return {"dynamic_shapes": dims}
 
 
@@ -74,7 +81,9 @@ def spread(model: nn.Module, seed: int = 0) -> nn.Module:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if tensor.is_floating_point():
                 noise = torch.rand(tensor.shape, generator=generator)
-                tensor.copy_(0.5 + noise if "var" in name or "scale" in name else 0.8 * (noise - 0.45))
+                tensor.copy_(
+                    0.5 + noise if "var" in name or "scale" in name else 0.8 * (noise - 0.45)
+                )
     return model
 
 
@@ -192,8 +201,11 @@ net(
     "nested_compile_region",
     lambda: nn.Sequential(Region(), Region(), Region()),
     row,
-    skip=("dynamo",) if torch.__version__ < "2.13" else (),  # torch 2.10 translates no invoke_subgraph
-    fates=computed("", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))),
+    # torch 2.10 translates no invoke_subgraph
+    skip=("dynamo",) if torch.__version__ < "2.13" else (),
+    fates=computed(
+        "", *(f"{number}{inside}" for number in range(3) for inside in ("", ".fc", ".act"))
+    ),
     owners={
         "Gemm": [("0.fc",), ("1.fc",), ("2.fc",)],
         "Gelu": [("0.act",), ("1.act",), ("2.act",)],
@@ -203,7 +215,13 @@ net(
 
 
 # Equal work on the same input is done once, for both.
-net("equal_siblings", equal_siblings, equal=True, fates=computed(""), owners={"Tanh": [("",)], "Mul": [("",)]})
+net(
+    "equal_siblings",
+    equal_siblings,
+    equal=True,
+    fates=computed(""),
+    owners={"Tanh": [("",)], "Mul": [("",)]},
+)
 
 
 @net(
@@ -226,7 +244,11 @@ class Twins(nn.Module):
         return self.left(x) + self.right(y)
 
 
-@net("called_twice", fates=computed("fc", "act"), owners={"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]})
+@net(
+    "called_twice",
+    fates=computed("fc", "act"),
+    owners={"Gemm": [("fc",), ("fc",)], "Tanh": [("act",)]},
+)
 class Twice(Holding, fc=nn.Linear(4, 4), act=nn.Tanh()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.fc(self.act(self.fc(x)))
@@ -268,7 +290,10 @@ class Holder(nn.Module):
 @net(
     "two_parents",
     fates=computed("left", "right", "left.shared"),
-    owners={"Sigmoid": [("left",), ("right",)], "Gemm": [("left.shared",), ("right", "left.shared")]},
+    owners={
+        "Sigmoid": [("left",), ("right",)],
+        "Gemm": [("left.shared",), ("right", "left.shared")],
+    },
 )
 class TwoParents(nn.Module):
     def __init__(self) -> None:
@@ -403,22 +428,39 @@ net(
 net(
     "child_of_two_parents",
     TwoHolders,
-    fates=computed("", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"),
+    fates=computed(
+        "", "first", "first.fc", "first.act", "first.act.0", "first.act.1", "second", "second.fc"
+    ),
     owners={"Tanh": [("first.act.1",), *[("second", "first.act.1")] * 2, *[("first.act.1",)] * 2]},
 )
 net(
     "called_from_outside",
     Outside,
-    fates=computed("", "owner", "owner.fc", "owner.extra", "owner.extra.0", "owner.extra.1", "user.0", "user.0.fc"),
+    fates=computed(
+        "",
+        "owner",
+        "owner.fc",
+        "owner.extra",
+        "owner.extra.0",
+        "owner.extra.1",
+        "user.0",
+        "user.0.fc",
+    ),
 )
-net("two_parents_in_a_loop", LoopOfHolders, fates=computed("", "first", "first.fc", "first.act", "second"))
+net(
+    "two_parents_in_a_loop",
+    LoopOfHolders,
+    fates=computed("", "first", "first.fc", "first.act", "second"),
+)
 
 
 # --- merged by the exporters ---------------------------------------------------
 
 
 def conv_bn_relu() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 1)
+    )
 
 
 def image() -> dict[str, Any]:
@@ -460,7 +502,12 @@ net(
     SharedMask,
     lambda: {"x": x(2, 4), "mask": torch.tensor([1, 0])},
     fates={"layers": "uncalled", **computed(*LAYERS, *(f"{layer}.fc" for layer in LAYERS))},
-    owners={"Cast": [LAYERS], "Sub": [LAYERS], "Mul": [LAYERS], "Add": [(layer,) for layer in LAYERS]},
+    owners={
+        "Cast": [LAYERS],
+        "Sub": [LAYERS],
+        "Mul": [LAYERS],
+        "Add": [(layer,) for layer in LAYERS],
+    },
 )
 
 
@@ -527,7 +574,9 @@ net(
     row,
     fates=computed("0", "3"),
     owners={"Tanh": [("0",)], "Sigmoid": [("3",)]},
-    dynamo=Truth({"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}),
+    dynamo=Truth(
+        {"1": "fused", "2": "fused"}, {"Reshape": [("1", "2")]}, {"1": ("2",), "2": ("1",)}
+    ),
 )
 
 
@@ -535,7 +584,9 @@ net(
     "shapes_that_come_back",
     inputs=lambda: {"x": x(2, 2, 2)},
     fates=computed("flat", "last"),
-    dynamo=Truth({"same": "identity", "there": "fused", "back": "fused"}, {"Reshape": [("flat",), ("last",)]}),
+    dynamo=Truth(
+        {"same": "identity", "there": "fused", "back": "fused"}, {"Reshape": [("flat",), ("last",)]}
+    ),
 )
 class Reshapes(
     Holding,
@@ -587,10 +638,21 @@ net(
 
 @net(
     "dead_branch_and_unused_module",
-    fates={"dead": "dead", "dead.0": "dead", "dead.1": "dead", "unused": "uncalled", **computed("", "main")},
+    fates={
+        "dead": "dead",
+        "dead.0": "dead",
+        "dead.1": "dead",
+        "unused": "uncalled",
+        **computed("", "main"),
+    },
     owners={"Gemm": [("main",)]},
 )
-class DeadBranch(Holding, main=nn.Linear(4, 4), dead=nn.Sequential(nn.Linear(4, 4), nn.ReLU()), unused=nn.Linear(4, 4)):
+class DeadBranch(
+    Holding,
+    main=nn.Linear(4, 4),
+    dead=nn.Sequential(nn.Linear(4, 4), nn.ReLU()),
+    unused=nn.Linear(4, 4),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.dead(x)
         return self.main(x)
@@ -617,7 +679,11 @@ class Schedule(Holding, scale=Scale(), fc=nn.Linear(4, 4)):
 
 net("positions_folded_away", Positions, lambda: {"x": x(4, 4)}, fates=computed("", "fc"))
 net(
-    "scale_folded_away", Schedule, fates=computed("fc"), owners={"Gemm": [("fc",)]}, dynamo=Truth({"scale": "constant"})
+    "scale_folded_away",
+    Schedule,
+    fates=computed("fc"),
+    owners={"Gemm": [("fc",)]},
+    dynamo=Truth({"scale": "constant"}),
 )
 
 
@@ -648,14 +714,20 @@ net(
 
 @net(
     "inputs_that_nothing_reads",
-    inputs=lambda: {"unread": x(2, 4, seed=1), "x": x(2, 4), "states": [x(2, 4, seed=2), x(2, 4, seed=3)]},
+    inputs=lambda: {
+        "unread": x(2, 4, seed=1),
+        "x": x(2, 4),
+        "states": [x(2, 4, seed=2), x(2, 4, seed=3)],
+    },
     fates=computed("", "scale", "fc"),
     owners={"Gemm": [("fc",), ("scale",)], "Sin": [("",)]},
 )
 class SkipsInputs(Holding, scale=nn.Linear(4, 4), fc=nn.Linear(4, 4)):
     """Nothing reads the first input and a part of the last one; TorchScript names the others after what reads them."""
 
-    def forward(self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, unread: torch.Tensor, x: torch.Tensor, states: list[torch.Tensor]
+    ) -> torch.Tensor:
         return self.fc(x) * self.scale(states[1]).sin()
 
 
@@ -668,7 +740,10 @@ class SpreadsWeights(Holding, score=nn.Linear(4, 4), value=nn.Linear(4, 4)):
         return self.value(x) * weights, averaged, x.sum(0)
 
 
-@net("expanded_result_that_nobody_reads", fates=computed("", "attention", "attention.score", "attention.value", "head"))
+@net(
+    "expanded_result_that_nobody_reads",
+    fates=computed("", "attention", "attention.score", "attention.value", "head"),
+)
 class DropsSpreadWeights(Holding, attention=SpreadsWeights(), head=nn.Linear(4, 2)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         values, _, bias = self.attention(x)
@@ -798,8 +873,15 @@ def pre_hooked() -> nn.Module:
 
 
 # A hook of the user's changes what the module gives back, or what it is given.
-net("forward_hook_that_computes", forward_hooked, fates=computed("first", "second"), owners={"Exp": [("first",)]})
-net("pre_hook_that_computes", pre_hooked, fates=computed("first", "second"), owners={"Cos": [("",)]})
+net(
+    "forward_hook_that_computes",
+    forward_hooked,
+    fates=computed("first", "second"),
+    owners={"Exp": [("first",)]},
+)
+net(
+    "pre_hook_that_computes", pre_hooked, fates=computed("first", "second"), owners={"Cos": [("",)]}
+)
 
 
 @net(
@@ -841,14 +923,20 @@ class Branches(nn.Module):
     "cond",
     skip=("torchscript",),
     fates=computed("fc", "choose", "again"),
-    owners={"If": [("choose",), ("again",)], "Sin": [("choose",), ("again",)], "Cos": [("choose",), ("again",)]},
+    owners={
+        "If": [("choose",), ("again",)],
+        "Sin": [("choose",), ("again",)],
+        "Cos": [("choose",), ("again",)],
+    },
 )
 class Cond(Holding, fc=nn.Linear(4, 4), choose=Branches(), again=Branches()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.again(self.choose(self.fc(x)))
 
 
-class CondOverSelf(Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 4), down=nn.Linear(4, 4)):
+class CondOverSelf(
+    Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 4), down=nn.Linear(4, 4)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         def high(x: torch.Tensor) -> torch.Tensor:
             return self.up(x) * self.weight
@@ -867,7 +955,8 @@ class CondOverSelf(Holding, weight=nn.Parameter(torch.ones(4)), up=nn.Linear(4, 
         "If": [("choose",)],
         "Gemm": [("fc",), ("choose.up",), ("choose.down",)],
         "Tanh": [("choose",)],
-        "Mul": [("choose",)],  # these read a parameter of the module's own, and give back the branch's result
+        # these read a parameter of the module's own, and give back the branch's result
+        "Mul": [("choose",)],
         "Sub": [("choose",)],
     },
 )
@@ -877,7 +966,10 @@ class HoldsCond(Holding, fc=nn.Linear(4, 4), choose=CondOverSelf()):
 
 
 class Block(
-    Holding, fc=nn.Linear(4, 4), act=Apply(lambda x: x.sin() * 2.0), rest=nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    Holding,
+    fc=nn.Linear(4, 4),
+    act=Apply(lambda x: x.sin() * 2.0),
+    rest=nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
 ):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(self.act(self.fc(x))) + 1.0
@@ -886,7 +978,9 @@ class Block(
 @net(
     "modules_in_branches",
     skip=("torchscript",),
-    fates=computed("", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"),
+    fates=computed(
+        "", "block", "block.act", "block.rest", "block.rest.1", "act", "both", "both.fc", "both.act"
+    ),
     owners={
         "If": [("",)],
         "Gemm": [("block.fc",), ("block.rest.0",)] + [("both.fc",), ("both.rest.0",)] * 3,
@@ -929,7 +1023,10 @@ class BranchesInside(Holding, block=Block(), inner=Block()):
     fates=computed("one", "one.block", "one.block.act", "one.inner.act", "two.inner.rest.1"),
     owners={
         "Exp": [("one",), ("two",)],
-        "Sin": [("one.block.act",)] + [("one.inner.act",)] * 2 + [("two.block.act",)] + [("two.inner.act",)] * 2,
+        "Sin": [("one.block.act",)]
+        + [("one.inner.act",)] * 2
+        + [("two.block.act",)]
+        + [("two.inner.act",)] * 2,
         "Cos": [("one",), ("two",)],
         "If": [("one",), ("one",), ("two",), ("two",)],
     },
@@ -993,7 +1090,9 @@ class KeepsModules(torch.fx.Tracer):
     """Traces no further into modules of these classes."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, (Block, torch.fx.GraphModule)) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, (Block, torch.fx.GraphModule)) or super().is_leaf_module(
+            m, module_qualified_name
+        )
 
 
 class ForNested(Holding, block=Block()):
@@ -1041,7 +1140,10 @@ class Pair(Holding, a=nn.Linear(4, 4), b=nn.Linear(4, 2)):
 class Structured(Holding, pair=Pair(), norm=nn.LayerNorm(4)):
     def forward(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, ...]]:
         found = self.pair(x)
-        return {"first": (self.norm(found["both"][0]), found["both"][1]), "last": (found["sum"][0].exp(),)}
+        return {
+            "first": (self.norm(found["both"][0]), found["both"][1]),
+            "last": (found["sum"][0].exp(),),
+        }
 
 
 @net(
@@ -1111,7 +1213,9 @@ class FillsPart(nn.Module):
     fates=computed("key", "value", "fill", "head"),
     owners={"Sin": [("",)], "Cos": [("fill",)], "Exp": [("",)] * 2},
 )
-class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=FillsPart(), head=nn.Linear(4, 4)):
+class FillsInParts(
+    Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=FillsPart(), head=nn.Linear(4, 4)
+):
     """Nothing but changes of parts leads from some modules to the result."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1123,7 +1227,12 @@ class FillsInParts(Holding, key=nn.Linear(4, 4), value=nn.Linear(4, 4), fill=Fil
         return self.head(self.fill(out, value[:, 2])) + before
 
 
-@net("filled_last", inputs=lambda: {"x": x(2, 4, 4)}, fates=computed("fc", "fill"), owners={"Cos": [("fill",)]})
+@net(
+    "filled_last",
+    inputs=lambda: {"x": x(2, 4, 4)},
+    fates=computed("fc", "fill"),
+    owners={"Cos": [("fill",)]},
+)
 class FilledLast(Holding, fc=nn.Linear(4, 4), fill=FillsPart()):
     """What is changed in part is what the model returns; and a constant beside it."""
 
@@ -1194,7 +1303,9 @@ net(  # `broadcast_tensors` gives back what has the size already
 
 net(
     "view_after_a_change",
-    lambda: nn.Sequential(nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)),
+    lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 1), nn.ReLU(inplace=True), nn.Flatten(1), nn.Linear(8, 3)
+    ),
     lambda: {"input": x(1, 4, 1, 1)},
     fates=computed("0", "1", "2", "3"),
     owners={"Relu": [("1",)], "Gemm": [("3",)]},
@@ -1228,7 +1339,11 @@ class ViewsOfChanged(
         return self.head(y) + z.mean(), self.split(z)
 
 
-@net("parts_of_a_changed_tensor", fates=computed("norm", "act", "parts", "one"), skip=("torchscript",))
+@net(
+    "parts_of_a_changed_tensor",
+    fates=computed("norm", "act", "parts", "one"),
+    skip=("torchscript",),
+)
 class PartsOfChanged(
     Holding,
     norm=nn.LayerNorm(4),
@@ -1286,7 +1401,9 @@ class ChangesOfViews(
     owners={"Reshape": [("",)]},
     merged={"flat": ("",)},
 )
-class ViewThenChange(Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReLU(inplace=True), head=nn.Linear(8, 2)):
+class ViewThenChange(
+    Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReLU(inplace=True), head=nn.Linear(8, 2)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.fc(x)
         view = self.flat(y)
@@ -1294,7 +1411,9 @@ class ViewThenChange(Holding, fc=nn.Linear(4, 4), flat=nn.Flatten(0), act=nn.ReL
         return self.head(view) + changed.mean()
 
 
-class ShiftsAndReads(Holding, shift=nn.Parameter(torch.ones(6, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)):
+class ShiftsAndReads(
+    Holding, shift=nn.Parameter(torch.ones(6, 4)), norm=nn.LayerNorm(4), head=nn.Linear(4, 3)
+):
     """Changes what it is given in place, and reads it then."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -1306,7 +1425,9 @@ class ShiftsAndReads(Holding, shift=nn.Parameter(torch.ones(6, 4)), norm=nn.Laye
 net(
     "view_changed_and_read",
     lambda: nn.Sequential(
-        nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))),
+        nn.Sequential(
+            nn.Conv2d(4, 4, 1), nn.ReLU(), Apply(lambda x: x.permute(0, 2, 3, 1).flatten(1, 2))
+        ),
         ShiftsAndReads(),
     ),
     lambda: {"input": x(2, 4, 2, 3)},
@@ -1360,7 +1481,8 @@ class ChangesReadsAndReturns(
 
 class ToOwnType(Holding, fc=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.to(dtype=self.fc.weight.dtype)  # the same tensor, which the TorchScript tracer gives another number
+        # the same tensor, which the TorchScript tracer gives another number
+        x = x.to(dtype=self.fc.weight.dtype)
         return self.fc(x).sin()
 
 
@@ -1378,7 +1500,9 @@ net(
     fates=computed("qkv", "split", "act"),
     owners={"Gemm": [("qkv",)], "Sigmoid": [("act",)]},
 )
-class UsesSomeHeads(Holding, qkv=nn.Linear(4, 6), split=Apply(lambda x: x.chunk(3, dim=-1)), act=nn.Sigmoid()):
+class UsesSomeHeads(
+    Holding, qkv=nn.Linear(4, 6), split=Apply(lambda x: x.chunk(3, dim=-1)), act=nn.Sigmoid()
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, _, v = self.split(self.qkv(x))
         return self.act(q) * v
@@ -1417,7 +1541,9 @@ class SplitMerge(nn.Module):
     fates=computed("positions", "positions.table", "one", "fc", "two"),
     owners={"Softmax": [("one",), ("two",)], "MatMul": [("fc",)]},
 )
-class ShapesEverywhere(Holding, positions=FromShape(), one=SplitMerge(), fc=nn.Linear(4, 4), two=SplitMerge()):
+class ShapesEverywhere(
+    Holding, positions=FromShape(), one=SplitMerge(), fc=nn.Linear(4, 4), two=SplitMerge()
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.two(self.fc(self.one(self.positions(x))))
 
@@ -1428,14 +1554,30 @@ class ShapesEverywhere(Holding, positions=FromShape(), one=SplitMerge(), fc=nn.L
 class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
-        self.norm, self.rnn, self.head = nn.LayerNorm(4), kind(4, 3, batch_first=True), nn.Linear(3, 2)
+        self.norm, self.rnn, self.head = (
+            nn.LayerNorm(4),
+            kind(4, 3, batch_first=True),
+            nn.Linear(3, 2),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.rnn(self.norm(x))[0])
 
 
-net("lstm", lambda: Recurrent(nn.LSTM), sequence, fates=computed("rnn", "norm", "head"), owners={"LSTM": [("rnn",)]})
-net("gru", lambda: Recurrent(nn.GRU), sequence, fates=computed("rnn", "norm", "head"), owners={"GRU": [("rnn",)]})
+net(
+    "lstm",
+    lambda: Recurrent(nn.LSTM),
+    sequence,
+    fates=computed("rnn", "norm", "head"),
+    owners={"LSTM": [("rnn",)]},
+)
+net(
+    "gru",
+    lambda: Recurrent(nn.GRU),
+    sequence,
+    fates=computed("rnn", "norm", "head"),
+    owners={"GRU": [("rnn",)]},
+)
 
 
 @net("multihead_attention", inputs=sequence, fates=computed("attention", "fc"))
@@ -1453,7 +1595,10 @@ net(
     "transformer_encoder",
     encoder,
     lambda: {"src": x(2, 3, 4)},
-    fates={**computed("layers.0", "layers.1.linear1", "layers.1.norm2"), "layers.0.dropout": "identity"},
+    fates={
+        **computed("layers.0", "layers.1.linear1", "layers.1.norm2"),
+        "layers.0.dropout": "identity",
+    },
 )
 
 
@@ -1467,13 +1612,18 @@ net("weight_norm", normed, row, fates=computed("0", "1", "2"), owners={"Tanh": [
 
 class Attention(Holding, q=nn.Linear(4, 4), k=nn.Linear(4, 4), v=nn.Linear(4, 4)):
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (
+            layer(x).unflatten(-1, (2, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
 @net(
     "scaled_dot_product_attention",
-    inputs=lambda: {"x": x(2, 3, 4), "mask": torch.tensor([[True, True, False], [True, True, True]])},
+    inputs=lambda: {
+        "x": x(2, 3, 4),
+        "mask": torch.tensor([[True, True, False], [True, True, True]]),
+    },
     fates=computed("blocks.0", "blocks.1.q"),
     owners={"Softmax": [("blocks.0",), ("blocks.1",)]},
 )
@@ -1567,7 +1717,8 @@ class Picks(Holding, score=nn.Linear(4, 4)):
 @net("picks_twice", fates=computed("first", "first.score", "second", "second.score"))
 class PicksTwice(Holding, first=Picks(), second=Picks()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():  # torch makes a graph of its own for this, and the results of all nodes get new names
+        # torch makes a graph of its own for this, and the results of all nodes get new names
+        with torch.no_grad():
             shift, scale = x.sin(), x.cos()
         places, values = self.first(x * scale + shift)
         x = x.scatter(1, places, values)
@@ -1578,10 +1729,13 @@ class PicksTwice(Holding, first=Picks(), second=Picks()):
 @net(
     "largest_twice",
     inputs=lambda: {"x": x(2, 2, 6), "y": x(2, 2, 6, seed=8)},
-    skip=("dynamo",) if torch.__version__ < "2.11" else (),  # torch 2.10 has no ONNX operators for it
+    # torch 2.10 has no ONNX operators for it
+    skip=("dynamo",) if torch.__version__ < "2.11" else (),
     fates=computed("encoder", "encoder.0", "encoder.1"),
 )
-class LargestTwice(Holding, encoder=nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())):
+class LargestTwice(
+    Holding, encoder=nn.Sequential(nn.Conv1d(2, 3, 3), nn.AdaptiveMaxPool1d(1), nn.Flatten())
+):
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return self.encoder(x) * self.encoder(y).sin()
 
@@ -1638,7 +1792,9 @@ class HoldsRouted(Holding, first=nn.Linear(4, 4), routed=Routed(), last=nn.Linea
 class Scores(Holding, query=nn.Linear(4, 4)):
     """Reads the size of a tensor whose transposition is merged with the next one, and is not in the graph."""
 
-    def forward(self, x: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, bias: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         queries = self.query(x).view(2, 3, 2, 2).transpose(1, 2)
         keys = x.view(2, 3, 2, 2).transpose(1, 2)
         if bias is None:
@@ -1646,7 +1802,11 @@ class Scores(Holding, query=nn.Linear(4, 4)):
         return queries @ keys.transpose(2, 3) + bias, bias
 
 
-@net("size_of_a_tensor_that_is_gone", inputs=sequence, fates=computed("first", "first.query", "second", "second.query"))
+@net(
+    "size_of_a_tensor_that_is_gone",
+    inputs=sequence,
+    fates=computed("first", "first.query", "second", "second.query"),
+)
 class SharesBias(Holding, first=Scores(), second=Scores()):
     """The second module adds what the first one made of that size."""
 

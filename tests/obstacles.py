@@ -82,7 +82,18 @@ def broken_link(path: Path, elsewhere: Path) -> None:
     path.symlink_to(elsewhere / "nothing")
 
 
-_ALL = (folder, link_to_folder, mounted, pipe, null_device, block_device, a_socket, file, link_to_file, broken_link)
+_ALL = (
+    folder,
+    link_to_folder,
+    mounted,
+    pipe,
+    null_device,
+    block_device,
+    a_socket,
+    file,
+    link_to_file,
+    broken_link,
+)
 OBSTACLES: dict[str, Callable[[Path, Path], None]] = {made.__name__: made for made in _ALL}
 
 NO_FILE = ("folder", "link_to_folder", "mounted", "a_socket", "block_device")

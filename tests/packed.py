@@ -18,7 +18,10 @@ def words(rows: list[list[int]], bits: int, order: tuple[int, ...] = ()) -> torc
     count = 32 // bits
     order = order or tuple(range(count))
     made = [
-        [sum(row[start + order[k]] << (bits * k) for k in range(count)) for start in range(0, len(row), count)]
+        [
+            sum(row[start + order[k]] << (bits * k) for k in range(count))
+            for start in range(0, len(row), count)
+        ]
         for row in rows
     ]
     return torch.from_numpy(np.array(made, np.uint32).view(np.int32))
@@ -66,7 +69,9 @@ def awq(
         "scales": torch.from_numpy(scales),
     }
     index = np.arange(inputs) // group
-    return tensors, torch.from_numpy(((levels - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)).T)
+    return tensors, torch.from_numpy(
+        ((levels - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)).T
+    )
 
 
 NF4 = (
@@ -84,18 +89,29 @@ def nf4(
     codes = generator.integers(0, 16, outputs * inputs)
     count = codes.size // group
     scales = generator.uniform(0.1, 1, count).astype(np.float32)
-    state: dict[str, Any] = {"quant_type": "nf4", "blocksize": group, "dtype": "float16", "shape": [outputs, inputs]}
+    state: dict[str, Any] = {
+        "quant_type": "nf4",
+        "blocksize": group,
+        "dtype": "float16",
+        "shape": [outputs, inputs],
+    }
     tensors = {
         "weight": torch.from_numpy((codes[::2] << 4 | codes[1::2]).astype(np.uint8))[:, None],
         "weight.absmax": torch.from_numpy(scales),
         "weight.quant_map": torch.tensor(NF4),
     }
     if nested:
-        short, table = generator.integers(0, 256, count).astype(np.uint8), np.linspace(-1, 1, 256, dtype=np.float32)
+        short, table = (
+            generator.integers(0, 256, count).astype(np.uint8),
+            np.linspace(-1, 1, 256, dtype=np.float32),
+        )
         outer = generator.uniform(0.1, 0.2, -(-count // 256)).astype(np.float32)
         state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.5}
         scales = table[short] * outer[np.arange(count) // 256] + np.float32(0.5)
-        tensors |= {"weight.absmax": torch.from_numpy(short), "weight.nested_absmax": torch.from_numpy(outer)}
+        tensors |= {
+            "weight.absmax": torch.from_numpy(short),
+            "weight.nested_absmax": torch.from_numpy(outer),
+        }
         tensors["weight.nested_quant_map"] = torch.from_numpy(table)
     text = np.frombuffer(json.dumps(state).encode(), np.uint8).copy()
     tensors["weight.quant_state.bitsandbytes__nf4"] = torch.from_numpy(text)
@@ -111,15 +127,23 @@ def int8(
     bounds = generator.uniform(0.1, 1, outputs).astype(np.float32)
     tensors = {"weight": torch.from_numpy(levels), "SCB": torch.from_numpy(bounds)}
     tensors["weight_format"] = torch.tensor(0, dtype=torch.uint8)
-    return tensors, torch.from_numpy(levels.astype(np.float32) * (bounds / np.float32(127))[:, None])
+    return tensors, torch.from_numpy(
+        levels.astype(np.float32) * (bounds / np.float32(127))[:, None]
+    )
 
 
 def written_checkpoint(
-    folder: Path, tensors: Mapping[str, torch.Tensor], quantization: Mapping[str, Any], config: Any = None
+    folder: Path,
+    tensors: Mapping[str, torch.Tensor],
+    quantization: Mapping[str, Any],
+    config: Any = None,
 ) -> Path:
     """A folder with the tensors, and the quantization in its config."""
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        folder / "model.safetensors",
+    )
     content = {**(config or {}), "quantization_config": dict(quantization)}
     (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
@@ -132,7 +156,9 @@ TYPES = {
 """A type of ggml for each matrix of a layer; Q5_0 has no counterpart in ONNX Runtime."""
 
 
-def blocks(generator: np.random.Generator, kind: str, shape: tuple[int, int]) -> np.ndarray[Any, Any]:
+def blocks(
+    generator: np.random.Generator, kind: str, shape: tuple[int, int]
+) -> np.ndarray[Any, Any]:
     """Blocks of random bytes, whose scales are small numbers."""
     gguf = pytest.importorskip("gguf")
     elements, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]

@@ -27,4 +27,6 @@ def bound_by_permissions(folder: Path, *words: str) -> subprocess.CompletedProce
     root = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     program = [sys.executable, "-c", _BOUND, *words]
-    return subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return subprocess.run(
+        program, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )

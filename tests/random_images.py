@@ -11,7 +11,10 @@ from tests.random_sequences import EPSILON, inputs  # noqa: F401 # one or two te
 
 SHAPE = (2, 4, 8, 8)
 OPEN = {name: {0: "batch", 2: "height", 3: "width"} for name in "xy"}
-DIMS = {"batch": torch.export.Dim.AUTO, **{name: 4 * torch.export.Dim(name) for name in ("height", "width")}}
+DIMS = {
+    "batch": torch.export.Dim.AUTO,
+    **{name: 4 * torch.export.Dim(name) for name in ("height", "width")},
+}
 
 
 class Added(nn.Sequential):
@@ -31,10 +34,16 @@ class Added(nn.Sequential):
 class SqueezeExcite(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.squeeze, self.reduce, self.expand = nn.AdaptiveAvgPool2d(1), nn.Conv2d(4, 2, 1), nn.Conv2d(2, 4, 1)
+        self.squeeze, self.reduce, self.expand = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(4, 2, 1),
+            nn.Conv2d(2, 4, 1),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.expand(functional.silu(self.reduce(self.squeeze(x)), inplace=True)).sigmoid()
+        return (
+            x * self.expand(functional.silu(self.reduce(self.squeeze(x)), inplace=True)).sigmoid()
+        )
 
 
 class UNet(nn.Module):
@@ -43,7 +52,9 @@ class UNet(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.down = nn.ModuleList([nn.Conv2d(4, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1)])
-        self.up = nn.ModuleDict({"2": nn.ConvTranspose2d(6, 6, 2, stride=2), "1": nn.Upsample(scale_factor=2)})
+        self.up = nn.ModuleDict(
+            {"2": nn.ConvTranspose2d(6, 6, 2, stride=2), "1": nn.Upsample(scale_factor=2)}
+        )
         self.mix = nn.ModuleList([nn.Conv2d(12, 6, 1), nn.Conv2d(10, 4, 1)])
         self.pool = nn.MaxPool2d(2)
 
@@ -81,7 +92,11 @@ class Windows(nn.Module):
         if self.shift:
             x = torch.roll(x, (-self.shift, -self.shift), (1, 2))
         batch, height, width, _ = x.shape
-        windows = x.view(batch, height // 4, 4, width // 4, 4, 4).permute(0, 1, 3, 2, 4, 5).reshape(-1, 16, 4)
+        windows = (
+            x.view(batch, height // 4, 4, width // 4, 4, 4)
+            .permute(0, 1, 3, 2, 4, 5)
+            .reshape(-1, 16, 4)
+        )
         query, key, value = self.all(windows).view(-1, 16, 3, 2, 2).permute(2, 0, 3, 1, 4)
         scores = (query @ key.transpose(-2, -1) * 2**-0.5 + self.bias).softmax(-1)
         made = self.out((scores @ value).transpose(1, 2).reshape(-1, 16, 4))
@@ -105,7 +120,9 @@ class Patches(nn.Module):
         tokens = patches.flatten(2).transpose(1, 2)
         tokens = torch.cat((self.first.expand(x.shape[0], -1, -1), tokens), 1)
         tokens = tokens + self.mix(self.norm(tokens).mean(1, keepdim=True))
-        spread = self.back(tokens[:, 1:]).transpose(1, 2).reshape(x.shape[0], 64, *patches.shape[2:])
+        spread = (
+            self.back(tokens[:, 1:]).transpose(1, 2).reshape(x.shape[0], 64, *patches.shape[2:])
+        )
         return {"made": functional.pixel_shuffle(spread, 4)}
 
 
@@ -115,7 +132,9 @@ class Standardised(nn.Conv2d):
     def forward(self, x: Tensor) -> Tensor:
         off = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
         weight = off / (off.pow(2).mean((1, 2, 3), keepdim=True) + EPSILON).sqrt()
-        return functional.conv2d(x, weight * 0.3, self.bias, padding=self.padding, groups=self.groups)
+        return functional.conv2d(
+            x, weight * 0.3, self.bias, padding=self.padding, groups=self.groups
+        )
 
 
 class Conditional(nn.Module):
@@ -150,12 +169,21 @@ class Pyramid(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sides = nn.ModuleList(nn.Conv2d(4, 4, 3, stride=stride, padding=1) for stride in (1, 2, 4))
+        self.sides = nn.ModuleList(
+            nn.Conv2d(4, 4, 3, stride=stride, padding=1) for stride in (1, 2, 4)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         made = [side(x) for side in self.sides]
-        modes = ({"mode": "nearest"}, {"mode": "bilinear", "align_corners": False}, {"mode": "nearest"})
-        same = [functional.interpolate(each, size=x.shape[2:], **mode) for each, mode in zip(made, modes, strict=True)]
+        modes = (
+            {"mode": "nearest"},
+            {"mode": "bilinear", "align_corners": False},
+            {"mode": "nearest"},
+        )
+        same = [
+            functional.interpolate(each, size=x.shape[2:], **mode)
+            for each, mode in zip(made, modes, strict=True)
+        ]
         return torch.stack(same).sum(0)
 
 
@@ -175,7 +203,13 @@ class AttendsPixels(nn.Module):
 
 
 def bottleneck(*middle: nn.Module) -> list[nn.Module]:
-    return [nn.Conv2d(4, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Hardswish(), *middle, nn.Conv2d(8, 4, 1)]
+    return [
+        nn.Conv2d(4, 8, 1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.Hardswish(),
+        *middle,
+        nn.Conv2d(8, 4, 1),
+    ]
 
 
 LAYERS: list[Callable[[], nn.Module]] = [
@@ -183,7 +217,9 @@ LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
     lambda: nn.Conv2d(4, 4, (1, 3), padding="same", groups=2),
     lambda: nn.Conv2d(4, 4, 3, padding=2, dilation=2, padding_mode="reflect"),
-    lambda: nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2)),
+    lambda: nn.Sequential(
+        nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ConvTranspose2d(8, 4, 2, stride=2, groups=2)
+    ),
     lambda: nn.Sequential(nn.Conv2d(4, 16, 2, stride=2), nn.PixelShuffle(2)),
     lambda: nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1), nn.Upsample(scale_factor=2)),
     lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU6(inplace=True)),
@@ -201,8 +237,12 @@ LAYERS: list[Callable[[], nn.Module]] = [
     nn.Mish,
     nn.Dropout2d,
     nn.Identity,
-    lambda: Added(*bottleneck(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.Hardswish())),
-    lambda: Added(*bottleneck(), shortcut=nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))),
+    lambda: Added(
+        *bottleneck(nn.Conv2d(8, 8, 3, padding=1, groups=8), nn.BatchNorm2d(8), nn.Hardswish())
+    ),
+    lambda: Added(
+        *bottleneck(), shortcut=nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
+    ),
     lambda: ChannelsLast(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
     lambda: Standardised(4, 4, 3, padding=1),
     lambda: Windows(0),
@@ -278,6 +318,8 @@ EMBEDS = LAYERS
 HEADS: list[Callable[[nn.Module], nn.Module]] = [
     lambda _: Flat(nn.AdaptiveAvgPool2d(1), 4),
     lambda _: Flat(nn.AdaptiveMaxPool2d(1), 4),
-    lambda _: nn.Sequential(nn.Conv2d(4, 3, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")),
+    lambda _: nn.Sequential(
+        nn.Conv2d(4, 3, 3, padding=1), nn.Upsample(scale_factor=2, mode="bilinear")
+    ),
     lambda _: nn.Sequential(nn.Conv2d(4, 3, 1), nn.Sigmoid()),
 ]

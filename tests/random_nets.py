@@ -46,7 +46,9 @@ def values_and_others(made: Any, x: Tensor) -> tuple[list[Tensor], list[Tensor]]
     """The values in a result, and the other tensors in it: integers, keys and values, what was pooled."""
     found = leaves(made)
     fits = [each.ndim == x.ndim and each.dtype == x.dtype for each in found]
-    return [*itertools.compress(found, fits)], [each for each, fit in zip(found, fits, strict=True) if not fit]
+    return [*itertools.compress(found, fits)], [
+        each for each, fit in zip(found, fits, strict=True) if not fit
+    ]
 
 
 class Drawn(nn.Module):
@@ -64,7 +66,9 @@ class Drawn(nn.Module):
     takes_two = True
     takes = ("mask", "past")
 
-    def __init__(self, pick: random.Random, family: ModuleType, depth: int, others: list[nn.Module]) -> None:
+    def __init__(
+        self, pick: random.Random, family: ModuleType, depth: int, others: list[nn.Module]
+    ) -> None:
         super().__init__()
         parts: list[nn.Module] = []
         for _ in range(pick.randint(1, 4)):
@@ -76,17 +80,25 @@ class Drawn(nn.Module):
                 others.append(parts[-1])
         self.parts = nn.ModuleList(parts)
         calls = [*range(len(parts)), *pick.choices(range(len(parts)), k=pick.randint(0, 2))]
-        work = [*calls[pick.choice((0, 0, 0, 1)) :], *pick.choices(family.FUNCTIONS, k=pick.randint(0, 4))]
+        work = [
+            *calls[pick.choice((0, 0, 0, 1)) :],
+            *pick.choices(family.FUNCTIONS, k=pick.randint(0, 4)),
+        ]
         pick.shuffle(work)
         self.statements = [
-            Statement(each, pick.choice((1, 1, 1, pick.random())), pick.random(), pick.random() < 0.5) for each in work
+            Statement(
+                each, pick.choice((1, 1, 1, pick.random())), pick.random(), pick.random() < 0.5
+            )
+            for each in work
         ]
         self.kept, self.returns = pick.random(), pick.choice(RETURNS)
 
     def forward(self, x: Tensor, y: Tensor | None = None, **given: Any) -> Any:
         values, others = [x] if y is None else [x, y], list[Tensor]()
         for work, *places, takes_two in self.statements:
-            first, second = (values[min(int(place * len(values)), len(values) - 1)] for place in places)
+            first, second = (
+                values[min(int(place * len(values)), len(values) - 1)] for place in places
+            )
             if callable(work):
                 values.append(work(first, second))
                 continue
@@ -109,17 +121,25 @@ class RandomNet(nn.Module):
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed, self.family = seed, FAMILIES[seed // 1000]
-        pick, others, depth = random.Random(seed), list[nn.Module](), 1 + (seed % 4 == 3 and seed < 1000)
+        pick, others, depth = (
+            random.Random(seed),
+            list[nn.Module](),
+            1 + (seed % 4 == 3 and seed < 1000),
+        )
         torch.manual_seed(seed)
         self.embed = pick.choice(self.family.EMBEDS)()
-        self.blocks = nn.ModuleList(Drawn(pick, self.family, depth, others) for _ in range(pick.randint(1, 2)))
+        self.blocks = nn.ModuleList(
+            Drawn(pick, self.family, depth, others) for _ in range(pick.randint(1, 2))
+        )
         self.head = pick.choice(self.family.HEADS)(self.embed)
         spread(self, seed).eval()
         for module in self.modules():
             if hasattr(module, "eps"):
                 module.eps = EPSILON
 
-    def forward(self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, past: Any = None) -> Any:
+    def forward(
+        self, x: Tensor, y: Tensor | None = None, mask: Tensor | None = None, past: Any = None
+    ) -> Any:
         keywords = {"y": None if y is None else y * 0.5, "mask": mask, "past": past}
         given = {name: each for name, each in keywords.items() if each is not None}
         x, others = torch.stack(leaves(self.embed(x))).sum(0) * 1.5, list[Tensor]()
@@ -134,12 +154,16 @@ class RandomNet(nn.Module):
     def inputs(self, sizes: tuple[int, ...] = ()) -> dict[str, Any]:
         """Its inputs, by keyword, of the sizes of its family or of others."""
         generator = torch.Generator().manual_seed(self.seed)
-        inputs: dict[str, Any] = self.family.inputs(self.seed, sizes or self.family.SHAPE, generator)
+        inputs: dict[str, Any] = self.family.inputs(
+            self.seed, sizes or self.family.SHAPE, generator
+        )
         return inputs
 
     def is_for(self, exporter: str) -> bool:
         """Whether the exporter can take it at all."""
-        return exporter == "dynamo" or not any(hasattr(each, "dynamo_only") for each in self.modules())
+        return exporter == "dynamo" or not any(
+            hasattr(each, "dynamo_only") for each in self.modules()
+        )
 
     def export_options(self, exporter: str) -> dict[str, Any]:
         """How it is exported: every other one with open sizes, which dynamo does not know of recurrent layers.
@@ -155,7 +179,10 @@ class RandomNet(nn.Module):
         if not dynamo:
             names = {leaf: axes[leaf.split(".")[0]] for leaf, _ in named_leaves(inputs)}
             return {"input_names": [*names], "dynamic_axes": names}
-        sizes = {name: {axis: self.family.DIMS[size] for axis, size in axes[name].items()} for name in inputs}
+        sizes = {
+            name: {axis: self.family.DIMS[size] for axis, size in axes[name].items()}
+            for name in inputs
+        }
         shapes = {
             name: (sizes[name],) * len(each) if isinstance(each, tuple) else sizes[name]
             for name, each in inputs.items()

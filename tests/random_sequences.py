@@ -25,7 +25,9 @@ class Attends(nn.Module):
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
         read = (self.query(x), *self.pair(x if y is None else y).chunk(2, -1))
         heads = [each.reshape(*x.shape[:2], 2, 4).transpose(1, 2) for each in read]
-        return self.out(functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape))
+        return self.out(
+            functional.scaled_dot_product_attention(*heads).transpose(1, 2).reshape(x.shape)
+        )
 
 
 class Gated(nn.Module):
@@ -205,4 +207,6 @@ HEADS: list[Callable[[nn.Module], nn.Module]] = [lambda _: nn.Linear(8, 3)]
 
 def inputs(seed: int, sizes: tuple[int, ...], generator: torch.Generator) -> dict[str, Tensor]:
     """One or two tensors."""
-    return {name: torch.randn(sizes, generator=generator) for name in ("xy" if seed % 5 > 2 else "x")}
+    return {
+        name: torch.randn(sizes, generator=generator) for name in ("xy" if seed % 5 > 2 else "x")
+    }

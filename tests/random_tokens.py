@@ -10,7 +10,11 @@ from torch.nn import functional
 from tests.random_sequences import EPSILON
 
 SHAPE = (2, 5, 8)
-OPEN = {"x": {0: "batch", 1: "length"}, "mask": {0: "batch", 1: "length"}, "past": {0: "batch", 2: "past"}}
+OPEN = {
+    "x": {0: "batch", 1: "length"},
+    "mask": {0: "batch", 1: "length"},
+    "past": {0: "batch", 2: "past"},
+}
 DIMS = dict.fromkeys(("batch", "length", "past"), torch.export.Dim.DYNAMIC)
 TOKENS, PAST = 11, 3
 
@@ -20,7 +24,11 @@ class Embeds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.word, self.place, self.norm = nn.Embedding(TOKENS, 8), nn.Embedding(16, 8), nn.LayerNorm(8)
+        self.word, self.place, self.norm = (
+            nn.Embedding(TOKENS, 8),
+            nn.Embedding(16, 8),
+            nn.LayerNorm(8),
+        )
         self.register_buffer("places", torch.arange(16)[None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,7 +49,9 @@ class RootMeanSquare(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.float32)
-        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)).to(x.dtype)
+        return self.weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPSILON)).to(
+            x.dtype
+        )
 
 
 class Rotary(nn.Module):
@@ -64,7 +74,11 @@ def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
 
 def repeated(x: Tensor, times: int) -> Tensor:
     batch, heads, length, width = x.shape
-    return x[:, :, None].expand(batch, heads, times, length, width).reshape(batch, heads * times, length, width)
+    return (
+        x[:, :, None]
+        .expand(batch, heads, times, length, width)
+        .reshape(batch, heads * times, length, width)
+    )
 
 
 class Attends(nn.Module):
@@ -80,15 +94,23 @@ class Attends(nn.Module):
     def __init__(self, repeat: Callable[[Tensor, int], Tensor], fused: bool) -> None:
         super().__init__()
         self.repeat, self.fused = repeat, fused
-        self.query, self.key, self.value = nn.Linear(8, 8), nn.Linear(8, 4, bias=False), nn.Linear(8, 4)
+        self.query, self.key, self.value = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 4, bias=False),
+            nn.Linear(8, 4),
+        )
         self.rotary, self.out = Rotary(), nn.Linear(8, 8)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, past: tuple[Tensor, Tensor] | None = None) -> Any:
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, past: tuple[Tensor, Tensor] | None = None
+    ) -> Any:
         batch, length, _ = x.shape
         before = 0 if past is None else past[0].shape[2]
         places = torch.arange(before, before + length, device=x.device)[None]
         query = self.query(x).view(batch, length, 2, 4).transpose(1, 2)
-        key, value = (layer(x).view(batch, length, 1, 4).transpose(1, 2) for layer in (self.key, self.value))
+        key, value = (
+            layer(x).view(batch, length, 1, 4).transpose(1, 2) for layer in (self.key, self.value)
+        )
         query, key = (rotated(each, *self.rotary(x, places)) for each in (query, key))
         if past is not None:
             key, value = torch.cat((past[0], key), 2), torch.cat((past[1], value), 2)
@@ -97,10 +119,15 @@ class Attends(nn.Module):
             seen = seen & functional.pad(mask, (before, 0), value=True)[:, None]
         keys, values = self.repeat(key, 2), self.repeat(value, 2)
         if self.fused:
-            made = functional.scaled_dot_product_attention(query, keys, values, attn_mask=seen[:, None])
+            made = functional.scaled_dot_product_attention(
+                query, keys, values, attn_mask=seen[:, None]
+            )
         else:
             scores = query @ keys.transpose(2, 3) / 2
-            made = scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min).softmax(-1) @ values
+            made = (
+                scores.masked_fill(~seen[:, None], torch.finfo(scores.dtype).min).softmax(-1)
+                @ values
+            )
         made = self.out(made.transpose(1, 2).reshape(batch, length, 8))
         return made if past is None else (made, (key, value))
 
@@ -125,7 +152,9 @@ class Biased(nn.Module):
         query, key, value = self.all(x).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
         places = torch.arange(x.shape[1])
         far = (places[None] - places[:, None]).abs()
-        bucket = torch.where(far < 2, far, (torch.log2(far.clamp(min=1).float()) + 1.01).long().clamp(max=3))
+        bucket = torch.where(
+            far < 2, far, (torch.log2(far.clamp(min=1).float()) + 1.01).long().clamp(max=3)
+        )
         bias = self.bias(bucket).permute(2, 0, 1)
         return ((query @ key.transpose(2, 3) + bias).softmax(-1) @ value).transpose(1, 2).flatten(2)
 
@@ -145,7 +174,10 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.router, self.experts = nn.Linear(8, 3, bias=False), nn.ModuleList(Gated() for _ in range(3))
+        self.router, self.experts = (
+            nn.Linear(8, 3, bias=False),
+            nn.ModuleList(Gated() for _ in range(3)),
+        )
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         shares, chosen = self.router(x).softmax(-1).topk(2, -1)
@@ -160,7 +192,8 @@ class Experts(nn.Module):
 class Sorted(nn.Module):
     """Sorts tokens by their expert, works on them in this order, and adds each to where it was."""
 
-    dynamo_only = True  # of index_add, TorchScript takes the sizes that are open for those of the trace
+    # of index_add, TorchScript takes the sizes that are open for those of the trace
+    dynamo_only = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +203,10 @@ class Sorted(nn.Module):
         flat = x.reshape(-1, 8)
         share, chosen = self.gate(flat).softmax(-1).max(-1)
         order = chosen.argsort()
-        made = torch.bmm(flat[order][:, None], self.weight[chosen[order]]).squeeze(1) * share[order, None]
+        made = (
+            torch.bmm(flat[order][:, None], self.weight[chosen[order]]).squeeze(1)
+            * share[order, None]
+        )
         return torch.zeros_like(flat).index_add(0, order, made).view(x.shape)
 
 
@@ -242,11 +278,15 @@ class Branches(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.cond(x.sum() > 0, lambda x: self.layer(x).tanh(), lambda x: -self.layer(x), (x,))
+        return torch.cond(
+            x.sum() > 0, lambda x: self.layer(x).tanh(), lambda x: -self.layer(x), (x,)
+        )
 
 
 def sequential() -> nn.Module:
-    return nn.Sequential(RootMeanSquare(), nn.Linear(8, 16, bias=False), nn.SiLU(inplace=True), nn.Linear(16, 8))
+    return nn.Sequential(
+        RootMeanSquare(), nn.Linear(8, 16, bias=False), nn.SiLU(inplace=True), nn.Linear(16, 8)
+    )
 
 
 LAYERS: list[Callable[[], nn.Module]] = [
@@ -269,7 +309,11 @@ LAYERS: list[Callable[[], nn.Module]] = [
     RootMeanSquare,
     Sorted,
 ]
-EMBEDS: list[Callable[[], nn.Module]] = [lambda: nn.Embedding(TOKENS, 8), lambda: Scaled(TOKENS, 8), Embeds]
+EMBEDS: list[Callable[[], nn.Module]] = [
+    lambda: nn.Embedding(TOKENS, 8),
+    lambda: Scaled(TOKENS, 8),
+    Embeds,
+]
 
 
 def scattered(x: Tensor, y: Tensor) -> Tensor:

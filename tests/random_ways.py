@@ -38,7 +38,10 @@ class TakesParts(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, parts: Parts, *, pair: Pair) -> dict[str, Any]:
-        return {"made": self.layer(parts.made) * pair.scale, "deep": {"rest": [*parts.rest, None, pair.made]}}
+        return {
+            "made": self.layer(parts.made) * pair.scale,
+            "deep": {"rest": [*parts.rest, None, pair.made]},
+        }
 
 
 class Contained(nn.Module):
@@ -73,7 +76,9 @@ class Slices(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8))
+        self.layers = nn.Sequential(
+            nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 8)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.layers[:2](x)
@@ -199,7 +204,9 @@ class Static(nn.Module):
 
 LAYERS: list[Callable[[], nn.Module]] = [
     lambda: nn.Linear(8, 8),
-    lambda: nn.Sequential(nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Identity()), nn.Dropout()),
+    lambda: nn.Sequential(
+        nn.LayerNorm(8), nn.Sequential(nn.Linear(8, 8), nn.Identity()), nn.Dropout()
+    ),
     Contained,
     Hooked,
     InPlace,

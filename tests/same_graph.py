@@ -43,7 +43,9 @@ def assert_same_graph(ours: onnx.ModelProto, torchs: onnx.ModelProto) -> None:
         assert list(getattr(ours.graph, part)) == list(getattr(torchs.graph, part))
     assert list(ours.functions) == list(torchs.functions)
     assert list(ours.opset_import) == list(torchs.opset_import)
-    assert ours.SerializeToString(deterministic=True) == torchs.SerializeToString(deterministic=True)
+    assert ours.SerializeToString(deterministic=True) == torchs.SerializeToString(
+        deterministic=True
+    )
 
 
 def difference(ours: onnx.ModelProto, torchs: onnx.ModelProto) -> str:

@@ -48,7 +48,9 @@ class _Net:
 
     def weight(self, name: str, shape: tuple[int, ...]) -> ir.Value:
         if name not in self.weights:
-            values = np.random.default_rng(len(self.weights)).normal(0, 0.02, shape).astype(np.float32)
+            values = (
+                np.random.default_rng(len(self.weights)).normal(0, 0.02, shape).astype(np.float32)
+            )
             self.weights[name] = ir.Value(name=name, const_value=ir.tensor(values, name=name))
             path, _, own = name.rpartition(".")
             before = self.held.get(path, ModuleParameters({}))
@@ -76,8 +78,16 @@ class _Net:
     def linear(self, path: str, x: ir.Value, width: int = WIDTH) -> ir.Value:
         self.module(path, _LINEAR)
         wide = x.shape[-1] if x.shape is not None else WIDTH
-        product = self.node("MatMul", [x, self.weight(f"{path}.weight", (int(wide), width))], path, f"{path}.p", width)
-        return self.node("Add", [product, self.weight(f"{path}.bias", (width,))], path, f"{path}.y", width)
+        product = self.node(
+            "MatMul",
+            [x, self.weight(f"{path}.weight", (int(wide), width))],
+            path,
+            f"{path}.p",
+            width,
+        )
+        return self.node(
+            "Add", [product, self.weight(f"{path}.bias", (width,))], path, f"{path}.y", width
+        )
 
     def norm(self, path: str, x: ir.Value) -> ir.Value:
         self.module(path, _NORM)
@@ -95,7 +105,12 @@ def encoder() -> ir.Model:
         net.module(f"embeddings.{name}", "torch.nn.modules.sparse.Embedding", fate)
     words = net.weight("embeddings.words.weight", (WORDS, WIDTH))
     x = net.node("Gather", [words, ids], "embeddings.words", "found")
-    x = net.node("Add", [x, net.weight("embeddings.positions.weight", (LENGTH, WIDTH))], "embeddings", "placed")
+    x = net.node(
+        "Add",
+        [x, net.weight("embeddings.positions.weight", (LENGTH, WIDTH))],
+        "embeddings",
+        "placed",
+    )
     x = net.norm("embeddings.norm", x)
     net.module("layers", "torch.nn.modules.container.ModuleList")
     net.modules["layers"] = ModuleInfo("layers", "torch.nn.modules.container.ModuleList")
@@ -108,8 +123,12 @@ def encoder() -> ir.Model:
     net.module("head.decoder", _LINEAR)
     turned = net.node("Transpose", [words], "head.decoder", "turned", shape=(WIDTH, WORDS))
     net.node("MatMul", [x, turned], "head.decoder", "logits", WORDS)
-    net.held["head.decoder"] = ModuleParameters({"weight": (WORDS, WIDTH)}, {"weight": "embeddings.words.weight"})
-    made = handmade.model([ids, mask], net.nodes, list(net.weights.values()), list(net.modules.values()))
+    net.held["head.decoder"] = ModuleParameters(
+        {"weight": (WORDS, WIDTH)}, {"weight": "embeddings.words.weight"}
+    )
+    made = handmade.model(
+        [ids, mask], net.nodes, list(net.weights.values()), list(net.modules.values())
+    )
     made.metadata_props["htp.parameters"] = parameters_to_json(net.held)
     made.graph.name = "encoder.onnx"
     made.producer_name = "pytorch"
@@ -119,9 +138,16 @@ def encoder() -> ir.Model:
 def _layer(net: _Net, path: str, x: ir.Value, mask: ir.Value) -> ir.Value:
     net.module(path, "encoder.Layer")
     net.module(f"{path}.attention", "encoder.SelfAttention")
-    query, key, value = (net.linear(f"{path}.attention.{name}", x) for name in ("query", "key", "value"))
+    query, key, value = (
+        net.linear(f"{path}.attention.{name}", x) for name in ("query", "key", "value")
+    )
     columns = net.node(
-        "Transpose", [key], f"{path}.attention", f"{path}.columns", shape=(1, WIDTH, LENGTH), perm=(0, 2, 1)
+        "Transpose",
+        [key],
+        f"{path}.attention",
+        f"{path}.columns",
+        shape=(1, WIDTH, LENGTH),
+        perm=(0, 2, 1),
     )
     scores = net.node("MatMul", [query, columns], f"{path}.attention", f"{path}.scores", LENGTH)
     masked = net.node("Add", [scores, mask], f"{path}.attention", f"{path}.masked", LENGTH)
@@ -140,14 +166,24 @@ def _layer(net: _Net, path: str, x: ir.Value, mask: ir.Value) -> ir.Value:
 
 def measured(model: ir.Model) -> list[dict[str, object]]:
     """Times and FLOPs that never change: what each kernel takes depends on its operator and its layer alone."""
-    milliseconds = {"MatMul": 0.4, "LayerNormalization": 0.08, "Gelu": 0.15, "Softmax": 0.1, "Gather": 0.05}
+    milliseconds = {
+        "MatMul": 0.4,
+        "LayerNormalization": 0.08,
+        "Gelu": 0.15,
+        "Softmax": 0.1,
+        "Gather": 0.05,
+    }
     kernels, flops = [], []
     modules: dict[str, dict[str, float]] = {}
     for node in model.graph:
         path = node.metadata_props["htp.module"]
         layer = int(path.split(".")[1]) if path.startswith("layers.") else 0
         wide = node.outputs[0].shape[-1] if node.outputs[0].shape is not None else WIDTH
-        ms = milliseconds.get(node.op_type, 0.03) * (1 + 0.15 * (layer * 2 % 5)) * (int(wide) / WIDTH) ** 0.5
+        ms = (
+            milliseconds.get(node.op_type, 0.03)
+            * (1 + 0.15 * (layer * 2 % 5))
+            * (int(wide) / WIDTH) ** 0.5
+        )
         work = 2.0 * LENGTH * WIDTH * int(wide) if node.op_type == "MatMul" else 0.0
         kernels.append({"name": node.name, "ms": ms})
         flops.append({"name": node.name, "flops": work})
@@ -222,15 +258,24 @@ def palette_png(pixels: np.ndarray, colours: int = 64) -> bytes:
     flat = (pixels.reshape(-1, 3) & 0xFC).astype(np.int32)
     found, place, counts = np.unique(flat, axis=0, return_inverse=True, return_counts=True)
     palette = found[np.argsort(-counts)[:colours]]
-    nearest = np.array([np.argmin(((palette - colour) ** 2).sum(axis=1)) for colour in found], np.uint8)
+    nearest = np.array(
+        [np.argmin(((palette - colour) ** 2).sum(axis=1)) for colour in found], np.uint8
+    )
     lines = nearest[place.reshape(-1)].reshape(height, width)
     data = b"".join(b"\0" + line.tobytes() for line in lines)
 
     def chunk(kind: bytes, body: bytes) -> bytes:
-        return struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        return (
+            struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 3, 0, 0, 0)
     table = (palette + (palette >> 6)).astype(np.uint8).tobytes()
     pixel_data = zlib.compress(data, 9)
-    chunks = (chunk(b"IHDR", header), chunk(b"PLTE", table), chunk(b"IDAT", pixel_data), chunk(b"IEND", b""))
+    chunks = (
+        chunk(b"IHDR", header),
+        chunk(b"PLTE", table),
+        chunk(b"IDAT", pixel_data),
+        chunk(b"IEND", b""),
+    )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)

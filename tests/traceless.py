@@ -84,7 +84,9 @@ class Prints(WithHead):
         return result
 
 
-class Watched(Holding, block=Block(), norm=nn.Sequential(nn.LayerNorm(4), nn.Dropout()), head=nn.Linear(4, 3)):
+class Watched(
+    Holding, block=Block(), norm=nn.Sequential(nn.LayerNorm(4), nn.Dropout()), head=nn.Linear(4, 3)
+):
     """The bytes of a tensor are printed, and nothing else is done with them."""
 
     def forward(self, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:
@@ -151,7 +153,11 @@ class Detector(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(
-            nn.Conv2d(3, 4, 3, 2, 1), nn.BatchNorm2d(4), nn.SiLU(), nn.Conv2d(4, 4, 3, 2, 1), nn.SiLU()
+            nn.Conv2d(3, 4, 3, 2, 1),
+            nn.BatchNorm2d(4),
+            nn.SiLU(),
+            nn.Conv2d(4, 4, 3, 2, 1),
+            nn.SiLU(),
         )
         self.head = nn.Conv2d(4, 5, 1)
 

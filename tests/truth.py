@@ -41,7 +41,13 @@ def named_leaves(tree: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]
         yield name, tree
     if is_dataclass(tree) and not isinstance(tree, dict):
         tree = vars(tree)
-    parts = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    parts = (
+        tree.items()
+        if isinstance(tree, dict)
+        else enumerate(tree)
+        if isinstance(tree, list | tuple)
+        else ()
+    )
     for key, part in parts:
         yield from named_leaves(part, f"{name}.{key}" if name else str(key))
 
@@ -55,7 +61,9 @@ def numbers(tree: Any) -> Iterator[Array]:
     """Every number in nested containers, as a tensor without dimensions."""
     if isinstance(tree, int | float) and not isinstance(tree, bool):
         yield np.asarray(tree)
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ():
+    for part in (
+        tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    ):
         yield from numbers(part)
 
 
@@ -68,11 +76,15 @@ def another(value: Any, seed: int = 99) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.is_floating_point():
-        drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(seed), dtype=value.dtype)
-        return drawn - drawn.mean() - value.mean()  # of the other sign in sum, so that a branch goes the other way
+        drawn = torch.randn(
+            value.shape, generator=torch.Generator().manual_seed(seed), dtype=value.dtype
+        )
+        # of the other sign in sum, so that a branch goes the other way
+        return drawn - drawn.mean() - value.mean()
     if not value.ndim:
         return value
-    mask = int(value.max()) <= 1  # turned round, padding would come first, and a row might see nothing at all
+    # turned round, padding would come first, and a row might see nothing at all
+    mask = int(value.max()) <= 1
     return (value if mask else value.flip(-1)).roll(1, 0)
 
 
@@ -95,7 +107,8 @@ def run_pytorch(
 
     def entering(path: str) -> Any:
         def hook(_module: Any, args: Any, kwargs: Any) -> None:
-            given = [copied(leaf) for leaf in leaves([args, kwargs])]  # before anything changes in place
+            # before anything changes in place
+            given = [copied(leaf) for leaf in leaves([args, kwargs])]
             caller = running[-1] if running else None
             running.append((path, len(calls[path])))
             calls[path].append(Call(given, [], [*numbers([args, kwargs])], caller))
@@ -114,7 +127,9 @@ def run_pytorch(
 
     with contextlib.ExitStack() as stack, torch.no_grad():
         for path, module in model.named_modules():
-            stack.callback(module.register_forward_pre_hook(entering(path), with_kwargs=True).remove)
+            stack.callback(
+                module.register_forward_pre_hook(entering(path), with_kwargs=True).remove
+            )
             stack.callback(module.register_forward_hook(leaving(path)).remove)
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
@@ -128,7 +143,10 @@ def run_pytorch(
 def shift(tensor: torch.Tensor) -> None:
     """Change every element in place, each once: those of an expanded tensor share memory, and torch refuses that."""
     if tensor.numel():
-        size = 1 + sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        size = 1 + sum(
+            (length - 1) * stride
+            for length, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         memory = tensor.as_strided((size,), (1,))
         places = torch.arange(size).as_strided(tensor.shape, tensor.stride()).unique()
         memory[places] = ~memory[places] if tensor.dtype == torch.bool else memory[places] + 1
@@ -152,7 +170,8 @@ def equal(one: Array | list[Any], other: Array | list[Any]) -> bool:
     if one.dtype.kind in "biu" and other.dtype.kind in "biu":
         return bool(np.array_equal(one, other))
     one, other = one.astype(np.float64), other.astype(np.float64)
-    usual = np.abs(other[np.isfinite(other) & (np.abs(other) < 1e30)])  # masks hold the lowest numbers there are
+    # masks hold the lowest numbers there are
+    usual = np.abs(other[np.isfinite(other) & (np.abs(other) < 1e30)])
     # What is folded (Conv + BatchNorm) is rounded by a part of the largest element, wherever it stands.
     scale = max(1.0, float(usual.max(initial=0.0)))
     return bool(np.allclose(one, other, rtol=1e-3, atol=1e-5 * scale, equal_nan=True))
@@ -177,7 +196,11 @@ def every_node(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
 
 def nodes_of(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """All nodes of a model: those in bodies and in functions too."""
-    return list(every_node(itertools.chain(model.graph.node, *(function.node for function in model.functions))))
+    return list(
+        every_node(
+            itertools.chain(model.graph.node, *(function.node for function in model.functions))
+        )
+    )
 
 
 def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
@@ -189,7 +212,11 @@ def owners_of(node: onnx.NodeProto) -> tuple[str, ...]:
 
 def work_of(model: onnx.ModelProto, *types: str) -> list[tuple[str, tuple[str, ...]]]:
     """``(operator, owners)`` of every node, or of those of some operators, in the order of the file."""
-    return [(node.op_type, owners_of(node)) for node in nodes_of(model) if not types or node.op_type in types]
+    return [
+        (node.op_type, owners_of(node))
+        for node in nodes_of(model)
+        if not types or node.op_type in types
+    ]
 
 
 def owners_by_type(model: onnx.ModelProto, *types: str) -> dict[str, list[tuple[str, ...]]]:
@@ -205,7 +232,9 @@ def fates_of(model: onnx.ModelProto) -> dict[str, str]:
 def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
     """The modules in whose regions a node is, as the file format says: those whose calls did its work."""
     said = {entry.key: entry.value for entry in model.metadata_props}
-    ran = {path: entry["calls"] for path, entry in json.loads(said.get("htp.modules", "{}")).items()}
+    ran = {
+        path: entry["calls"] for path, entry in json.loads(said.get("htp.modules", "{}")).items()
+    }
     listed = json.loads(said.get("htp.callers", "{}"))
 
     def above(path: str) -> Iterator[str]:
@@ -229,7 +258,9 @@ def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
     def modules(node: onnx.NodeProto) -> set[str]:
         here, owners = {entry.key: entry.value for entry in node.metadata_props}, owners_of(node)
         if "htp.calls" in here:
-            return set().union(*(every(path, calls) for path, calls in json.loads(here["htp.calls"]).items()))
+            return set().union(
+                *(every(path, calls) for path, calls in json.loads(here["htp.calls"]).items())
+            )
         last = every(owners[-1], [int(here["htp.call"])]) if "htp.call" in here else set()
         return last.union(*(every(owner) for owner in owners if owner not in last))
 
@@ -238,7 +269,9 @@ def modules_of(model: onnx.ModelProto) -> Callable[[onnx.NodeProto], set[str]]:
 
 def untagged(model: onnx.ModelProto) -> list[str]:
     """Nodes that have no owner, by op type and first output."""
-    return [f"{node.op_type} {list(node.output)[:1]}" for node in nodes_of(model) if not owners_of(node)]
+    return [
+        f"{node.op_type} {list(node.output)[:1]}" for node in nodes_of(model) if not owners_of(node)
+    ]
 
 
 def tree_of(model: onnx.ModelProto) -> dict[str, dict[str, Any]]:
@@ -250,12 +283,16 @@ def evaluate(model: onnx.ModelProto, feeds: dict[str, Array]) -> dict[str, Array
     exposed = onnx.ModelProto()
     exposed.CopyFrom(model)
     had = {output.name for output in exposed.graph.output}
-    names = dict.fromkeys(name for node in exposed.graph.node for name in node.output if name and name not in had)
+    names = dict.fromkeys(
+        name for node in exposed.graph.node for name in node.output if name and name not in had
+    )
     exposed.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     options.log_severity_level, options.intra_op_num_threads = 4, 1
-    session = ort.InferenceSession(exposed.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = ort.InferenceSession(
+        exposed.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     outputs = [output.name for output in session.get_outputs()]
     return {**dict(zip(outputs, session.run(outputs, feeds), strict=True)), **feeds}
 
@@ -315,7 +352,9 @@ class Opened:
 
     def region(self, paths: Iterable[str]) -> set[int]:
         wanted = set(paths)
-        return {index for index, modules in enumerate(self.modules) if "" in wanted or modules & wanted}
+        return {
+            index for index, modules in enumerate(self.modules) if "" in wanted or modules & wanted
+        }
 
     def entering(self, paths: list[str]) -> Iterator[str]:
         region = self.region(paths)
@@ -329,9 +368,15 @@ class Opened:
         region = self.region(paths)
         for index in sorted(region):
             # What a node does for several modules may be read by all of them, and by the blocks around them.
-            also = self.region(block(owner, paths) for owner in self.owners[index] if not related(owner, paths))
+            also = self.region(
+                block(owner, paths) for owner in self.owners[index] if not related(owner, paths)
+            )
             for name in self.nodes[index].output:
-                outside = [reader for reader in self.readers[name] if reader not in region and reader not in also]
+                outside = [
+                    reader
+                    for reader in self.readers[name]
+                    if reader not in region and reader not in also
+                ]
                 if name in self.live and (outside or name in self.outputs):
                     yield name, outside
 
@@ -361,7 +406,9 @@ def inputs_of(model: onnx.ModelProto, kwargs: dict[str, Any]) -> list[Array]:
 
 
 def signatures_of(model: onnx.ModelProto) -> dict[str, tuple[Signature, ...]]:
-    return signatures_from_json({entry.key: entry.value for entry in model.metadata_props}["htp.signatures"])
+    return signatures_from_json(
+        {entry.key: entry.value for entry in model.metadata_props}["htp.signatures"]
+    )
 
 
 def named_wrongly(
@@ -376,7 +423,11 @@ def named_wrongly(
             given = list(signature.inputs.values())
             pairs = [*zip(call.given, given, strict=True)] if len(call.given) == len(given) else []
             pairs += zip(call.returned, signature.outputs, strict=True)
-            yield from ((path, nth, name) for array, name in pairs if name in values and not equal(values[name], array))
+            yield from (
+                (path, nth, name)
+                for array, name in pairs
+                if name in values and not equal(values[name], array)
+            )
 
 
 def constants_of(model: onnx.ModelProto) -> dict[str, Array]:
@@ -401,7 +452,10 @@ def is_inside(path: str, other: str) -> bool:
 
 def related(path: str, others: list[str]) -> bool:
     return any(
-        not path or not other or (path + ".").startswith(other + ".") or (other + ".").startswith(path + ".")
+        not path
+        or not other
+        or (path + ".").startswith(other + ".")
+        or (other + ".").startswith(path + ".")
         for other in others
     )
 
@@ -410,7 +464,9 @@ def block(owner: str, others: list[str]) -> str:
     """The largest module around an owner that is around none of the others."""
     parts = owner.split(".")
     around = [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-    return next(path for path in around if not any((other + ".").startswith(path + ".") for other in others))
+    return next(
+        path for path in around if not any((other + ".").startswith(path + ".") for other in others)
+    )
 
 
 # --- the one against the other ---------------------------------------------------
@@ -427,7 +483,11 @@ class Judge:
     """
 
     def __init__(
-        self, model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str, probes: int = 2
+        self,
+        model: torch.nn.Module,
+        kwargs: dict[str, Any],
+        file: onnx.ModelProto | Path | str,
+        probes: int = 2,
     ) -> None:
         self.model = model
         self.file = file if isinstance(file, onnx.ModelProto) else onnx.load(str(file))
@@ -460,12 +520,18 @@ class Judge:
         if self.tree[path].get("calls", 0) != times:
             return f"ran {times} times, not {self.tree[path].get('calls', 0)}"
         if fate == "uncalled" or not times:
-            return "" if fate == "uncalled" and not times else f"ran {times} times, and is said to be {fate}"
+            return (
+                ""
+                if fate == "uncalled" and not times
+                else f"ran {times} times, and is said to be {fate}"
+            )
         if fate == "identity":
             same = all(self._gives_back(call) for calls in ran for call in calls)
             return "" if same else "declared identity, and changes what it is given"
         if fate == "constant":
-            return "" if all(self._constant(path)) else "declared constant, and varies with the inputs"
+            return (
+                "" if all(self._constant(path)) else "declared constant, and varies with the inputs"
+            )
         if fate == "dead":
             return "" if all(self._dead(path)) else "declared dead, and the result depends on it"
         if fate not in ("computed", "fused"):
@@ -512,9 +578,16 @@ class Judge:
             if why:
                 return f"with {others}: {why}"
             values = self.opened[probe].values.values()
-            border = [array for call in calls.get(path, []) for array in (*call.given, *call.returned)]
-            own = self.opened[probe].region([path])  # without a node of its own it can be nothing else
-            if own and border and all(any(equal(array, value) for value in values) for array in border):
+            border = [
+                array for call in calls.get(path, []) for array in (*call.given, *call.returned)
+            ]
+            # without a node of its own it can be nothing else
+            own = self.opened[probe].region([path])
+            if (
+                own
+                and border
+                and all(any(equal(array, value) for value in values) for array in border)
+            ):
                 return "declared fused, and every tensor at its border is in the file"
         return ""
 
@@ -524,7 +597,9 @@ class Judge:
         if not opened.region(paths) and any(calls.get(path) for path in paths):
             return "no node belongs to it"
         given = [array for path in paths for call in calls.get(path, []) for array in call.given]
-        returned = [array for path in paths for call in calls.get(path, []) for array in call.returned]
+        returned = [
+            array for path in paths for call in calls.get(path, []) for array in call.returned
+        ]
         known = [array for path in paths for call in calls.get(path, []) for array in call.numbers]
         if not given and not returned:
             return ""  # a branch that these inputs do not take
@@ -541,17 +616,28 @@ class Judge:
     def _is_made_around(self, probe: int, name: str, readers: list[int], paths: list[str]) -> bool:
         """Whether a module around makes a tensor too, and reads it itself or gives it to those that do."""
         opened, calls = self.opened[probe], self.runs[probe][0]
-        owners = [up for up in opened.owners[opened.maker[name]] if all(is_inside(path, up) for path in paths)]
+        owners = [
+            up
+            for up in opened.owners[opened.maker[name]]
+            if all(is_inside(path, up) for path in paths)
+        ]
 
         def gets(module: str) -> bool:
-            return any(equal(opened.values[name], array) for call in calls.get(module, []) for array in call.given)
+            return any(
+                equal(opened.values[name], array)
+                for call in calls.get(module, [])
+                for array in call.given
+            )
 
         def may_read(reader: int, owner: str) -> bool:
             inner = (module for module in opened.modules[reader] if is_inside(module, owner))
             return owner in opened.owners[reader] or any(map(gets, inner))
 
         result = name in opened.outputs
-        return any(all(may_read(reader, up) for reader in readers) and (not result or not up) for up in owners)
+        return any(
+            all(may_read(reader, up) for reader in readers) and (not result or not up)
+            for up in owners
+        )
 
     def _missing(self, probe: int, path: str) -> str:
         """Which output of the module is not made in its region."""
@@ -560,18 +646,24 @@ class Judge:
             for place, out in enumerate(call.returned):
                 if any(equal(out, array) for array in (*made, *call.given)):
                     continue
-                if not self._same_on_both(path, nth, place) and not self._unneeded_on(probe, path, nth, place, results):
+                if not self._same_on_both(path, nth, place) and not self._unneeded_on(
+                    probe, path, nth, place, results
+                ):
                     return f"output {place} of call {nth} is not made in its region"
         return ""
 
     def _same_on_both(self, path: str, nth: int, place: int) -> bool:
         both = [calls.get(path, []) for calls, _ in self.runs]
-        if len(both) < 2 or any(nth >= len(calls) or place >= len(calls[nth].returned) for calls in both):
+        if len(both) < 2 or any(
+            nth >= len(calls) or place >= len(calls[nth].returned) for calls in both
+        ):
             return False
         one, other = both
         return equal(one[nth].returned[place], other[nth].returned[place])
 
-    def _unneeded_on(self, probe: int, path: str, nth: int, place: int, results: list[Array]) -> bool:
+    def _unneeded_on(
+        self, probe: int, path: str, nth: int, place: int, results: list[Array]
+    ) -> bool:
         try:
             _, changed = run_pytorch(self.model, self.inputs[probe], (path, nth, place))
         except Exception:
@@ -579,6 +671,8 @@ class Judge:
         return all(equal(a, b) for a, b in zip(results, changed, strict=True))
 
 
-def inexact(model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str) -> list[Fault]:
+def inexact(
+    model: torch.nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto | Path | str
+) -> list[Fault]:
     """``(module, why)`` for every module of the file that is not what PyTorch computed; empty for an exact file."""
     return Judge(model, kwargs, file).faults()

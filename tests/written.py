@@ -11,7 +11,9 @@ def weight(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def written(text: str, opset: int = 17, /, owners: dict[str, str] | None = None, **weights: np.ndarray) -> ir.Model:
+def written(
+    text: str, opset: int = 17, /, owners: dict[str, str] | None = None, **weights: np.ndarray
+) -> ir.Model:
     """The model of a graph such as ``g (float[2,3] x) => (float[2,3] y) { y = Relu(x) }``.
 
     Args:

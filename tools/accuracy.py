@@ -68,7 +68,11 @@ class Perceptron(nn.Module):
 
     def __init__(self, approximate: str = "none") -> None:
         super().__init__()
-        self.up, self.act, self.down = nn.Linear(256, 1024), nn.GELU(approximate), nn.Linear(1024, 256)
+        self.up, self.act, self.down = (
+            nn.Linear(256, 1024),
+            nn.GELU(approximate),
+            nn.Linear(1024, 256),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The result, of the shape of the input."""
@@ -77,7 +81,12 @@ class Perceptron(nn.Module):
 
 def bert(folder: Path) -> Net:
     """BERT of four layers, width 256."""
-    small = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
+    small = {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 1024,
+    }
     model = load_model("bert", random_weights=True, overrides={**small, "vocab_size": 1000})
     return Net(model, dict(example_inputs(model)), folder)
 
@@ -100,7 +109,9 @@ def perceptron(folder: Path) -> Net:
     return Net(Perceptron().eval(), {"x": torch.randn(16, 256)}, folder)
 
 
-def run(path: Path, inputs: dict[str, Any], level: str = "DISABLE_ALL", threads: int = 1) -> np.ndarray:
+def run(
+    path: Path, inputs: dict[str, Any], level: str = "DISABLE_ALL", threads: int = 1
+) -> np.ndarray:
     """The first output, in double precision."""
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, f"ORT_{level}")
@@ -132,7 +143,10 @@ def without_tags(model: ir.Model) -> None:
 
 def equal_work_once(model: ir.Model) -> None:
     """Common subexpressions and equal initializers."""
-    from onnx_ir.passes.common import CommonSubexpressionEliminationPass, DeduplicateInitializersPass
+    from onnx_ir.passes.common import (
+        CommonSubexpressionEliminationPass,
+        DeduplicateInitializersPass,
+    )
 
     CommonSubexpressionEliminationPass()(model)
     DeduplicateInitializersPass()(model)
@@ -151,10 +165,17 @@ def without_gemm(model: ir.Model) -> None:
         if node.op_type == "Gemm":
             turned = node.attributes.get_int("transB", 0)
             first = [ir.node("Transpose", [node.inputs[1]], {"perm": [1, 0]})] if turned else []
-            product = ir.node("MatMul", [node.inputs[0], first[0].outputs[0] if first else node.inputs[1]])
+            product = ir.node(
+                "MatMul", [node.inputs[0], first[0].outputs[0] if first else node.inputs[1]]
+            )
             add = ir.node("Add", [product.outputs[0], node.inputs[2]])
             ir.convenience.replace_nodes_and_values(
-                model.graph, node, [node], [*first, product, add], [node.outputs[0]], [add.outputs[0]]
+                model.graph,
+                node,
+                [node],
+                [*first, product, add],
+                [node.outputs[0]],
+                [add.outputs[0]],
             )
 
 
@@ -186,7 +207,9 @@ def int8(path: Path) -> Path:
 def sums() -> tuple[np.ndarray, np.ndarray]:
     """Sums of 4,096 numbers, forwards one by one and in pairs."""
     numbers = np.random.default_rng(0).standard_normal((64, 4096)).astype(np.float32)
-    return np.cumsum(numbers, axis=1)[:, -1].astype(np.float64), numbers.sum(axis=1).astype(np.float64)
+    return np.cumsum(numbers, axis=1)[:, -1].astype(np.float64), numbers.sum(axis=1).astype(
+        np.float64
+    )
 
 
 def bn_folded(net: Net) -> Net:
@@ -194,7 +217,9 @@ def bn_folded(net: Net) -> Net:
     from torch.nn.utils.fusion import fuse_conv_bn_eval
 
     layers = list(net.model)
-    fused = [fuse_conv_bn_eval(conv, norm) for conv, norm in zip(layers[::3], layers[1::3], strict=True)]
+    fused = [
+        fuse_conv_bn_eval(conv, norm) for conv, norm in zip(layers[::3], layers[1::3], strict=True)
+    ]
     model = nn.Sequential(*(layer for conv in fused for layer in (conv, nn.ReLU()))).eval()
     return Net(model, net.inputs, net.folder)
 
@@ -214,7 +239,9 @@ def rows(folder: Path) -> dict[str, tuple[str, str, Callable[[], Pair]]]:
         return run(net.file(), net.inputs), run(net.file(), net.inputs, name)
 
     def normed() -> Net:
-        kept = conv.file(dynamo=False, training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False)
+        kept = conv.file(
+            dynamo=False, training=torch.onnx.TrainingMode.PRESERVE, do_constant_folding=False
+        )
         return Net(conv.model, conv.inputs, folder, {(): kept})
 
     tanh = Perceptron("tanh").eval()
@@ -223,7 +250,11 @@ def rows(folder: Path) -> dict[str, tuple[str, str, Callable[[], Pair]]]:
     new = {"dynamo": False, "opset_version": 17}
     return {
         "again": ("BERT", "run again", lambda: against(text, lambda path: path)),
-        "tags": ("BERT", "tags taken off", lambda: against(text, lambda path: rewritten(path, without_tags))),
+        "tags": (
+            "BERT",
+            "tags taken off",
+            lambda: against(text, lambda path: rewritten(path, without_tags)),
+        ),
         "cse": (
             "BERT",
             "equal work and equal weights once",
@@ -232,7 +263,9 @@ def rows(folder: Path) -> dict[str, tuple[str, str, Callable[[], Pair]]]:
         "fold": (
             "BERT",
             "constants folded (onnxscript), from a file without",
-            lambda: against(text, lambda path: rewritten(path, folded), dynamo=False, do_constant_folding=False),
+            lambda: against(
+                text, lambda path: rewritten(path, folded), dynamo=False, do_constant_folding=False
+            ),
         ),
         "threads": (
             "BERT",
@@ -266,13 +299,24 @@ def rows(folder: Path) -> dict[str, tuple[str, str, Callable[[], Pair]]]:
             lambda: (run(normed().file(), conv.inputs), run(bn_folded(conv).file(), conv.inputs)),
         ),
         "basic": ("BERT", "ONNX Runtime, basic", lambda: level(text, "ENABLE_BASIC")),
-        "extended": ("BERT", "ONNX Runtime, extended: fused operators", lambda: level(text, "ENABLE_EXTENDED")),
+        "extended": (
+            "BERT",
+            "ONNX Runtime, extended: fused operators",
+            lambda: level(text, "ENABLE_EXTENDED"),
+        ),
         "all": ("BERT", "ONNX Runtime, all", lambda: level(text, "ENABLE_ALL")),
-        "conv-all": ("8 Conv + BatchNorm", "ONNX Runtime, all: blocked layout", lambda: level(conv, "ENABLE_ALL")),
+        "conv-all": (
+            "8 Conv + BatchNorm",
+            "ONNX Runtime, all: blocked layout",
+            lambda: level(conv, "ENABLE_ALL"),
+        ),
         "pytorch": (
             "BERT",
             "ONNX Runtime for PyTorch",
-            lambda: (text.model(**text.inputs)[0].detach().numpy().astype(np.float64), run(text.file(), text.inputs)),
+            lambda: (
+                text.model(**text.inputs)[0].detach().numpy().astype(np.float64),
+                run(text.file(), text.inputs),
+            ),
         ),
         "gelu": (
             "perceptron",
@@ -289,11 +333,15 @@ def rows(folder: Path) -> dict[str, tuple[str, str, Callable[[], Pair]]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", nargs="*", default=[], help="keys of rows")
     chosen = parser.parse_args().only
     warnings.simplefilter("ignore")
-    print("| model | what was done | largest difference | of a standard deviation |\n|---|---|---|---|")
+    print(
+        "| model | what was done | largest difference | of a standard deviation |\n|---|---|---|---|"
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "tanh").mkdir()
         for key, (model, what, outputs) in rows(Path(folder)).items():
@@ -302,7 +350,9 @@ def main() -> int:
             before, after = outputs()
             largest = float(np.abs(after - before).max())
             print(
-                f"| {model} | {what} | {largest:.1e} | {largest / before.std():.1e} |".replace("0.0e+00", "0"),
+                f"| {model} | {what} | {largest:.1e} | {largest / before.std():.1e} |".replace(
+                    "0.0e+00", "0"
+                ),
                 flush=True,
             )
     return 0

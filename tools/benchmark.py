@@ -61,14 +61,21 @@ def resnet() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """ResNet-50, 224 x 224."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    return ResNetForImageClassification(ResNetConfig()), {"pixel_values": torch.randn(1, 3, 224, 224)}
+    return ResNetForImageClassification(ResNetConfig()), {
+        "pixel_values": torch.randn(1, 3, 224, 224)
+    }
 
 
 def decoder() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A decoder of 24 layers, width 256, length 16."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    size = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 24, "num_attention_heads": 8}
+    size = {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+    }
     config = LlamaConfig(**size, vocab_size=8000, use_cache=False)
     ids = torch.randint(0, 1000, (1, 16))
     return LlamaForCausalLM(config), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
@@ -92,7 +99,9 @@ class KeywordTensors(torch.nn.Module):
 Inputs = dict[str, torch.Tensor]
 
 
-def once(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str) -> float:
+def once(
+    export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str
+) -> float:
     """Seconds of one export into a fresh folder."""
     with tempfile.TemporaryDirectory() as folder:
         gc.collect()
@@ -101,7 +110,9 @@ def once(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, 
         return time.perf_counter() - start
 
 
-def write(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str, file: str) -> None:
+def write(
+    export: Callable[..., object], model: torch.nn.Module, inputs: Inputs, exporter: str, file: str
+) -> None:
     """Export into a file."""
     if exporter == "dynamo":
         export(model, (), file, kwargs=inputs, dynamo=True, verbose=False)
@@ -109,12 +120,16 @@ def write(export: Callable[..., object], model: torch.nn.Module, inputs: Inputs,
         export(model, tuple(inputs.values()), file, dynamo=False)
 
 
-def ratios(first: Callable[..., object], second: Callable[..., object], pairs: int, **what: object) -> list[float]:
+def ratios(
+    first: Callable[..., object], second: Callable[..., object], pairs: int, **what: object
+) -> list[float]:
     """Time of ``first`` over time of ``second``, pair by pair."""
     found = []
     for index in range(pairs):
         order = (first, second) if index % 2 else (second, first)
-        seconds = {export: once(export, **what) for export in order} if first is not second else None  # type: ignore[arg-type]
+        seconds = (
+            {export: once(export, **what) for export in order} if first is not second else None
+        )  # type: ignore[arg-type]
         if seconds is None:
             pair = [once(first, **what), once(first, **what)]  # type: ignore[arg-type]
             found.append(pair[index % 2] / pair[1 - index % 2])
@@ -134,8 +149,15 @@ def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[flo
         write(htp_export.export, model, inputs, exporter, f"{folder}/model.onnx")
         written = onnx.load(f"{folder}/model.onnx", load_external_data=False)
     ours = [
-        sum(entry.ByteSize() for entry in entries if entry.key in (*tags.NODE_KEYS, *tags.MODEL_KEYS))
-        for entries in (*(node.metadata_props for node in written.graph.node), written.metadata_props)
+        sum(
+            entry.ByteSize()
+            for entry in entries
+            if entry.key in (*tags.NODE_KEYS, *tags.MODEL_KEYS)
+        )
+        for entries in (
+            *(node.metadata_props for node in written.graph.node),
+            written.metadata_props,
+        )
     ]
     nodes = len(written.graph.node)
     return sum(ours[:-1]) / nodes, ours[-1] / nodes
@@ -143,8 +165,20 @@ def metadata(model: torch.nn.Module, inputs: Inputs, exporter: str) -> tuple[flo
 
 def memory(side: str, name: str, exporter: str) -> int:
     """Peak memory of one export in a process of its own, in bytes."""
-    command = [sys.executable, __file__, "memory", "--models", name, "--exporter", exporter, "--side", side]
-    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1])
+    command = [
+        sys.executable,
+        __file__,
+        "memory",
+        "--models",
+        name,
+        "--exporter",
+        exporter,
+        "--side",
+        side,
+    ]
+    return int(
+        subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1]
+    )
 
 
 def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
@@ -164,11 +198,19 @@ def run_export(names: list[str], exporters: list[str], pairs: int) -> None:
                 control = ratios(torch.onnx.export, torch.onnx.export, pairs, **what)
                 seconds = once(torch.onnx.export, **what)  # type: ignore[arg-type]
                 on_nodes, on_model = metadata(model, inputs, exporter)
-            used = [memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)]
-            print(f"{name:8} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours), flush=True)
+            used = [
+                memory("ours", name, exporter) / memory("torch", name, exporter) for _ in range(3)
+            ]
+            print(
+                f"{name:8} {exporter:12} torch {seconds:5.2f} s  " + describe("time", ours),
+                flush=True,
+            )
             print(f"{'':37}" + describe("A/A ", control))
             print(f"{'':37}" + describe("peak memory", used))
-            print(f"{'':37}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model", flush=True)
+            print(
+                f"{'':37}metadata {on_nodes:.0f} bytes a node, and {on_model:.0f} on the model",
+                flush=True,
+            )
 
 
 def run_memory(name: str, exporter: str, side: str) -> None:
@@ -193,7 +235,11 @@ def run_repair(size: int) -> None:
 
     log = CallLog()
     root = log.enter("")
-    record, infos, last = Record(log, inputs={"x", "mask"}, graph_inputs={"x", "mask"}), [ModuleInfo("", "Net")], "x"
+    record, infos, last = (
+        Record(log, inputs={"x", "mask"}, graph_inputs={"x", "mask"}),
+        [ModuleInfo("", "Net")],
+        "x",
+    )
     record.final.update(x="x", mask="mask")
     for layer in range(size // 50):
         outer = log.add(f"layers.{layer}", root)
@@ -203,7 +249,9 @@ def run_repair(size: int) -> None:
                 call = log.add(f"layers.{layer}.part{step // 10}", outer)
                 infos.append(ModuleInfo(f"layers.{layer}.part{step // 10}", "Part"))
             made = f"v{layer}_{step}"
-            record.operations.append(Operation(call, (last, "shared") if step == 5 else (last,), (made,)))
+            record.operations.append(
+                Operation(call, (last, "shared") if step == 5 else (last,), (made,))
+            )
             if step == 9:  # absorbed by the next
                 last, kept = made, last
                 continue
@@ -214,8 +262,12 @@ def run_repair(size: int) -> None:
     start = time.perf_counter()
     tags = make_tags(record, Hierarchy(infos))
     spent = time.perf_counter() - start
-    written = sum(len(key) + len(value) for entry in tags.nodes for key, value in entry.items()) / len(tags.nodes)
-    print(f"{len(record.nodes)} nodes, {len(infos)} modules: {spent:.2f} s; {written:.0f} bytes of metadata a node")
+    written = sum(
+        len(key) + len(value) for entry in tags.nodes for key, value in entry.items()
+    ) / len(tags.nodes)
+    print(
+        f"{len(record.nodes)} nodes, {len(infos)} modules: {spent:.2f} s; {written:.0f} bytes of metadata a node"
+    )
 
 
 def profile_alone(file: str, feed: dict[str, object], runs: int) -> tuple[float, float]:
@@ -257,7 +309,11 @@ def run_profile(name: str, pairs: int, runs: int = 20) -> None:
         control: list[tuple[float, float]] = []
         seconds = []
         for index in range(pairs):
-            order = (profile_alone, profile_by_module) if index % 2 else (profile_by_module, profile_alone)
+            order = (
+                (profile_alone, profile_by_module)
+                if index % 2
+                else (profile_by_module, profile_alone)
+            )
             spent = {measure: measure(file, feed, runs) for measure in order}
             seconds.append(spent[profile_alone][0])
             ours.append(quotients(spent[profile_by_module], spent[profile_alone]))
@@ -312,7 +368,11 @@ def run_verify(name: str, pairs: int) -> None:
         found: dict[str, list[float]] = {"whole": [], "isolated": [], "A/A": []}
         units = []
         for _ in range(pairs):
-            for what, measure in (("whole", whole), ("isolated", lambda: whole(isolated=True)), ("A/A", unit)):
+            for what, measure in (
+                ("whole", whole),
+                ("isolated", lambda: whole(isolated=True)),
+                ("A/A", unit),
+            ):
                 units.append(unit())
                 found[what].append(measure() / units[-1])
     print(f"{name:8} verify       unit {statistics.median(units):5.2f} s")
@@ -328,7 +388,11 @@ def layered(size: int, per: int = 20) -> onnx.ModelProto:
     for layer in range(size // per):
         path, skip = f"layers.{layer}", last
         modules[path] = {"class": "Layer", "calls": 1, "fate": "computed"}
-        weights.append(onnx.helper.make_tensor(f"{path}.w", onnx.TensorProto.FLOAT, [8, 8], [float(layer)] * 64))
+        weights.append(
+            onnx.helper.make_tensor(
+                f"{path}.w", onnx.TensorProto.FLOAT, [8, 8], [float(layer)] * 64
+            )
+        )
         for step in range(per):
             op = steps[step % len(steps)] if step < per - 1 else "Add"
             reads = {"MatMul": [last, f"{path}.w"], "Add": [last, skip]}.get(op, [last])
@@ -339,9 +403,14 @@ def layered(size: int, per: int = 20) -> onnx.ModelProto:
             onnx.helper.set_metadata_props(node, {"htp.module": path, "htp.reason": "scope"})
             nodes.append(node)
     shape = ["batch", 16, 8]
-    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x", last)]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name in ("x", last)
+    ]
     graph = onnx.helper.make_graph(nodes, "Net", ends[:1], ends[1:], weights)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
+    )
     onnx.helper.set_model_props(model, {"htp.version": "1", "htp.modules": json.dumps(modules)})
     return model
 
@@ -355,13 +424,17 @@ def run_carry(size: int) -> None:
         for node in model.graph.node:
             del node.metadata_props[:]
         kept = [node for node in model.graph.node if node.op_type != "Identity"]
-        source = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"}
+        source = {
+            node.output[0]: node.input[0] for node in model.graph.node if node.op_type == "Identity"
+        }
         for what in ("tags dropped", "nodes removed"):
             onnx.save(model, after)
             start, busy = time.perf_counter(), time.process_time()
             result = htp_export.carry(before, after)
             spent, busy = time.perf_counter() - start, time.process_time() - busy
-            print(f"{size} nodes → {result.nodes}, {what}: {spent:.2f} s ({busy:.2f} s of the processor)")
+            print(
+                f"{size} nodes → {result.nodes}, {what}: {spent:.2f} s ({busy:.2f} s of the processor)"
+            )
             for node in kept:
                 node.input[:] = [source.get(name, name) for name in node.input]
             del model.graph.node[:]
@@ -370,28 +443,61 @@ def run_carry(size: int) -> None:
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "what", choices=["export", "repair", "run", "carry", "memory", "functions", "fused", "scale", "compress"]
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=[], help="by default, those of the benchmark")
+    parser.add_argument(
+        "what",
+        choices=[
+            "export",
+            "repair",
+            "run",
+            "carry",
+            "memory",
+            "functions",
+            "fused",
+            "scale",
+            "compress",
+        ],
+    )
+    parser.add_argument(
+        "--models", nargs="+", default=[], help="by default, those of the benchmark"
+    )
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--nodes", type=int, default=50_000)
     parser.add_argument("--side", choices=["ours", "torch"], default="ours", help=argparse.SUPPRESS)
-    parser.add_argument("--sizes", nargs="*", type=int, default=scale.SIZES, help="scale: nodes of wide models")
-    parser.add_argument("--levels", nargs="*", type=int, default=scale.LEVELS, help="scale: levels of deep models")
-    parser.add_argument("--commands", nargs="+", default=[], help="scale: these commands alone")
-    parser.add_argument("--runs", type=int, default=20, help="compress: timed runs of each half of a pair")
-    parser.add_argument("--trials", type=int, default=20, help="compress: plans that the search measures")
-    parser.add_argument("--depth", type=int, help="compress: the level of the modules that the search chooses for")
-    parser.add_argument("--ways", nargs="+", choices=compression.WAYS, help="compress: these rows alone")
-    parser.add_argument("--small", action="store_true", help="compress, fused: small models, to try it")
     parser.add_argument(
-        "--results", type=Path, help="compress: a file to which rows are appended; those in it are not made again"
+        "--sizes", nargs="*", type=int, default=scale.SIZES, help="scale: nodes of wide models"
+    )
+    parser.add_argument(
+        "--levels", nargs="*", type=int, default=scale.LEVELS, help="scale: levels of deep models"
+    )
+    parser.add_argument("--commands", nargs="+", default=[], help="scale: these commands alone")
+    parser.add_argument(
+        "--runs", type=int, default=20, help="compress: timed runs of each half of a pair"
+    )
+    parser.add_argument(
+        "--trials", type=int, default=20, help="compress: plans that the search measures"
+    )
+    parser.add_argument(
+        "--depth", type=int, help="compress: the level of the modules that the search chooses for"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=compression.WAYS, help="compress: these rows alone"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help="compress, fused: small models, to try it"
+    )
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="compress: a file to which rows are appended; those in it are not made again",
     )
     given = parser.parse_args()
-    own = {"fused": fused_level.MODELS, "compress": (*MODELS, *compression.KINDS)}.get(given.what, (*MODELS,))
+    own = {"fused": fused_level.MODELS, "compress": (*MODELS, *compression.KINDS)}.get(
+        given.what, (*MODELS,)
+    )
     for name in set(given.models) - set(own):
         parser.error(f"no model {name!r} in {given.what}; there are {', '.join(own)}")
     given.models = given.models or [*(own if given.what == "fused" else MODELS)]
@@ -407,7 +513,11 @@ def main() -> None:
     elif given.what == "fused":
         fused_level.run(given.models, given.pairs, given.small)
     elif given.what == "compress":
-        small = {"bert": compare_models.bert, "resnet": compare_models.resnet, "decoder": compare_models.llama}
+        small = {
+            "bert": compare_models.bert,
+            "resnet": compare_models.resnet,
+            "decoder": compare_models.llama,
+        }
         models = {
             f"{name}-small" if given.small else name: (lambda name=name: small[name]("small"))
             if given.small

@@ -83,7 +83,12 @@ def score(carried: htp_export.results.Carried, truth: Truth) -> Score:
     for node in carried.model.graph.all_nodes():
         said, expected = frozenset(tags.owners_of(node.metadata_props)), truth(node)
         reason = node.metadata_props[tags.REASON]
-        if expected is not None and node.op_type != "Constant" and said in expected and reason != "unknown":
+        if (
+            expected is not None
+            and node.op_type != "Constant"
+            and said in expected
+            and reason != "unknown"
+        ):
             result.exact += 1
         elif expected is None or node.op_type == "Constant":
             result.inserted += 1
@@ -91,7 +96,9 @@ def score(carried: htp_export.results.Carried, truth: Truth) -> Score:
             kind = _kind(said, expected) if reason != "unknown" else "unknown"
             setattr(result, kind, getattr(result, kind) + 1)
             listed = " or ".join(str(sorted(owners)) for owners in expected)
-            result.seen.append(f"{kind:8} {node.op_type} {node.name}: {sorted(said)} ({reason}), not {listed}")
+            result.seen.append(
+                f"{kind:8} {node.op_type} {node.name}: {sorted(said)} ({reason}), not {listed}"
+            )
     return result
 
 
@@ -111,7 +118,9 @@ def line(name: str, found: Score) -> str:
 
 
 HEADER = (
-    "| file | nodes | exact | unknown | too many owners | disjoint | fewer owners | of no module |\n" + "|---" * 8 + "|"
+    "| file | nodes | exact | unknown | too many owners | disjoint | fewer owners | of no module |\n"
+    + "|---" * 8
+    + "|"
 )
 
 
@@ -160,7 +169,9 @@ def torch_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
         with tempfile.TemporaryDirectory() as folder:
             original, file = Path(folder) / "original.onnx", Path(folder) / "file.onnx"
             htp_export.export(model, (), original, kwargs=inputs, verbose=False)
-            htp_export.export(model, (), file, kwargs=inputs, dynamo=False, opset_version=17, verbose=False)
+            htp_export.export(
+                model, (), file, kwargs=inputs, dynamo=False, opset_version=17, verbose=False
+            )
             for source, tool in ((source, tool) for source in (original, file) for tool in tools()):
                 try:
                     tagged = htp_export.load(tools()[tool](source))
@@ -171,7 +182,9 @@ def torch_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
                 yield f"{name}, {exporter}, {tool}", _torch_score(tagged, original, inputs, names)
 
 
-def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any], names: bool) -> Score:
+def _torch_score(
+    tagged: htp_export.TaggedModel, original: Path, inputs: dict[str, Any], names: bool
+) -> Score:
     foreign = tagged.model.clone()
     if not names:
         anonymous(foreign)
@@ -182,7 +195,13 @@ def _torch_score(tagged: htp_export.TaggedModel, original: Path, inputs: dict[st
     for node in foreign.graph.all_nodes():
         node.metadata_props.clear()
     foreign.metadata_props.clear()
-    arguments = dict(zip((v.name for v in htp_export.load(original).model.graph.inputs), inputs.values(), strict=True))
+    arguments = dict(
+        zip(
+            (v.name for v in htp_export.load(original).model.graph.inputs),
+            inputs.values(),
+            strict=True,
+        )
+    )
     carried = htp_export.carry(original, foreign, data=arguments, require=0)
     for note in carried.notes:
         print(note, file=sys.stderr)
@@ -211,7 +230,9 @@ def transformers_rows(only: str | None, names: bool) -> Iterator[tuple[str, Scor
                 original = Path(folder) / "original.onnx"
                 htp_export.export(model, (), original, kwargs=inputs, verbose=False)
                 with contextlib.redirect_stdout(io.StringIO()), htp_export.tagging():
-                    made = OnnxExporter().export(model, dict(inputs), OnnxConfig(dynamic=False, ort_fusions=fusions))
+                    made = OnnxExporter().export(
+                        model, dict(inputs), OnnxConfig(dynamic=False, ort_fusions=fusions)
+                    )
                 made.save_pretrained(Path(folder) / "made")
                 [file] = (Path(folder) / "made").glob("*.onnx")
                 yield (
@@ -223,7 +244,13 @@ def transformers_rows(only: str | None, names: bool) -> Iterator[tuple[str, Scor
 # --- files of ONNX Runtime GenAI's builder ---
 
 TEXT = {"vocab_size": 80, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2}
-TEXT |= {"num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TEXT |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 GENAI_MODELS = {
     "llama": TEXT,
     "mistral": TEXT,
@@ -245,16 +272,18 @@ def build(model: Any, name: str, precision: str, folder: Path) -> Path:
     if not source.exists():
         model.save_pretrained(source)
         words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(80)}, unk_token="t0"))
-        PreTrainedTokenizerFast(tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0").save_pretrained(
-            source
-        )
+        PreTrainedTokenizerFast(
+            tokenizer_object=words, bos_token="t1", eos_token="t2", pad_token="t0"
+        ).save_pretrained(source)
     asked = (name, str(source), str(target), precision, "cpu", str(folder / "cache"))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         create_model(*asked, **parse_extra_options(*asked, []))
     return target / "model.onnx"
 
 
-def genai_truth(name: str, layers: int, joined: dict[str, tuple[str, ...]]) -> set[frozenset[str]] | None:
+def genai_truth(
+    name: str, layers: int, joined: dict[str, tuple[str, ...]]
+) -> set[frozenset[str]] | None:
     """The owners of a node by the name that the builder gives it.
 
     Args:
@@ -287,18 +316,26 @@ def genai_truth(name: str, layers: int, joined: dict[str, tuple[str, ...]]) -> s
         return _attention_truth(f"{here}.self_attn", rest, joined)
     for projection in ("gate_proj", "up_proj", "down_proj", "gate_up_proj"):
         if rest.startswith(projection):
-            modules = frozenset(f"{here}.mlp.{module}" for module in joined.get(projection, (projection,)))
-            return {modules, modules | {f"{here}.mlp"}} if projection in joined else {modules}  # with the split
+            modules = frozenset(
+                f"{here}.mlp.{module}" for module in joined.get(projection, (projection,))
+            )
+            # with the split
+            return {modules, modules | {f"{here}.mlp"}} if projection in joined else {modules}
     act = next((word for word in joined.get("activation", ("act_fn",))), "act_fn")
     return sets(f"{here}.mlp.{act}") if rest.startswith("act_fn") else sets(f"{here}.mlp")
 
 
-def _attention_truth(attention: str, rest: str, joined: dict[str, tuple[str, ...]]) -> set[frozenset[str]]:
+def _attention_truth(
+    attention: str, rest: str, joined: dict[str, tuple[str, ...]]
+) -> set[frozenset[str]]:
     first = rest.split("/")[0]
     if first in ("qkv_proj", "q_proj", "k_proj", "v_proj", "o_proj") and "repeat_kv" not in rest:
         modules = joined.get(first, (first,))
         owners = frozenset(f"{attention}.{module}" for module in modules)
-        return {owners, owners | {attention}} if first != "qkv_proj" and first in joined else {owners}  # with the split
+        # with the split
+        return (
+            {owners, owners | {attention}} if first != "qkv_proj" and first in joined else {owners}
+        )
     if first in ("q_norm", "k_norm"):
         norm = frozenset([f"{attention}.{first}"])
         return {norm, frozenset([attention])} if "Reshape" in rest else {norm}
@@ -322,7 +359,9 @@ def genai_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
             htp_export.export(model, (), original, verbose=False, **call.options)
             names_of = dict(model.named_modules())
             joined = (
-                {} if "model.layers.0.self_attn.qkv_proj" in names_of else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+                {}
+                if "model.layers.0.self_attn.qkv_proj" in names_of
+                else {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
             )
             if "model.layers.0.self_attn.qkv_proj" in names_of:
                 joined |= dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -330,10 +369,15 @@ def genai_rows(only: str | None, names: bool) -> Iterator[tuple[str, Score]]:
                 joined["activation"] = ("activation_fn",)
             for precision in PRECISIONS:
                 file = build(model, name, precision, Path(folder))
-                yield f"{name}, {precision}", _genai_score(file, original, call.inputs, joined, names)
+                yield (
+                    f"{name}, {precision}",
+                    _genai_score(file, original, call.inputs, joined, names),
+                )
 
 
-def _genai_score(file: Path, original: Path, inputs: Any, joined: dict[str, tuple[str, ...]], names: bool) -> Score:
+def _genai_score(
+    file: Path, original: Path, inputs: Any, joined: dict[str, tuple[str, ...]], names: bool
+) -> Score:
     foreign = htp_export.load(file).model
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     if not names:
@@ -350,11 +394,17 @@ ROWS = {"torch": torch_rows, "transformers": transformers_rows, "genai": genai_r
 
 def main() -> None:
     """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=[*ROWS])
     parser.add_argument("--only", help="one model")
-    parser.add_argument("--no-names", action="store_true", help="rename all nodes and tensors first")
-    parser.add_argument("--show", type=int, default=0, help="nodes that are not exact, of each file")
+    parser.add_argument(
+        "--no-names", action="store_true", help="rename all nodes and tensors first"
+    )
+    parser.add_argument(
+        "--show", type=int, default=0, help="nodes that are not exact, of each file"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

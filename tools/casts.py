@@ -53,17 +53,32 @@ def write_models(folder: Path) -> dict[str, Path]:
     """The files of a BERT of four layers, a ResNet of four stages, and a Llama of four layers with its cache."""
     from transformers import BertConfig, BertModel, ResNetConfig, ResNetModel
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 128}
+    sizes = {
+        "hidden_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+    }
     bert = BertModel(BertConfig(vocab_size=100, max_position_embeddings=64, **sizes))
-    resnet = ResNetModel(ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2]))
+    resnet = ResNetModel(
+        ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2])
+    )
     ids = torch.randint(0, 100, (1, 16))
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    inputs = {"BERT": (bert, words), "ResNet": (resnet, {"pixel_values": torch.randn(1, 3, 64, 64)})}
+    inputs = {
+        "BERT": (bert, words),
+        "ResNet": (resnet, {"pixel_values": torch.randn(1, 3, 64, 64)}),
+    }
     files = {name: folder / f"{name}.onnx" for name in PLANS}
     for name, (model, kwargs) in inputs.items():
         htp_export.export(model.eval(), (), files[name], kwargs=kwargs, verbose=False)
     settings = ["--set", "num_hidden_layers=4", "--set", "num_key_value_heads=2"]
-    settings += [word for key, size in sizes.items() if "layers" not in key for word in ("--set", f"{key}={size}")]
+    settings += [
+        word
+        for key, size in sizes.items()
+        if "layers" not in key
+        for word in ("--set", f"{key}={size}")
+    ]
     task = ["--random-weights", "--task", "text-generation-with-past", "--quiet"]
     main(["export", "llama", *settings, *task, "-o", str(files["Llama"])])
     return files
@@ -80,7 +95,11 @@ def in_fp16(file: Path) -> set[str]:
     tagged = htp_export.load(file)
     halves = {value.name for value in tagged.typed.values() if value.dtype == ir.DataType.FLOAT16}
     nodes = (node for node in tagged.model.graph if node.op_type != "Cast")
-    return {str(node.name) for node in nodes if any(v is not None and v.name in halves for v in node.outputs)}
+    return {
+        str(node.name)
+        for node in nodes
+        if any(v is not None and v.name in halves for v in node.outputs)
+    }
 
 
 def by_autocast(file: Path, low: set[str]) -> int | None:
@@ -90,14 +109,18 @@ def by_autocast(file: Path, low: set[str]) -> int | None:
             from modelopt.onnx.autocast.convert import convert_to_mixed_precision
     except ImportError:
         return None
-    high = [f"^{re.escape(node.name)}$" for node in onnx.load(file).graph.node if node.name not in low]
+    high = [
+        f"^{re.escape(node.name)}$" for node in onnx.load(file).graph.node if node.name not in low
+    ]
     logging.disable(logging.WARNING)
     limits: dict[str, Any] = {"data_max": np.inf, "init_max": np.inf, "keep_io_types": True}
     return casts(convert_to_mixed_precision(str(file), "fp16", nodes_to_exclude=high, **limits))
 
 
 def tabulate() -> None:
-    print("model   plan                                               fp16  casts of quantize  casts of AutoCast")
+    print(
+        "model   plan                                               fp16  casts of quantize  casts of AutoCast"
+    )
     with tempfile.TemporaryDirectory() as folder:
         for name, file in write_models(Path(folder)).items():
             before = casts(onnx.load(file))

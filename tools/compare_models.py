@@ -17,7 +17,9 @@ SIZES = ("real", "narrow", "small")
 _NARROW = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
 
 
-def _sizes(size: str, real: dict[str, Any], narrow: dict[str, Any], small: dict[str, Any]) -> dict[str, Any]:
+def _sizes(
+    size: str, real: dict[str, Any], narrow: dict[str, Any], small: dict[str, Any]
+) -> dict[str, Any]:
     return real if size == "real" else {**narrow, **small} if size == "small" else narrow
 
 
@@ -35,7 +37,9 @@ def _image(size: str) -> dict[str, torch.Tensor]:
 def bert(size: str) -> Built:
     from transformers import BertConfig, BertModel
 
-    return BertModel(BertConfig(**_sizes(size, {}, {**_NARROW, "vocab_size": 1000}, {"num_hidden_layers": 2}))), _text()
+    return BertModel(
+        BertConfig(**_sizes(size, {}, {**_NARROW, "vocab_size": 1000}, {"num_hidden_layers": 2}))
+    ), _text()
 
 
 def distilbert(size: str) -> Built:
@@ -49,7 +53,9 @@ def roberta(size: str) -> Built:
     from transformers import RobertaConfig, RobertaModel
 
     narrow = {**_NARROW, "vocab_size": 1000}
-    return RobertaModel(RobertaConfig(**_sizes(size, {}, narrow, {"num_hidden_layers": 2}))), _text()
+    return RobertaModel(
+        RobertaConfig(**_sizes(size, {}, narrow, {"num_hidden_layers": 2}))
+    ), _text()
 
 
 def vit(size: str) -> Built:
@@ -83,9 +89,9 @@ def resnet(size: str) -> Built:
     from transformers import ResNetConfig, ResNetForImageClassification
 
     narrow = {"embedding_size": 8, "hidden_sizes": [16, 32, 48, 64]}
-    return ResNetForImageClassification(ResNetConfig(**_sizes(size, {}, narrow, {"depths": [1, 2, 1, 1]}))), _image(
-        size
-    )
+    return ResNetForImageClassification(
+        ResNetConfig(**_sizes(size, {}, narrow, {"depths": [1, 2, 1, 1]}))
+    ), _image(size)
 
 
 def mobilenet(size: str) -> Built:
@@ -106,7 +112,12 @@ def gpt2(size: str) -> Built:
 def llama(size: str) -> Built:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    common = {"use_cache": False, "num_key_value_heads": 2, "num_hidden_layers": 8, "vocab_size": 8000}
+    common = {
+        "use_cache": False,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 8,
+        "vocab_size": 8000,
+    }
     real = {**common, "hidden_size": 256, "num_attention_heads": 8, "intermediate_size": 704}
     config = LlamaConfig(**_sizes(size, real, {**common, **_NARROW}, {"num_hidden_layers": 2}))
     return LlamaForCausalLM(config), _text()
@@ -115,21 +126,33 @@ def llama(size: str) -> Built:
 def yolos(size: str) -> Built:
     from transformers import YolosConfig, YolosForObjectDetection
 
-    real = {"image_size": [800, 1333], "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768}
+    real = {
+        "image_size": [800, 1333],
+        "hidden_size": 192,
+        "num_attention_heads": 3,
+        "intermediate_size": 768,
+    }
     real["num_detection_tokens"] = 100
     narrow = {**_NARROW, "image_size": [48, 64], "num_detection_tokens": 10, "num_labels": 5}
     sizes = _sizes(size, real, narrow, {"num_hidden_layers": 2})
-    sides = (512, 672) if size == "real" else (64, 80)  # positions are interpolated to the size of the image
-    return YolosForObjectDetection(YolosConfig(**sizes)), {"pixel_values": torch.randn(1, 3, *sides)}
+    # positions are interpolated to the size of the image
+    sides = (512, 672) if size == "real" else (64, 80)
+    return YolosForObjectDetection(YolosConfig(**sizes)), {
+        "pixel_values": torch.randn(1, 3, *sides)
+    }
 
 
 def detr(size: str) -> Built:
     from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
 
-    stages = _sizes(size, {}, {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32]}, {"depths": [1, 1, 1, 1]})
+    stages = _sizes(
+        size, {}, {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 32]}, {"depths": [1, 1, 1, 1]}
+    )
     narrow = {"d_model": 64, "num_queries": 10, "num_labels": 5}
     narrow |= {
-        f"{side}_{what}": n for side in ("encoder", "decoder") for what, n in (("ffn_dim", 128), ("attention_heads", 4))
+        f"{side}_{what}": n
+        for side in ("encoder", "decoder")
+        for what, n in (("ffn_dim", 128), ("attention_heads", 4))
     }
     sizes = _sizes(size, {}, narrow, {"encoder_layers": 2, "decoder_layers": 2})
     backbone = ResNetConfig(**stages, out_features=["stage4"])
@@ -140,7 +163,13 @@ def detr(size: str) -> Built:
 def swin(size: str) -> Built:
     from transformers import SwinConfig, SwinForImageClassification
 
-    narrow = {"image_size": 64, "patch_size": 2, "embed_dim": 16, "num_heads": [1, 2, 4, 8], "window_size": 4}
+    narrow = {
+        "image_size": 64,
+        "patch_size": 2,
+        "embed_dim": 16,
+        "num_heads": [1, 2, 4, 8],
+        "window_size": 4,
+    }
     small = {"depths": [2, 2], "num_heads": [2, 4]}
     config = SwinConfig(**_sizes(size, {}, narrow, small), attn_implementation="eager")
     return SwinForImageClassification(config), _image(size)
@@ -149,7 +178,12 @@ def swin(size: str) -> Built:
 def wav2vec2(size: str) -> Built:
     from transformers import Wav2Vec2Config, Wav2Vec2Model
 
-    narrow = {**_NARROW, "conv_dim": [32] * 7, "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    narrow = {
+        **_NARROW,
+        "conv_dim": [32] * 7,
+        "num_conv_pos_embeddings": 16,
+        "num_conv_pos_embedding_groups": 4,
+    }
     sizes = _sizes(size, {}, narrow, {"num_hidden_layers": 2})
     samples = 16000 if size == "real" else 4000
     return Wav2Vec2Model(Wav2Vec2Config(**sizes)), {"input_values": torch.randn(1, samples)}
@@ -158,11 +192,15 @@ def wav2vec2(size: str) -> Built:
 def clip(size: str) -> Built:
     from transformers import CLIPConfig, CLIPModel
 
-    text = _sizes(size, {}, {**_NARROW, "vocab_size": 1000, "eos_token_id": 2}, {"num_hidden_layers": 2})
+    text = _sizes(
+        size, {}, {**_NARROW, "vocab_size": 1000, "eos_token_id": 2}, {"num_hidden_layers": 2}
+    )
     vision = _sizes(size, {}, {**_NARROW, "image_size": 64}, {"num_hidden_layers": 2})
     inputs = {**_text(), **_image(size)}
     order = ("input_ids", "pixel_values", "attention_mask")  # that of forward's parameters
-    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision)), {key: inputs[key] for key in order}
+    return CLIPModel(CLIPConfig(text_config=text, vision_config=vision)), {
+        key: inputs[key] for key in order
+    }
 
 
 def segformer(size: str) -> Built:
@@ -211,7 +249,8 @@ def build(name: str, size: str) -> Built:
             parameter.add_(torch.randn_like(parameter) * 0.05)
         for key, buffer in model.named_buffers():
             if key.endswith("running_var"):
-                buffer.uniform_(1.0, 3.0)  # with less, values grow from layer to layer, and rounding with them
+                # with less, values grow from layer to layer, and rounding with them
+                buffer.uniform_(1.0, 3.0)
             elif key.endswith("running_mean"):
                 buffer.uniform_(-0.5, 0.5)
     return model.eval(), inputs
@@ -227,9 +266,14 @@ def export(name: str, exporter: str, size: str, path: str, *, defaults: bool = F
     model, inputs = build(name, size)
     if exporter == "dynamo" or defaults:
         names: dict[str, Any] = {} if exporter == "dynamo" else {"input_names": list(inputs)}
-        htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False, **names)
+        htp_export.export(
+            model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False, **names
+        )
     else:
-        axes = {key: {0: "batch", 1: "length"} if value.ndim == 2 else {0: "batch"} for key, value in inputs.items()}
+        axes = {
+            key: {0: "batch", 1: "length"} if value.ndim == 2 else {0: "batch"}
+            for key, value in inputs.items()
+        }
         options: dict[str, Any] = {"opset_version": 14, "do_constant_folding": False}
         options |= {"input_names": list(inputs), "dynamic_axes": axes}
         htp_export.export(model, (), path, kwargs=inputs, dynamo=False, verbose=False, **options)

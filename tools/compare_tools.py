@@ -77,7 +77,9 @@ def onnxoptimizer() -> Callable[[str, str], None]:
     import onnxoptimizer
 
     passes = onnxoptimizer.get_fuse_and_elimination_passes()
-    return lambda source, target: onnx.save(onnxoptimizer.optimize(onnx.load(source), passes, fixed_point=True), target)
+    return lambda source, target: onnx.save(
+        onnxoptimizer.optimize(onnx.load(source), passes, fixed_point=True), target
+    )
 
 
 def onnxscript() -> Callable[[str, str], None]:
@@ -154,7 +156,9 @@ def nodes_of(path: str) -> list[onnx.NodeProto]:
 
 
 def tagged(path: str) -> float:
-    found = [any(entry.key == "htp.module" for entry in node.metadata_props) for node in nodes_of(path)]
+    found = [
+        any(entry.key == "htp.module" for entry in node.metadata_props) for node in nodes_of(path)
+    ]
     return sum(found) / len(found)
 
 
@@ -163,7 +167,9 @@ def runs(path: str, inputs: dict[str, Any]) -> bool:
 
     try:
         session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
-        session.run(None, dict(zip([i.name for i in session.get_inputs()], inputs.values(), strict=False)))
+        session.run(
+            None, dict(zip([i.name for i in session.get_inputs()], inputs.values(), strict=False))
+        )
     except Exception:
         return False
     return True
@@ -174,10 +180,27 @@ def compare(
 ) -> dict[str, Any]:
     """One model from one exporter through every tool."""
     source = os.fspath(folder / "model.onnx")
-    command = [sys.executable, __file__, "--export", source, "--exporter", exporter, name, "--size", size]
-    subprocess.run([*command, *(["--defaults"] if defaults else [])], check=True, capture_output=True)
+    command = [
+        sys.executable,
+        __file__,
+        "--export",
+        source,
+        "--exporter",
+        exporter,
+        name,
+        "--size",
+        size,
+    ]
+    subprocess.run(
+        [*command, *(["--defaults"] if defaults else [])], check=True, capture_output=True
+    )
     written = sum(path.stat().st_size for path in folder.iterdir())
-    row: dict[str, Any] = {"model": name, "exporter": exporter, "nodes": len(nodes_of(source)), "bytes": written}
+    row: dict[str, Any] = {
+        "model": name,
+        "exporter": exporter,
+        "nodes": len(nodes_of(source)),
+        "bytes": written,
+    }
     for tool in tools:
         target = os.fspath(folder / f"{tool}.onnx")
         row[tool] = written_by(tool, source, target)
@@ -194,7 +217,9 @@ def compare(
     return row
 
 
-def latency(name: str, exporter: str, tools: list[str], size: str, pairs: int, folder: Path) -> dict[str, Any]:
+def latency(
+    name: str, exporter: str, tools: list[str], size: str, pairs: int, folder: Path
+) -> dict[str, Any]:
     """Ratios of processor time to the exported file, with ONNX Runtime's own optimisations on and off."""
     source = os.fspath(folder / "model.onnx")
     _, inputs = export(name, exporter, size, source)
@@ -258,7 +283,9 @@ def shown(entry: dict[str, Any], row: dict[str, Any]) -> str:
     text += f", {entry['seconds']:.2f} s, {entry['cpu_seconds']:.2f} s of processor"
     if other := times_of(entry, row):
         text += f" ({other[0]:.2f} and {other[1]:.2f} of {_TIMED_BY}'s)"
-    return f"{text}, {entry['bytes'] / 1e6:.0f} MB ({entry['bytes'] / row['bytes']:.2f} of the file)"
+    return (
+        f"{text}, {entry['bytes'] / 1e6:.0f} MB ({entry['bytes'] / row['bytes']:.2f} of the file)"
+    )
 
 
 _TIMED_BY = "onnxslim"
@@ -280,7 +307,11 @@ def median_times(rows: list[dict[str, Any]], tools: list[str]) -> str:
         if found:
             clock, processor = (statistics.median(column) for column in zip(*found, strict=True))
             lines.append(f"    {tool:20} {clock:.2f}, on the processor {processor:.2f}")
-    return "\n".join([f"median time over {len(rows)} files, of {_TIMED_BY}'s:", *lines]) if lines else ""
+    return (
+        "\n".join([f"median time over {len(rows)} files, of {_TIMED_BY}'s:", *lines])
+        if lines
+        else ""
+    )
 
 
 def main() -> int:
@@ -289,16 +320,27 @@ def main() -> int:
     parser.add_argument("--exporter", choices=["torchscript", "dynamo"])
     parser.add_argument("--tools", nargs="*", default=list(TOOLS))
     parser.add_argument(
-        "--size", choices=SIZES, default="real", help="narrow: as deep, small weights; small: two layers"
+        "--size",
+        choices=SIZES,
+        default="real",
+        help="narrow: as deep, small weights; small: two layers",
     )
     parser.add_argument(
-        "--defaults", action="store_true", help="export with fixed sizes, and torch's opset and folding"
+        "--defaults",
+        action="store_true",
+        help="export with fixed sizes, and torch's opset and folding",
     )
-    parser.add_argument("--no-check", action="store_true", help="do not hold the written files against PyTorch")
+    parser.add_argument(
+        "--no-check", action="store_true", help="do not hold the written files against PyTorch"
+    )
     parser.add_argument("--latency", action="store_true")
     parser.add_argument("--pairs", type=int, default=21)
-    parser.add_argument("--plot", type=Path, help="with --latency: draw nodes against latency there, as SVG")
-    parser.add_argument("--json", type=Path, help="write everything there, one line for each model and exporter")
+    parser.add_argument(
+        "--plot", type=Path, help="with --latency: draw nodes against latency there, as SVG"
+    )
+    parser.add_argument(
+        "--json", type=Path, help="write everything there, one line for each model and exporter"
+    )
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--export", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -318,8 +360,19 @@ def main() -> int:
                     row = latency(name, exporter, tools, args.size, args.pairs, Path(folder))
                     print(shown_latency(row, tools), flush=True)
                 else:
-                    row = compare(name, exporter, tools, args.size, not args.no_check, args.defaults, Path(folder))
-                    print(f"{name}, {exporter}: {row['nodes']} nodes, {row['bytes'] / 1e6:.0f} MB", flush=True)
+                    row = compare(
+                        name,
+                        exporter,
+                        tools,
+                        args.size,
+                        not args.no_check,
+                        args.defaults,
+                        Path(folder),
+                    )
+                    print(
+                        f"{name}, {exporter}: {row['nodes']} nodes, {row['bytes'] / 1e6:.0f} MB",
+                        flush=True,
+                    )
                     for tool in tools:
                         print(f"    {tool:20} {shown(row[tool], row)}", flush=True)
             rows.append(row)
@@ -329,11 +382,16 @@ def main() -> int:
     if args.latency:
         for how in ("off", "on"):
             found = [
-                (row[t]["nodes"] / row["nodes"], row[t][how]["median"]) for row in rows for t in tools if how in row[t]
+                (row[t]["nodes"] / row["nodes"], row[t][how]["median"])
+                for row in rows
+                for t in tools
+                if how in row[t]
             ]
             if len(found) > 1:
                 r = correlation(*zip(*found, strict=True))
-                print(f"optimisations {how}: r = {r:.2f} between nodes and latency over {len(found)} files")
+                print(
+                    f"optimisations {how}: r = {r:.2f} between nodes and latency over {len(found)} files"
+                )
         if args.plot:
             args.plot.write_text(plot(rows, tools, args.size, args.pairs), encoding="utf-8")
     else:

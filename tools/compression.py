@@ -51,7 +51,12 @@ def encoder() -> Built:
     """A transformer encoder, BERT of 4 layers and width 512, length 64."""
     from transformers import BertConfig, BertModel
 
-    size = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4, "num_attention_heads": 8}
+    size = {
+        "hidden_size": 512,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+    }
     ids = torch.randint(0, 1000, (1, 64))
     return BertModel(BertConfig(**size)), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -60,20 +65,34 @@ def conv_net() -> Built:
     """ResNet-18, 224 x 224."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    size = {"depths": [2, 2, 2, 2], "hidden_sizes": [64, 128, 256, 512], "layer_type": "basic", "embedding_size": 64}
-    return ResNetForImageClassification(ResNetConfig(**size)), {"pixel_values": torch.randn(1, 3, 224, 224)}
+    size = {
+        "depths": [2, 2, 2, 2],
+        "hidden_sizes": [64, 128, 256, 512],
+        "layer_type": "basic",
+        "embedding_size": 64,
+    }
+    return ResNetForImageClassification(ResNetConfig(**size)), {
+        "pixel_values": torch.randn(1, 3, 224, 224)
+    }
 
 
 def mobile_net() -> Built:
     """MobileNetV2, of convolutions by channel, 224 x 224."""
     from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
 
-    return MobileNetV2ForImageClassification(MobileNetV2Config()), {"pixel_values": torch.randn(1, 3, 224, 224)}
+    return MobileNetV2ForImageClassification(MobileNetV2Config()), {
+        "pixel_values": torch.randn(1, 3, 224, 224)
+    }
 
 
 def small_conv_net() -> Built:
     """Two convolutions and two products, 28 x 28, as in PyTorch's MNIST example."""
-    convolutions = [torch.nn.Conv2d(1, 32, 3), torch.nn.ReLU(), torch.nn.Conv2d(32, 64, 3), torch.nn.ReLU()]
+    convolutions = [
+        torch.nn.Conv2d(1, 32, 3),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3),
+        torch.nn.ReLU(),
+    ]
     head = [torch.nn.Linear(9216, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10)]
     return torch.nn.Sequential(*convolutions, torch.nn.MaxPool2d(2), torch.nn.Flatten(), *head), {
         "input": torch.randn(1, 1, 28, 28)
@@ -82,7 +101,11 @@ def small_conv_net() -> Built:
 
 def tiny_conv_net() -> Built:
     """Three convolutions of 16 channels, 32 x 32."""
-    layers = [torch.nn.Conv2d(3, 16, 3, padding=1), torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1)]
+    layers = [
+        torch.nn.Conv2d(3, 16, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(16, 16, 3, padding=1),
+    ]
     layers += [torch.nn.ReLU(), torch.nn.Conv2d(16, 16, 3, padding=1), torch.nn.ReLU()]
     tail = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(16, 10)]
     return torch.nn.Sequential(*layers, *tail), {"input": torch.randn(1, 3, 32, 32)}
@@ -105,9 +128,9 @@ def silu_conv_net() -> Built:
             return input + self.act(self.norm(self.conv(input)))
 
     tail = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(32, 10)]
-    return torch.nn.Sequential(torch.nn.Conv2d(3, 32, 3, stride=2), *(Block() for _ in range(4)), *tail), {
-        "input": torch.randn(1, 3, 64, 64)
-    }
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 32, 3, stride=2), *(Block() for _ in range(4)), *tail
+    ), {"input": torch.randn(1, 3, 64, 64)}
 
 
 def mlp() -> Built:
@@ -122,7 +145,10 @@ def lstm() -> Built:
     class Net(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.lstm, self.head = torch.nn.LSTM(256, 256, 2, batch_first=True), torch.nn.Linear(256, 10)
+            self.lstm, self.head = (
+                torch.nn.LSTM(256, 256, 2, batch_first=True),
+                torch.nn.Linear(256, 10),
+            )
 
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             """The last step's scores."""
@@ -162,7 +188,14 @@ def samples_of(inputs: Mapping[str, torch.Tensor]) -> list[Feed]:
 
 def write_feeds(samples: list[Feed], file: Path) -> None:
     """Keep samples in a file for other processes."""
-    np.savez(file, **{f"{number}:{key}": value for number, feed in enumerate(samples) for key, value in feed.items()})
+    np.savez(
+        file,
+        **{
+            f"{number}:{key}": value
+            for number, feed in enumerate(samples)
+            for key, value in feed.items()
+        },
+    )
 
 
 def read_feeds(file: Path) -> list[Feed]:
@@ -195,7 +228,9 @@ def searched_plan(
     return min(small, key=lambda trial: trial.values["error"]).plan
 
 
-def make(original: Path, way: str, output: Path, samples: list[Feed], given: argparse.Namespace) -> None:
+def make(
+    original: Path, way: str, output: Path, samples: list[Feed], given: argparse.Namespace
+) -> None:
     """Write a model in one of the ways."""
     if way == NNCF:
         import nncf
@@ -258,11 +293,17 @@ def apart(step: str, *words: object, show: bool) -> Row:
     command = [sys.executable, __file__, step, *map(str, words)]
     shown = show and sys.stderr.isatty()
     done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=None if shown else subprocess.PIPE, text=True, check=False
+        command,
+        stdout=subprocess.PIPE,
+        stderr=None if shown else subprocess.PIPE,
+        text=True,
+        check=False,
     )
     if done.returncode:
         lines = (done.stderr or "").strip().splitlines()
-        raise RuntimeError(f"{step} ended with status {done.returncode}: {lines[-1] if lines else 'no message'}")
+        raise RuntimeError(
+            f"{step} ended with status {done.returncode}: {lines[-1] if lines else 'no message'}"
+        )
     row: Row = json.loads(done.stdout.splitlines()[-1])
     return row
 
@@ -357,14 +398,19 @@ def show_row(row: Row, describe: Callable[[str, list[float]], str]) -> None:
         print(start, row["problem"], flush=True)
         return
     share = row["bytes"] / row["before"]
-    print(f"{start} {row['bytes']:>12,} of {row['before']:,} bytes ({share:.1%})  error {row['error']:.2e}", flush=True)
+    print(
+        f"{start} {row['bytes']:>12,} of {row['before']:,} bytes ({share:.1%})  error {row['error']:.2e}",
+        flush=True,
+    )
     for what, values in row.get("ratios", {}).items():
         print(f"{'':22}" + describe(f"{what:4}", values), flush=True)
 
 
 def main() -> None:
     """Make or measure one model, and print what was found as JSON."""
-    parser = argparse.ArgumentParser(description="one step of a row; `tools/benchmark.py compress` runs it")
+    parser = argparse.ArgumentParser(
+        description="one step of a row; `tools/benchmark.py compress` runs it"
+    )
     parser.add_argument("step", choices=["make", "measure"])
     for file in ("original", "other", "feeds"):
         parser.add_argument(file, type=Path)

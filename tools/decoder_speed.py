@@ -107,8 +107,17 @@ class Speed:
 
 def export(source: Path, target: Path) -> None:
     """Our file, as it is exported."""
-    options = ["--task", "text-generation-with-past", "--genai", "--quiet", "-o", str(target / "model.onnx")]
-    subprocess.run([sys.executable, "-m", "htp_export", "export", str(source), *options], check=True)
+    options = [
+        "--task",
+        "text-generation-with-past",
+        "--genai",
+        "--quiet",
+        "-o",
+        str(target / "model.onnx"),
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "htp_export", "export", str(source), *options], check=True
+    )
 
 
 def build(precision: str) -> Callable[[Path, Path], None]:
@@ -126,7 +135,11 @@ def build(precision: str) -> Callable[[Path, Path], None]:
 
 def fused(_: Path, target: Path) -> None:
     """Our file after ``optimize --level fused``."""
-    changed(target, "fp32", lambda file, new: htp_export.optimize(file, new, level="fused", external_data=DATA))
+    changed(
+        target,
+        "fp32",
+        lambda file, new: htp_export.optimize(file, new, level="fused", external_data=DATA),
+    )
 
 
 def int4(base: str, **fields: Any) -> Callable[[Path, Path], None]:
@@ -134,7 +147,9 @@ def int4(base: str, **fields: Any) -> Callable[[Path, Path], None]:
 
     def make(_: Path, target: Path) -> None:
         plan = {".": {**INT4, **fields}, "**.embed_tokens": "fp32"}
-        changed(target, base, lambda file, new: htp_export.quantize(file, plan, new, external_data=DATA))
+        changed(
+            target, base, lambda file, new: htp_export.quantize(file, plan, new, external_data=DATA)
+        )
 
     return make
 
@@ -147,14 +162,26 @@ def searched(_: Path, target: Path) -> None:
     fast, exact = (f"int4:symmetric=true:accuracy_level={level}" for level in (4, 0))
 
     def change(file: Path, new: Path) -> None:
-        space = {"model.layers.*": [fast, exact], "lm_head": [fast, exact], "**.embed_tokens": ["fp32"]}
-        found = htp_export.search(file, space, objectives=["tokens", "time"], data=prompts, trials=40)
-        same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
+        space = {
+            "model.layers.*": [fast, exact],
+            "lm_head": [fast, exact],
+            "**.embed_tokens": ["fp32"],
+        }
+        found = htp_export.search(
+            file, space, objectives=["tokens", "time"], data=prompts, trials=40
+        )
+        same = [
+            trial
+            for trial in found.trials
+            if trial.number is not None and trial.values["tokens"] == 1
+        ]
         if not same:
             raise SystemExit("no plan of the search has the tokens of fp32; give it more trials")
         fastest = max(same, key=lambda trial: list(trial.choices.values()).count(fast))
         exactly = [path for path, choice in fastest.choices.items() if choice == exact]
-        print(f"{len(same)} of {len(found.trials)} plans have the tokens of fp32; at level 0: {', '.join(exactly)}")
+        print(
+            f"{len(same)} of {len(found.trials)} plans have the tokens of fp32; at level 0: {', '.join(exactly)}"
+        )
         htp_export.quantize(file, fastest.plan, new, external_data=DATA)
 
     changed(target, "fused", change)
@@ -201,7 +228,9 @@ def write_model(kind: str, size: str, folder: Path) -> None:
     }
     torch.manual_seed(0)
     architecture = "llama" if kind == OUTLIERS else kind
-    model = load_model(architecture, task="text-generation-with-past", random_weights=True, overrides=config)
+    model = load_model(
+        architecture, task="text-generation-with-past", random_weights=True, overrides=config
+    )
     if kind == OUTLIERS:
         from tests.decoders import teach_with_outliers
 
@@ -218,14 +247,18 @@ def run_once(folder: str, prompt: int, tokens: int, repeats: int, known: int) ->
     import onnxruntime_genai as genai
 
     config = genai.Config(folder)
-    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}}))
+    config.overlay(
+        json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": 1}}}})
+    )
     model = genai.Model(config)
     ids = np.random.default_rng(0).integers(3, known, prompt).astype(np.int32)
     found: list[tuple[float, float]] = []
     text: tuple[int, ...] = ()
     for repeat in range(repeats + 1):  # the first one warms up
         settings = genai.GeneratorParams(model)
-        settings.set_search_options(max_length=prompt + tokens + 1, min_length=prompt + tokens + 1, do_sample=False)
+        settings.set_search_options(
+            max_length=prompt + tokens + 1, min_length=prompt + tokens + 1, do_sample=False
+        )
         generator = genai.Generator(model, settings)
         start = time.process_time()
         generator.append_tokens(ids)
@@ -257,10 +290,14 @@ def compare(kind: str, folder: Path, given: argparse.Namespace) -> None:
     source = folder / "transformers"
     if not source.exists():
         write_model(kind, given.size, source)
-    needs = {name for side in given.sides for name in (side, SIDES[side].reference, SIDES[side].tokens)}
+    needs = {
+        name for side in given.sides for name in (side, SIDES[side].reference, SIDES[side].tokens)
+    }
     wanted, known = [name for name in SIDES if name in needs], KNOWN if kind == OUTLIERS else 2000
     for name, side in SIDES.items():
-        needed = name in wanted or (name in ("fp32", "fused") and any("int4" in each for each in given.sides))
+        needed = name in wanted or (
+            name in ("fp32", "fused") and any("int4" in each for each in given.sides)
+        )
         if needed and not (folder / name / "model.onnx").exists():
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / name).parent.mkdir(exist_ok=True)
@@ -269,8 +306,12 @@ def compare(kind: str, folder: Path, given: argparse.Namespace) -> None:
     rounds: list[dict[str, Speed]] = []
     for number in range(given.rounds):
         order = runs[number % len(runs) :] + runs[: number % len(runs)]
-        rounds.append({name: measured(folder / name.removesuffix(CONTROL), given, known) for name in order})
-    print(f"\n| {kind} | nodes | prefill | decode | prefill beside the reference | decode | tokens equal |")
+        rounds.append(
+            {name: measured(folder / name.removesuffix(CONTROL), given, known) for name in order}
+        )
+    print(
+        f"\n| {kind} | nodes | prefill | decode | prefill beside the reference | decode | tokens equal |"
+    )
     print("|---|--:|--:|--:|--:|--:|--:|")
     for name in runs:
         print(row(name, rounds, folder), flush=True)
@@ -285,36 +326,52 @@ def row(name: str, rounds: Sequence[Mapping[str, Speed]], folder: Path) -> str:
     nodes = len(onnx.load(folder / plain / "model.onnx", load_external_data=False).graph.node)
     cells = [name, str(nodes)]
     cells += [
-        f"{statistics.median(getattr(each[name], what) for each in rounds):.1f}" for what in ("prefill", "decode")
+        f"{statistics.median(getattr(each[name], what) for each in rounds):.1f}"
+        for what in ("prefill", "decode")
     ]
     for what in ("prefill", "decode"):
         ratios = [getattr(each[name], what) / getattr(each[reference], what) for each in rounds]
         one = plain == name == reference
-        cells.append("1" if one else f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-    same = zip(rounds[0][name].tokens, rounds[0][SIDES[plain].tokens or reference].tokens, strict=True)
+        cells.append(
+            "1"
+            if one
+            else f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+    same = zip(
+        rounds[0][name].tokens, rounds[0][SIDES[plain].tokens or reference].tokens, strict=True
+    )
     cells.append(f"{sum(a == b for a, b in same)} of {len(rounds[0][name].tokens)}")
     return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shapes", nargs="+", choices=[*SHAPES, OUTLIERS], default=[*SHAPES])
     parser.add_argument("--size", choices=[*SIZES], default="100m")
     parser.add_argument(
-        "--sides", nargs="+", choices=[*SIDES], default=[name for name in SIDES if not SIDES[name].tokens]
+        "--sides",
+        nargs="+",
+        choices=[*SIDES],
+        default=[name for name in SIDES if not SIDES[name].tokens],
     )
     parser.add_argument("--prompt", type=int, default=128, help="tokens that are read")
     parser.add_argument("--tokens", type=int, default=48, help="tokens that are generated")
     parser.add_argument("--rounds", type=int, default=5, help="fresh processes of each side")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs in each process")
-    parser.add_argument("--folder", type=Path, help="where the files stay; those there are not made again")
+    parser.add_argument(
+        "--folder", type=Path, help="where the files stay; those there are not made again"
+    )
     parser.add_argument("--once", nargs=5, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.once:
         folder, *numbers = given.once
         speed = run_once(folder, *map(int, numbers))
-        print(json.dumps({"prefill": speed.prefill, "decode": speed.decode, "tokens": speed.tokens}))
+        print(
+            json.dumps({"prefill": speed.prefill, "decode": speed.decode, "tokens": speed.tokens})
+        )
         return
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)

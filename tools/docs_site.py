@@ -45,18 +45,28 @@ def help_of(*words: str) -> str:
 
 def run(words: Sequence[str], folder: str | None = None) -> str:
     """Run htp-export in a folder, and return what it prints."""
-    program = shutil.which("htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent))))
+    program = shutil.which(
+        "htp-export", path=os.pathsep.join((os.environ["PATH"], str(Path(sys.executable).parent)))
+    )
     if program is None:
-        raise FileNotFoundError("htp-export, which makes the help and the gallery, is not on the path: pip install .")
+        raise FileNotFoundError(
+            "htp-export, which makes the help and the gallery, is not on the path: pip install ."
+        )
     environment = {**os.environ, "COLUMNS": WIDTH}
-    done = subprocess.run([program, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [program, *words], cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
 def commands_page(helped: Callable[..., str]) -> str:
     """Return the reference of commands: the help of each, in the order and below the headings of the program's."""
     whole = helped()
-    parts = ["# Commands", "The help of every command, as `htp-export COMMAND --help` prints it.", block(whole)]
+    parts = [
+        "# Commands",
+        "The help of every command, as `htp-export COMMAND --help` prints it.",
+        block(whole),
+    ]
     for heading, names in listed(whole).items():
         parts.append(f"## {heading}")
         for name in names:
@@ -100,7 +110,11 @@ def inside(link: re.Match[str], repository: str | None) -> str:
     path = address.removeprefix("../")
     if not (ROOT / path).exists():
         raise FileNotFoundError(f"{link.group(0)}: there is no {path} in the repository")
-    return f"{image}[{text}]({repository.rstrip('/')}/blob/main/{path}{anchor or ''})" if repository else text
+    return (
+        f"{image}[{text}]({repository.rstrip('/')}/blob/main/{path}{anchor or ''})"
+        if repository
+        else text
+    )
 
 
 def with_gallery() -> bool:

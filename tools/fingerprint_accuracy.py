@@ -48,7 +48,8 @@ def built(name: str, model: Model) -> tuple[torch.nn.Module, dict[str, Any]]:
         made.config._experts_implementation = "batched_mm"  # the default has no translation to ONNX
     inputs = dict(example_inputs(made))
     if "decoder_input_ids" in inputs:
-        inputs["decoder_input_ids"] %= 1000  # the vocabulary is smaller than the config's special tokens know
+        # the vocabulary is smaller than the config's special tokens know
+        inputs["decoder_input_ids"] %= 1000
     return made, inputs
 
 
@@ -56,7 +57,9 @@ def export(folder: Path, halves: list[str], names: list[str], exporters: list[st
     """Write the files that are not there; how many models no exporter could export."""
     folder.mkdir(parents=True, exist_ok=True)
     failed = 0
-    for name, model in {name: model for half in halves for name, model in HALVES[half].items()}.items():
+    for name, model in {
+        name: model for half in halves for name, model in HALVES[half].items()
+    }.items():
         if names and name not in names:
             continue
         for exporter in exporters:
@@ -65,10 +68,14 @@ def export(folder: Path, halves: list[str], names: list[str], exporters: list[st
             if not file.exists():
                 try:
                     net, inputs = built(name, model)
-                    htp_export.export(net, (), file, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
+                    htp_export.export(
+                        net, (), file, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False
+                    )
                 except Exception as error:
                     line = str(error).strip().splitlines()[-1:] or [""]
-                    print(f"{name}: {exporter}: {type(error).__name__}: {line[0][:120]}", flush=True)
+                    print(
+                        f"{name}: {exporter}: {type(error).__name__}: {line[0][:120]}", flush=True
+                    )
                 else:
                     print(f"{name}: {exporter}, {time.perf_counter() - start:.1f} s", flush=True)
         failed += not any(files_of(folder, name))
@@ -82,21 +89,29 @@ def files_of(folder: Path, name: str) -> Iterator[Path]:
 
 def score(folder: Path, halves: list[str], as_json: bool) -> int:
     """Print one row for each model, and how many are right; how many are not."""
-    rows = [scored(folder, half, name, model) for half in halves for name, model in HALVES[half].items()]
+    rows = [
+        scored(folder, half, name, model) for half in halves for name, model in HALVES[half].items()
+    ]
     if as_json:
         print(json.dumps(rows, indent=2))
     else:
-        print("| half | model | family | files | with tags | without | blocks with tags | without |")
+        print(
+            "| half | model | family | files | with tags | without | blocks with tags | without |"
+        )
         print("|---|---|---|---|---|---|---|---|")
         for row in rows:
             files = [file["exporter"] for file in row["files"]]
             said = [named(row, key) for key in ("tagged", "bare", "blocks", "bare blocks")]
-            print(f"| {row['half']} | {row['model']} | {row['family']} | {', '.join(files)} | {' | '.join(said)} |")
+            print(
+                f"| {row['half']} | {row['model']} | {row['family']} | {', '.join(files)} | {' | '.join(said)} |"
+            )
         print()
         for half in halves:
             ours = [row for row in rows if row["half"] == half]
             right = {key: sum(is_right(row, key) for row in ours) for key in ("tagged", "bare")}
-            print(f"{half}: {right['tagged']} of {len(ours)} right with tags, {right['bare']} without")
+            print(
+                f"{half}: {right['tagged']} of {len(ours)} right with tags, {right['bare']} without"
+            )
     return sum(not is_right(row, key) for row in rows for key in ("tagged", "bare"))
 
 
@@ -111,7 +126,7 @@ def scored(folder: Path, half: str, name: str, model: Model) -> dict[str, Any]:
                 "tagged": tagged.family,
                 "bare": bare.family,
                 "blocks": [f"{block.count} × {block.name}" for block in tagged.blocks[:1]],  # noqa: RUF001 - "times"
-                "bare blocks": [f"{block.count} × {block.nodes} nodes" for block in bare.blocks[:1]],  # noqa: RUF001
+                "bare blocks": [f"{one.count} × {one.nodes} nodes" for one in bare.blocks[:1]],  # noqa: RUF001
             }
         )
     return {"half": half, "model": name, "family": model.family, "files": files}
@@ -149,7 +164,9 @@ def stripped(file: Path) -> Any:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=["export", "score"])
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=[], help="only these are exported")

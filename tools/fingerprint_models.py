@@ -56,7 +56,9 @@ def diffusion_head() -> tuple[torch.nn.Module, dict[str, Any]]:
     """The diffusion head of VibeVoice."""
     made = importlib.import_module("transformers.models.vibevoice.modeling_vibevoice")
     configs = importlib.import_module("transformers.models.vibevoice.configuration_vibevoice")
-    config = configs.VibeVoiceDiffusionHeadConfig(hidden_size=64, num_hidden_layers=2, intermediate_size=96)
+    config = configs.VibeVoiceDiffusionHeadConfig(
+        hidden_size=64, num_hidden_layers=2, intermediate_size=96
+    )
     kinds = [kind for name, kind in vars(made).items() if name.endswith("DiffusionHead")]
     latent = getattr(config, "latent_size", None) or getattr(config, "acoustic_hidden_size", 64)
     return kinds[0](config), {
@@ -122,14 +124,30 @@ TUNED: dict[str, Model] = {
     "mobilenet_v2": Model("CNN", {"depth_multiplier": 0.35}),
     "electra": Model("encoder", _TEXT),
     "bert": Model("encoder", _TEXT),
-    "distilbert": Model("encoder", {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 1000}),
+    "distilbert": Model(
+        "encoder", {"dim": 64, "n_layers": 2, "n_heads": 4, "hidden_dim": 128, "vocab_size": 1000}
+    ),
     "qwen2": Model("decoder", _DECODER),
     "opt": Model(
-        "decoder", {**_HEADS, "ffn_dim": 128, "vocab_size": 1000, "word_embed_proj_dim": 64, "pad_token_id": 1}
+        "decoder",
+        {
+            **_HEADS,
+            "ffn_dim": 128,
+            "vocab_size": 1000,
+            "word_embed_proj_dim": 64,
+            "pad_token_id": 1,
+        },
     ),
     "gpt2": Model(
         "decoder",
-        {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0},
+        {
+            "n_embd": 64,
+            "n_layer": 2,
+            "n_head": 4,
+            "vocab_size": 1000,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
     ),
     "blenderbot": Model("encoder-decoder", _BART),
     "t5": Model(
@@ -149,10 +167,18 @@ TUNED: dict[str, Model] = {
         {**_BART, "decoder_vocab_size": 1000, "pad_token_id": 999, "decoder_start_token_id": 999},
     ),
     "deit": Model("vision transformer", {**_SMALL, "image_size": 64}),
-    "beit": Model("vision transformer", {**_SMALL, "image_size": 64, "use_relative_position_bias": True}),
+    "beit": Model(
+        "vision transformer", {**_SMALL, "image_size": 64, "use_relative_position_bias": True}
+    ),
     "swin": Model(
         "vision transformer",
-        {"image_size": 64, "embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
+        {
+            "image_size": 64,
+            "embed_dim": 32,
+            "depths": [2, 2],
+            "num_heads": [2, 4],
+            "window_size": 4,
+        },
     ),
     "wav2vec2": Model("speech", {**_SMALL, "conv_dim": [32] * 7}),
     "speech_to_text": Model("speech", {**_BART, "conv_channels": 64}),
@@ -169,7 +195,9 @@ TUNED: dict[str, Model] = {
     "mixtral": Model("mixture", {**_DECODER, "num_local_experts": 4}),
     "qwen2_5_omni_dit": Model("diffusion-like", build=dit),
     "mamba2": Model(
-        "recurrent", {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8}, smaller=True
+        "recurrent",
+        {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8},
+        smaller=True,
     ),
     "bamba": Model(
         "recurrent",
@@ -190,7 +218,9 @@ TUNED: dict[str, Model] = {
     "switch_transformers": Model(
         "mixture", {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}, smaller=True
     ),
-    "nllb-moe": Model("mixture", {"encoder_sparse_step": 1, "decoder_sparse_step": 1}, smaller=True),
+    "nllb-moe": Model(
+        "mixture", {"encoder_sparse_step": 1, "decoder_sparse_step": 1}, smaller=True
+    ),
     "mobilevitv2": Model("vision transformer"),
     "radio": Model("vision transformer"),
     "swiftformer": Model("vision transformer"),

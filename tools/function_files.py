@@ -17,7 +17,11 @@ import torch
 
 import htp_export
 
-LAYERS = {"bert": "class:BertLayer", "resnet": "class:ResNetBottleNeckLayer", "decoder": "class:LlamaDecoderLayer"}
+LAYERS = {
+    "bert": "class:BertLayer",
+    "resnet": "class:ResNetBottleNeckLayer",
+    "decoder": "class:LlamaDecoderLayer",
+}
 
 Make = Callable[[], tuple[torch.nn.Module, dict[str, torch.Tensor]]]
 
@@ -51,13 +55,25 @@ def seconds(read: Callable[[Path], object], file: Path) -> float:
 
 def run(models: Mapping[str, Make], exporters: Sequence[str], pairs: int) -> None:
     """Print a table: a line for each file, with times as the median of its ratios to the flat file."""
-    print("| model | exporter | functions | nodes | file without weights | " + " | ".join(READERS) + " |")
+    print(
+        "| model | exporter | functions | nodes | file without weights | "
+        + " | ".join(READERS)
+        + " |"
+    )
     print("|---" * (5 + len(READERS)) + "|")
     for name, make in models.items():
         model, inputs = make()
         for exporter in exporters:
             with tempfile.TemporaryDirectory() as folder:
-                _measure(f"{name} | {exporter}", model.eval(), inputs, exporter, LAYERS[name], Path(folder), pairs)
+                _measure(
+                    f"{name} | {exporter}",
+                    model.eval(),
+                    inputs,
+                    exporter,
+                    LAYERS[name],
+                    Path(folder),
+                    pairs,
+                )
 
 
 def _measure(
@@ -71,11 +87,17 @@ def _measure(
 ) -> None:
     exported = folder / "exported.onnx"
     with contextlib.redirect_stdout(io.StringIO()):
-        htp_export.export(model, (), exported, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
+        htp_export.export(
+            model, (), exported, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False
+        )
     made = {"none": None, "none, again": None, "layers": layers, "every module": "**"}
     files = {what: folder / f"{what}.onnx" for what in made}
     for what, select in made.items():
-        written = htp_export.load(exported) if select is None else htp_export.functions(exported, select).tagged
+        written = (
+            htp_export.load(exported)
+            if select is None
+            else htp_export.functions(exported, select).tagged
+        )
         written.save(files[what], external_data=f"{what}.weights")
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for pair in range(pairs + 1):
@@ -90,7 +112,10 @@ def _measure(
         cells = [_cell(found[what, reader], alone=what == "none") for reader in READERS]
         size = f"{file.stat().st_size / 1000:,.0f} kB"
         print(
-            f"| {title} | {what}: {len(proto.functions)} | {nodes:,} | {size} | " + " | ".join(cells) + " |", flush=True
+            f"| {title} | {what}: {len(proto.functions)} | {nodes:,} | {size} | "
+            + " | ".join(cells)
+            + " |",
+            flush=True,
         )
 
 

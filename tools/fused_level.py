@@ -41,7 +41,9 @@ def exported(name: str, small: bool, folder: Path) -> tuple[Path, dict[str, Feed
     """The file of a model, and what it is run on: name of a run → inputs."""
     if name in ENCODERS:
         file = folder / "model.onnx"
-        _, inputs = compare_models.export(ENCODERS[name], "dynamo", "small" if small else "real", str(file))
+        _, inputs = compare_models.export(
+            ENCODERS[name], "dynamo", "small" if small else "real", str(file)
+        )
         return file, {"forward": {key: value.numpy() for key, value in inputs.items()}}
     decoder_speed.write_model(name, "small" if small else "100m", folder / "transformers")
     decoder_speed.export(folder / "transformers", folder / "exported")
@@ -56,16 +58,28 @@ def exported(name: str, small: bool, folder: Path) -> tuple[Path, dict[str, Feed
 
 def run(names: Sequence[str], pairs: int, small: bool) -> None:
     """Print a table with a row for each run of each model."""
-    print("| model | nodes | run | fused / exported | A/A | |\n|---|---|---|---|---|---|", flush=True)
+    print(
+        "| model | nodes | run | fused / exported | A/A | |\n|---|---|---|---|---|---|", flush=True
+    )
     for name in names:
         with tempfile.TemporaryDirectory() as temporary:
             file, feeds = exported(name, small, Path(temporary))
             fused = Path(temporary) / "fused.onnx"
             htp_export.optimize(file, fused, level="fused", external_data=f"{fused.name}.data")
-            nodes = " → ".join(str(len(onnx.load(each, load_external_data=False).graph.node)) for each in (file, fused))
+            nodes = " → ".join(
+                str(len(onnx.load(each, load_external_data=False).graph.node))
+                for each in (file, fused)
+            )
             base, control, other = (latency.session(each) for each in (file, file, fused))
             for what, feed in feeds.items():
                 same = latency.paired(latency.timed(feed), base, control, pairs)
                 ratio = latency.paired(latency.timed(feed), base, other, pairs)
-                cells = (name, nodes, what, latency.shown(ratio), latency.shown(same), latency.difference(ratio, same))
+                cells = (
+                    name,
+                    nodes,
+                    what,
+                    latency.shown(ratio),
+                    latency.shown(same),
+                    latency.difference(ratio, same),
+                )
                 print(f"| {' | '.join(cells)} |", flush=True)

@@ -73,7 +73,9 @@ COMMANDS: dict[str, str] = {
 _SECONDS = 20
 _MEMORY = 2 << 30
 """Bytes that a process may take beyond what it has when it begins."""
-_RAW = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_RAW = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 """What a terminal may act on."""
 _INTERNAL = 3
 _RUNNING = ("compare", "compare with it", "profile")
@@ -125,11 +127,18 @@ def make_models(folder: Path) -> list[Path]:
     """Write the models that faults are put into."""
     torch.manual_seed(1)
     net, inputs = _Net().eval(), (torch.randn(2, 2, 6), torch.tensor([[0, 1], [2, 4]]))
-    files = {name: folder / f"{name}.onnx" for name in ("dynamo", "torchscript", "nested", "outside", "quantized")}
+    files = {
+        name: folder / f"{name}.onnx"
+        for name in ("dynamo", "torchscript", "nested", "outside", "quantized")
+    }
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        htp_export.export(net, inputs, files["dynamo"], dynamo=True, external_data=False, verbose=False)
-        htp_export.export(net, inputs, files["torchscript"], dynamo=False, do_constant_folding=False)
+        htp_export.export(
+            net, inputs, files["dynamo"], dynamo=True, external_data=False, verbose=False
+        )
+        htp_export.export(
+            net, inputs, files["torchscript"], dynamo=False, do_constant_folding=False
+        )
         htp_export.functions(files["torchscript"], "class:_Block", files["nested"])
         htp_export.load(files["dynamo"]).save(files["outside"], external_data="weights.data")
         htp_export.tools.quantize_dynamic(files["torchscript"], files["quantized"])
@@ -217,7 +226,13 @@ def _cause(trace: str) -> str:
     """Where an exception was raised, and what kind it is, of a traceback."""
     frames = re.findall(r'File ".*?(htp_export/[^"]*)", line (\d+), in (\S+)', trace)
     lines = [line for line in trace.splitlines() if re.match(r"[\w.]+(:|$)", line)]
-    last = lines[-2] if len(lines) > 1 and lines[-1].startswith("htp-export") else lines[-1] if lines else "?"
+    last = (
+        lines[-2]
+        if len(lines) > 1 and lines[-1].startswith("htp-export")
+        else lines[-1]
+        if lines
+        else "?"
+    )
     place = "{0} {2}:{1}".format(*frames[-1]) if frames else ""
     return f"{place} {last[:160]}"
 
@@ -257,7 +272,9 @@ class _Process:
         if self._child is None or self._runs >= 400:  # the libraries keep what they learn of names
             self.end()
             self._pipe, theirs = self._context.Pipe()
-            self._child = self._context.Process(target=_work, args=(theirs, self._folder, self._memory), daemon=True)
+            self._child = self._context.Process(
+                target=_work, args=(theirs, self._folder, self._memory), daemon=True
+            )
             self._child.start()
             theirs.close()
             self._runs = 0
@@ -334,7 +351,9 @@ def run(
             if said:
                 failed = True
                 key = re.sub(r"0x[0-9a-f]+|'[^']*'|\d+(?!:)", "…", said)
-                faults.setdefault(key, Fault(said)).seen.append(f"{number} ({model.stem}), {name}: {said}")
+                faults.setdefault(key, Fault(said)).seen.append(
+                    f"{number} ({model.stem}), {name}: {said}"
+                )
         done, at_fault = done + 1, at_fault + failed
         if failed and keep is not None:
             shutil.copy(folder / "F.onnx", keep / f"{number}.onnx")

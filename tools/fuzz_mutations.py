@@ -123,7 +123,12 @@ def _graphs(proto: onnx.ModelProto) -> list[onnx.GraphProto]:
     while waiting:
         graph = waiting.pop()
         found.append(graph)
-        waiting += [each.g for node in graph.node for each in node.attribute if each.type == AttributeProto.GRAPH]
+        waiting += [
+            each.g
+            for node in graph.node
+            for each in node.attribute
+            if each.type == AttributeProto.GRAPH
+        ]
     return found
 
 
@@ -132,7 +137,10 @@ def _graph(proto: onnx.ModelProto, chance: random.Random) -> onnx.GraphProto:
 
 
 def _nodes(proto: onnx.ModelProto) -> list[onnx.NodeProto]:
-    return [*(node for graph in _graphs(proto) for node in graph.node), *(n for f in proto.functions for n in f.node)]
+    return [
+        *(node for graph in _graphs(proto) for node in graph.node),
+        *(n for f in proto.functions for n in f.node),
+    ]
 
 
 def _node(proto: onnx.ModelProto, chance: random.Random) -> onnx.NodeProto:
@@ -141,7 +149,12 @@ def _node(proto: onnx.ModelProto, chance: random.Random) -> onnx.NodeProto:
 
 def _tensor(proto: onnx.ModelProto, chance: random.Random) -> onnx.TensorProto:
     tensors = [tensor for graph in _graphs(proto) for tensor in graph.initializer]
-    tensors += [each.t for node in _nodes(proto) for each in node.attribute if each.type == AttributeProto.TENSOR]
+    tensors += [
+        each.t
+        for node in _nodes(proto)
+        for each in node.attribute
+        if each.type == AttributeProto.TENSOR
+    ]
     return chance.choice(tensors)
 
 
@@ -170,7 +183,10 @@ def _renames_an_input(proto: onnx.ModelProto, chance: random.Random) -> None:
 
 def _renames_everywhere(proto: onnx.ModelProto, chance: random.Random) -> None:
     """A name that is strange, but the same wherever it stands."""
-    old, new = chance.choice([name for node in _nodes(proto) for name in node.output]), chance.choice(_HOSTILE)
+    old, new = (
+        chance.choice([name for node in _nodes(proto) for name in node.output]),
+        chance.choice(_HOSTILE),
+    )
     for node in _nodes(proto):
         for names in (node.input, node.output):
             names[:] = [new if name == old else name for name in names]
@@ -190,14 +206,20 @@ def _changes_how_many(proto: onnx.ModelProto, chance: random.Random) -> None:
 
 def _empties_a_node(proto: onnx.ModelProto, chance: random.Random) -> None:
     node = _node(proto, chance)
-    node.ClearField(chance.choice(("input", "output", "attribute", "op_type", "name", "metadata_props")))
+    node.ClearField(
+        chance.choice(("input", "output", "attribute", "op_type", "name", "metadata_props"))
+    )
 
 
 def _changes_the_operator(proto: onnx.ModelProto, chance: random.Random) -> None:
     node, other = _node(proto, chance), _node(proto, chance)
-    node.op_type = chance.choice((other.op_type, "Transpose", "Concat", "Loop", "If", "Split", "NoSuch", *_HOSTILE))
+    node.op_type = chance.choice(
+        (other.op_type, "Transpose", "Concat", "Loop", "If", "Split", "NoSuch", *_HOSTILE)
+    )
     if chance.random() < 0.3:
-        node.domain = chance.choice(("ai.onnx", "com.microsoft", "pkg", "htp", other.domain, *_HOSTILE))
+        node.domain = chance.choice(
+            ("ai.onnx", "com.microsoft", "pkg", "htp", other.domain, *_HOSTILE)
+        )
 
 
 def _renames_a_node(proto: onnx.ModelProto, chance: random.Random) -> None:
@@ -224,7 +246,9 @@ def _moves_nodes(proto: onnx.ModelProto, chance: random.Random) -> None:
 def _makes_a_cycle(proto: onnx.ModelProto, chance: random.Random) -> None:
     nodes = _graph(proto, chance).node
     first, last = sorted((chance.randrange(len(nodes)), chance.randrange(len(nodes))))
-    nodes[first].input[chance.randrange(len(nodes[first].input))] = chance.choice(nodes[last].output)
+    nodes[first].input[chance.randrange(len(nodes[first].input))] = chance.choice(
+        nodes[last].output
+    )
 
 
 def _changes_an_attribute(proto: onnx.ModelProto, chance: random.Random) -> None:
@@ -236,11 +260,25 @@ def _changes_an_attribute(proto: onnx.ModelProto, chance: random.Random) -> None
             attribute.type = chance.choice(AttributeProto.AttributeType.values())
         case 1:
             value: Any = chance.choice(
-                ([], [1, -1], [1.5], ["text"], 3, -1, 2.5, "text", [10**12], b"\xff\xfe", float("nan"))
+                (
+                    [],
+                    [1, -1],
+                    [1.5],
+                    ["text"],
+                    3,
+                    -1,
+                    2.5,
+                    "text",
+                    [10**12],
+                    b"\xff\xfe",
+                    float("nan"),
+                )
             )
             name = attribute.name
             attribute.CopyFrom(
-                helper.make_attribute(name, value, attr_type=AttributeProto.INTS if value == [] else None)
+                helper.make_attribute(
+                    name, value, attr_type=AttributeProto.INTS if value == [] else None
+                )
             )
         case 2:
             attribute.ref_attr_name = chance.choice(("alpha", *_HOSTILE))
@@ -257,16 +295,33 @@ def _changes_an_attribute(proto: onnx.ModelProto, chance: random.Random) -> None
 
 def _adds_an_attribute(proto: onnx.ModelProto, chance: random.Random) -> None:
     name = chance.choice(
-        ("axis", "axes", "perm", "to", "keepdims", "epsilon", "shape", "value", "group", "alpha", "mode")
+        (
+            "axis",
+            "axes",
+            "perm",
+            "to",
+            "keepdims",
+            "epsilon",
+            "shape",
+            "value",
+            "group",
+            "alpha",
+            "mode",
+        )
     )
-    _node(proto, chance).attribute.append(helper.make_attribute(name, chance.choice((1, 1.5, "text", [1, 2], [0.5]))))
+    _node(proto, chance).attribute.append(
+        helper.make_attribute(name, chance.choice((1, 1.5, "text", [1, 2], [0.5])))
+    )
 
 
 def _nests_graphs(proto: onnx.ModelProto, chance: random.Random) -> None:
     graph = helper.make_graph([], "deepest", [], [])
-    for level in range(chance.choice((3, 15, 30))):  # protobuf reads no more than 100 messages in each other
+    # protobuf reads no more than 100 messages in each other
+    for level in range(chance.choice((3, 15, 30))):
         node = helper.make_node("If", ["condition"], [f"out_{level}"])
-        node.attribute.append(AttributeProto(name="then_branch", type=AttributeProto.GRAPH, g=graph))
+        node.attribute.append(
+            AttributeProto(name="then_branch", type=AttributeProto.GRAPH, g=graph)
+        )
         node.attribute.append(AttributeProto(name="else_branch", type=AttributeProto.GRAPH))
         graph = onnx.GraphProto(name="branch", node=[node])
     _graph(proto, chance).node.extend(graph.node)
@@ -297,13 +352,17 @@ def _moves_data_out(proto: onnx.ModelProto, chance: random.Random) -> None:
     tensor.data_location = TensorProto.EXTERNAL
     del tensor.external_data[:]
     entries = {
-        "location": chance.choice(("weights.data", "pipe", "folder", "model.onnx", "gone", *_HOSTILE)),
+        "location": chance.choice(
+            ("weights.data", "pipe", "folder", "model.onnx", "gone", *_HOSTILE)
+        ),
         "offset": str(chance.choice((0, 4, 3, *_NUMBERS))),
         "length": str(chance.choice((4, 8, 256, *_NUMBERS))),
     }
     for key, value in entries.items():
         if chance.random() < 0.8:
-            tensor.external_data.add(key=key, value=chance.choice((value, value, value, value, "abc", "1.5", "")))
+            tensor.external_data.add(
+                key=key, value=chance.choice((value, value, value, value, "abc", "1.5", ""))
+            )
 
 
 def _changes_a_type(proto: onnx.ModelProto, chance: random.Random) -> None:
@@ -348,7 +407,9 @@ def _changes_imports(proto: onnx.ModelProto, chance: random.Random) -> None:
         case 1:
             chance.choice(proto.opset_import).version = chance.choice((*_NUMBERS, 6, 9, 13, 999))
         case 2:
-            proto.opset_import.add(domain=chance.choice(("", "ai.onnx", "htp", *_HOSTILE)), version=1)
+            proto.opset_import.add(
+                domain=chance.choice(("", "ai.onnx", "htp", *_HOSTILE)), version=1
+            )
         case 3:
             proto.ir_version = chance.choice((1, 3, 4, 7, 13, 99, 1 << 40))
         case 4:
@@ -362,7 +423,9 @@ def _changes_a_function(proto: onnx.ModelProto, chance: random.Random) -> None:
             node = chance.choice(function.node)
             node.op_type, node.domain = function.name, function.domain
         case 1:
-            function.ClearField(chance.choice(("input", "output", "node", "opset_import", "name", "domain")))
+            function.ClearField(
+                chance.choice(("input", "output", "node", "opset_import", "name", "domain"))
+            )
         case 2:
             function.name = chance.choice((chance.choice(proto.functions).name, "Relu", *_HOSTILE))
         case 3:
@@ -389,8 +452,12 @@ def _changes_tags(proto: onnx.ModelProto, chance: random.Random) -> None:
     node = chance.choice([node for node in _nodes(proto) if node.metadata_props])
     entry = chance.choice(node.metadata_props)
     if chance.random() < 0.3:
-        entry.key = chance.choice(("htp.owners", "htp.calls", "htp.call", "htp.module", "htp.reason", "namespace"))
-    entry.value = chance.choice((*_TEXTS, *_HOSTILE, '["", "layer"]', "999999999999", '{"layer":[999999999999]}'))
+        entry.key = chance.choice(
+            ("htp.owners", "htp.calls", "htp.call", "htp.module", "htp.reason", "namespace")
+        )
+    entry.value = chance.choice(
+        (*_TEXTS, *_HOSTILE, '["", "layer"]', "999999999999", '{"layer":[999999999999]}')
+    )
 
 
 def _adds_a_bomb(proto: onnx.ModelProto, chance: random.Random) -> None:
@@ -410,7 +477,10 @@ def _adds_a_bomb(proto: onnx.ModelProto, chance: random.Random) -> None:
             nodes = [helper.make_node("Tile", ["bomb_size", "bomb_size"], ["bomb"])]
         case _:
             body = helper.make_graph(
-                [helper.make_node("Identity", ["c"], ["d"]), helper.make_node("Add", ["s", "bomb_1"], ["t"])],
+                [
+                    helper.make_node("Identity", ["c"], ["d"]),
+                    helper.make_node("Add", ["s", "bomb_1"], ["t"]),
+                ],
                 "body",
                 [
                     helper.make_tensor_value_info("i", TensorProto.INT64, []),
@@ -434,12 +504,17 @@ def _other(data: Any, chance: random.Random) -> Any:
     if isinstance(data, dict) and data and chance.random() < 0.85:
         key = chance.choice(list(data))
         if chance.random() < 0.2:
-            return {chance.choice(_HOSTILE) if name == key else name: value for name, value in data.items()}
+            return {
+                chance.choice(_HOSTILE) if name == key else name: value
+                for name, value in data.items()
+            }
         return {**data, key: _other(data[key], chance)}
     if isinstance(data, list) and data and chance.random() < 0.85:
         at = chance.randrange(len(data))
         return [*data[:at], _other(data[at], chance), *data[at + 1 :]]
-    return chance.choice((None, True, -1, 0, 10**12, 1.5, "", _TEXT, [], {}, [[]], {"": []}, *_HOSTILE))
+    return chance.choice(
+        (None, True, -1, 0, 10**12, 1.5, "", _TEXT, [], {}, [[]], {"": []}, *_HOSTILE)
+    )
 
 
 _FAULTS: tuple[Callable[[onnx.ModelProto, random.Random], None], ...] = (

@@ -24,7 +24,11 @@ import onnxruntime
 import htp_export
 from htp_export.results import Profile
 
-NAMES = {"cuda": "CUDAExecutionProvider", "dml": "DmlExecutionProvider", "cpu": "CPUExecutionProvider"}
+NAMES = {
+    "cuda": "CUDAExecutionProvider",
+    "dml": "DmlExecutionProvider",
+    "cpu": "CPUExecutionProvider",
+}
 FACTS = {
     "kernels": "kernels; on a GPU, this build of ONNX Runtime measures their times there",
     "launches": "launches alone: this build of ONNX Runtime does not measure kernels on the device",
@@ -46,16 +50,24 @@ class Case:
     providers: Sequence[str]
     runs: int
 
-    def profile(self, file: Path | None = None, timing: str = "auto", *, memory: bool = False) -> Profile:
+    def profile(
+        self, file: Path | None = None, timing: str = "auto", *, memory: bool = False
+    ) -> Profile:
         """A profile of the model, or of another file."""
         return htp_export.profile(
-            file or self.file, runs=self.runs, providers=self.providers, timing=timing, memory=memory
+            file or self.file,
+            runs=self.runs,
+            providers=self.providers,
+            timing=timing,
+            memory=memory,
         )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--provider", default="cuda", help=f"{', '.join(NAMES)}, or a whole name")
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
@@ -66,7 +78,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     provider = NAMES.get(given.provider.lower(), given.provider)
     available = onnxruntime.get_available_providers()
     if provider not in available:
-        print(f"gpu.py: this ONNX Runtime has no {provider}, only {', '.join(available)}", file=sys.stderr)
+        print(
+            f"gpu.py: this ONNX Runtime has no {provider}, only {', '.join(available)}",
+            file=sys.stderr,
+        )
         return 2
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bert.onnx"
@@ -82,7 +97,10 @@ def export_bert(file: Path, layers: int, width: int, length: int) -> None:
 
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        num_hidden_layers=layers, hidden_size=width, num_attention_heads=width // 64 or 1, intermediate_size=4 * width
+        num_hidden_layers=layers,
+        hidden_size=width,
+        num_attention_heads=width // 64 or 1,
+        intermediate_size=4 * width,
     )
     ids = torch.ones(1, length, dtype=torch.int64)
     kwargs = {"input_ids": ids, "attention_mask": ids, "token_type_ids": torch.zeros_like(ids)}
@@ -91,7 +109,9 @@ def export_bert(file: Path, layers: int, width: int, length: int) -> None:
 
 def report(case: Case, steps: Sequence[str]) -> int:
     """Print each step as Markdown; return 1 if one failed."""
-    print(f"ONNX Runtime {onnxruntime.__version__}, {', '.join(case.providers)}, {os.cpu_count()} cores\n")
+    print(
+        f"ONNX Runtime {onnxruntime.__version__}, {', '.join(case.providers)}, {os.cpu_count()} cores\n"
+    )
     failed = 0
     for name in steps:
         print(f"### {name}\n")
@@ -172,7 +192,9 @@ def table(result: Profile) -> list[str]:
     rows = ["| module | total ms | self ms | share | kernels |", "|---|---:|---:|---:|---:|"]
     for path in shown(result):
         module = result.modules[path]
-        times = f"{module.total_ms:.3f} | {module.self_ms:.3f} | {module.share:.1%} | {module.kernels}"
+        times = (
+            f"{module.total_ms:.3f} | {module.self_ms:.3f} | {module.share:.1%} | {module.kernels}"
+        )
         rows.append(f"| `{path or '(root)'}` | {times} |")
     return rows
 

@@ -38,24 +38,40 @@ STEPS = ("extract", "splice", "functions", "cut", "write", "run")
 def write_model(file: Path, gigabytes: float) -> None:
     """A tagged chain of layers, each a square matrix in external data that is written layer by layer."""
     width = int((gigabytes * 1e9 / 4 / LAYERS) ** 0.5)
-    nodes, infos, last = [], [ModuleInfo("", "net.Net", 1, "computed")], ir.val("x", ir.DataType.FLOAT, [1, width])
+    nodes, infos, last = (
+        [],
+        [ModuleInfo("", "net.Net", 1, "computed")],
+        ir.val("x", ir.DataType.FLOAT, [1, width]),
+    )
     weights, start, offset = [], last, 0
     data = file.with_name(f"{file.name}.data")
     with data.open("wb") as stream:
         for layer in range(LAYERS):
             matrix = np.full((width, width), 1e-3 * (layer + 1) / width, dtype=np.float32)
             stream.write(matrix.data)
-            place = {"shape": ir.Shape([width, width]), "name": f"layers.{layer}.weight", "base_dir": file.parent}
+            place = {
+                "shape": ir.Shape([width, width]),
+                "name": f"layers.{layer}.weight",
+                "base_dir": file.parent,
+            }
             tensor = ir.ExternalTensor(data.name, offset, matrix.nbytes, ir.DataType.FLOAT, **place)
             offset += matrix.nbytes
-            weights.append(ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype)))
+            weights.append(
+                ir.Value(name=tensor.name, const_value=tensor, type=ir.TensorType(tensor.dtype))
+            )
             weights[-1].shape = place["shape"]
             said = {"htp.module": f"layers.{layer}", "htp.reason": "scope"}
             result = ir.val(f"h{layer}", ir.DataType.FLOAT, [1, width])
-            nodes.append(ir.node("MatMul", [last, weights[-1]], outputs=[result], metadata_props=said))
-            infos.append(ModuleInfo(f"layers.{layer}", "torch.nn.modules.linear.Linear", 1, "computed"))
+            nodes.append(
+                ir.node("MatMul", [last, weights[-1]], outputs=[result], metadata_props=said)
+            )
+            infos.append(
+                ModuleInfo(f"layers.{layer}", "torch.nn.modules.linear.Linear", 1, "computed")
+            )
             last = result
-    graph = ir.Graph([start], [last], nodes=nodes, initializers=weights, opset_imports={"": 20}, name="Net")
+    graph = ir.Graph(
+        [start], [last], nodes=nodes, initializers=weights, opset_imports={"": 20}, name="Net"
+    )
     model = ir.Model(graph, ir_version=10)
     model.metadata_props.update({"htp.version": "1", "htp.modules": Hierarchy(infos).to_json()})
     onnx.save(ir.to_proto(model), file)
@@ -73,7 +89,9 @@ def measure(what: str, file: Path, stages: int) -> dict[str, float]:
             htp_export.extract(file, LAYER, output=folder.with_name("part.onnx"))
         elif what == "splice":
             part = folder.with_name("part.onnx")
-            htp_export.splice(file, LAYER, part if part.exists() else htp_export.extract(file, LAYER))
+            htp_export.splice(
+                file, LAYER, part if part.exists() else htp_export.extract(file, LAYER)
+            )
         elif what == "functions":
             htp_export.functions(file, "layers.*")
         elif what == "cut":
@@ -89,11 +107,15 @@ def measure(what: str, file: Path, stages: int) -> dict[str, float]:
 
 def main() -> None:
     """Read the command line and run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="*", metavar="STEP", default=STEPS, help=", ".join(STEPS))
     parser.add_argument("--gigabytes", type=float, default=2.4)
     parser.add_argument("--stages", type=int, default=4)
-    parser.add_argument("--folder", help="where to write; two and a half times the model has to fit there")
+    parser.add_argument(
+        "--folder", help="where to write; two and a half times the model has to fit there"
+    )
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.measure:
@@ -104,7 +126,9 @@ def main() -> None:
     run(given.what, given.gigabytes, given.stages, given.folder)
 
 
-def run(steps: Sequence[str], gigabytes: float = 2.4, stages: int = 4, place: str | None = None) -> None:
+def run(
+    steps: Sequence[str], gigabytes: float = 2.4, stages: int = 4, place: str | None = None
+) -> None:
     """Write the model, and measure each step in a process of its own."""
     folder = Path(tempfile.mkdtemp(dir=place))
     try:
@@ -113,8 +137,18 @@ def run(steps: Sequence[str], gigabytes: float = 2.4, stages: int = 4, place: st
         size = sum(each.stat().st_size for each in folder.iterdir())
         print(f"{size / 1e9:.2f} GB in {LAYERS} layers, {stages} stages")
         for what in steps:
-            command = [sys.executable, __file__, "--stages", str(stages), "--measure", what, os.fspath(file)]
-            told = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+            command = [
+                sys.executable,
+                __file__,
+                "--stages",
+                str(stages),
+                "--measure",
+                what,
+                os.fspath(file),
+            ]
+            told = json.loads(
+                subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            )
             print(
                 f"{what:9} {told['seconds']:6.2f} s   own {told['own']:7.0f} MB   resident {told['resident']:7.0f} MB"
             )

@@ -20,7 +20,9 @@ def session(path: str | os.PathLike[str], optimised: bool = True) -> Any:
     import onnxruntime as ort
 
     options, levels = ort.SessionOptions(), ort.GraphOptimizationLevel
-    options.graph_optimization_level = levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+    options.graph_optimization_level = (
+        levels.ORT_ENABLE_ALL if optimised else levels.ORT_DISABLE_ALL
+    )
     options.intra_op_num_threads, options.log_severity_level = 1, 4
     return ort.InferenceSession(os.fspath(path), options, providers=["CPUExecutionProvider"])
 
@@ -47,7 +49,10 @@ def paired(timed: Callable[[Any], float], base: Any, other: Any, pairs: int) -> 
         spent = {id(each): timed(each) for each in order}
         ratios.append(spent[id(other)] / spent[id(base)])
     kept = sorted(ratios[2:])  # the first two warm up
-    return {"median": statistics.median(kept), "spread": (kept[len(kept) // 10], kept[-1 - len(kept) // 10])}
+    return {
+        "median": statistics.median(kept),
+        "spread": (kept[len(kept) // 10], kept[-1 - len(kept) // 10]),
+    }
 
 
 def shown(ratio: Ratio) -> str:

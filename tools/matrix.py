@@ -35,7 +35,18 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 INSTALLED = ("test", "tools")  # the extras whose packages the tests use
-SHOWN = ("torch", "transformers", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy", "ml_dtypes", "rich", "typer")
+SHOWN = (
+    "torch",
+    "transformers",
+    "onnx",
+    "onnx_ir",
+    "onnxscript",
+    "onnxruntime",
+    "numpy",
+    "ml_dtypes",
+    "rich",
+    "typer",
+)
 SETTINGS = ["canonicalize_output_graph_node_order"]
 
 INSTALLED_VERSIONS = """
@@ -117,7 +128,9 @@ class Environment:
             log.write(f"$ python {' '.join(command)}\n")
             log.flush()
             begun = log.tell()
-            status = subprocess.call([str(self.python), *command], cwd=ROOT, env=environment, stdout=log, stderr=log)
+            status = subprocess.call(
+                [str(self.python), *command], cwd=ROOT, env=environment, stdout=log, stderr=log
+            )
             log.seek(begun)
             return status, log.read()
 
@@ -128,7 +141,9 @@ class Environment:
             "ok", or the first error that pip tells of.
         """
         self.constraints.write_text("".join(f"{pin}\n" for pin in self.pins), encoding="utf-8")
-        status, printed = self.run("-m", "pip", "install", "--quiet", "--constraint", str(self.constraints), *arguments)
+        status, printed = self.run(
+            "-m", "pip", "install", "--quiet", "--constraint", str(self.constraints), *arguments
+        )
         if status == 0:
             return "ok"
         errors = re.findall(r"^ERROR: (.*)", printed, re.MULTILINE)
@@ -147,7 +162,10 @@ class Environment:
 
     def extras(self) -> dict[str, str]:
         """What pip says of installing each extra beside the torch that is there."""
-        return {extra: self.pip("--dry-run", f".[{extra}]") for extra in PROJECT["optional-dependencies"]}
+        return {
+            extra: self.pip("--dry-run", f".[{extra}]")
+            for extra in PROJECT["optional-dependencies"]
+        }
 
     def tests(self, arguments: Sequence[str], setting: str | None = None) -> Outcome | None:
         """Run the tests.
@@ -201,10 +219,17 @@ def read_report(report: Path, outcome: Outcome) -> None:
 def lower_bounds() -> list[str]:
     """Every ``>=`` of the package and of the extras that its tests use, as ``==``."""
     extras = PROJECT["optional-dependencies"]
-    texts = [*PROJECT["dependencies"], *(text for extra in ("view", *INSTALLED) for text in extras[extra])]
+    texts = [
+        *PROJECT["dependencies"],
+        *(text for extra in ("view", *INSTALLED) for text in extras[extra]),
+    ]
     pins = []
     for requirement in map(Requirement, texts):
-        pins += [f"{requirement.name}=={part.version}" for part in requirement.specifier if part.operator == ">="]
+        pins += [
+            f"{requirement.name}=={part.version}"
+            for part in requirement.specifier
+            if part.operator == ">="
+        ]
     return pins
 
 
@@ -213,7 +238,8 @@ def wanted(options: argparse.Namespace) -> dict[str, list[str]]:
     if options.lowest:
         return {"lowest": lower_bounds()}
     return {
-        f"torch-{version}": [f"torch=={version}{'' if version.count('.') > 1 else '.*'}"] for version in options.torch
+        f"torch-{version}": [f"torch=={version}{'' if version.count('.') > 1 else '.*'}"]
+        for version in options.torch
     }
 
 
@@ -240,7 +266,9 @@ def tables(found: Sequence[Outcome]) -> Iterator[str]:
     yield "| environment | passed | skipped | expected to fail | failed | minutes | installing | extras |"
     yield "|---|--:|--:|--:|--:|--:|--:|---|"
     for each in found:
-        counts = " | ".join(str(each.counts[what]) for what in ("passed", "skipped", "xfailed", "failed"))
+        counts = " | ".join(
+            str(each.counts[what]) for what in ("passed", "skipped", "xfailed", "failed")
+        )
         bad = [f"{extra}: {said}" for extra, said in each.extras.items() if said != "ok"]
         extras = "; ".join(bad) or (f"{len(each.extras)} resolved" if each.extras else "")
         times = f"{each.minutes:.1f} | {each.installing:.1f}"
@@ -253,7 +281,10 @@ def tables(found: Sequence[Outcome]) -> Iterator[str]:
         yield f"| {package} | {' | '.join(each.versions.get(package, '') for each in environments)} |"
     yield ""
     for each in found:
-        yield from (f"skipped in {each.name}, {count}: {reason}" for reason, count in each.reasons.most_common())
+        yield from (
+            f"skipped in {each.name}, {count}: {reason}"
+            for reason, count in each.reasons.most_common()
+        )
         yield from (f"failed in {each.name}: {test}" for test in each.failed)
         if each.trouble:
             yield f"{each.name}: {each.trouble}"
@@ -261,16 +292,28 @@ def tables(found: Sequence[Outcome]) -> Iterator[str]:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--torch", nargs="+", default=["2.10", "2.13", "2.15"], metavar="VERSION")
     parser.add_argument(
-        "--lowest", action="store_true", help="one environment with the lower bound of every dependency"
+        "--lowest",
+        action="store_true",
+        help="one environment with the lower bound of every dependency",
     )
-    parser.add_argument("--settings", nargs="*", default=SETTINGS, help="options of torch._dynamo.config to turn on")
-    parser.add_argument("--folder", type=Path, help="where environments and logs stay (default: temporary)")
-    parser.add_argument("--python", default=sys.executable, help="the interpreter of the environments")
+    parser.add_argument(
+        "--settings", nargs="*", default=SETTINGS, help="options of torch._dynamo.config to turn on"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="where environments and logs stay (default: temporary)"
+    )
+    parser.add_argument(
+        "--python", default=sys.executable, help="the interpreter of the environments"
+    )
     parser.add_argument("--no-extras", action="store_true", help="do not resolve the extras")
-    parser.add_argument("pytest", nargs="*", help="after --: what is passed to pytest, such as -m torch")
+    parser.add_argument(
+        "pytest", nargs="*", help="after --: what is passed to pytest, such as -m torch"
+    )
     return parser.parse_args(arguments)
 
 
@@ -284,7 +327,11 @@ def main() -> int:
             environment = Environment(name, folder, pinned)
             for outcome in outcomes(environment, options):
                 found.append(outcome)
-                print(f"{outcome.name}: {outcome.trouble or dict(outcome.counts)}", file=sys.stderr, flush=True)
+                print(
+                    f"{outcome.name}: {outcome.trouble or dict(outcome.counts)}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     print("\n".join(tables(found)))
     return 0 if found and all(outcome.good for outcome in found) else 1
 

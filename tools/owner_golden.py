@@ -61,7 +61,9 @@ OPERATIONS: dict[str, Operation] = {
     "optimize tolerant": lambda file, out: htp_export.optimize(file, out, level="tolerant"),
     "optimize fused": lambda file, out: htp_export.optimize(file, out, level="fused"),
     "onnxruntime basic": lambda file, out: htp_export.tools.onnxruntime(file, out, level="basic"),
-    "onnxruntime extended": lambda file, out: htp_export.tools.onnxruntime(file, out, level="extended"),
+    "onnxruntime extended": lambda file, out: htp_export.tools.onnxruntime(
+        file, out, level="extended"
+    ),
     "onnxslim": lambda file, out: htp_export.tools.onnxslim(file, out),
     "onnxsim": lambda file, out: htp_export.tools.onnxsim(file, out),
     "onnxoptimizer": lambda file, out: htp_export.tools.onnxoptimizer(file, out),
@@ -95,7 +97,8 @@ def record_of(file: Path) -> dict[str, Any]:
         info = tagged.hierarchy[path]
         modules[path] = [str(info.fate), list(info.fused_with), info.calls]
     signatures = {
-        path: [[dict(call.inputs), list(call.outputs)] for call in calls] for path, calls in tagged.signatures.items()
+        path: [[dict(call.inputs), list(call.outputs)] for call in calls]
+        for path, calls in tagged.signatures.items()
     }
     return {"nodes": nodes, "modules": modules, "signatures": signatures}
 
@@ -114,7 +117,9 @@ def export_to(folder: Path, name: str, exporter: str) -> Path:
     model, kwargs = net.build()
     file = folder / "model.onnx"
     options = net.export_options(exporter)
-    htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+    htp_export.export(
+        model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options
+    )
     return file
 
 
@@ -138,7 +143,9 @@ def record(target: Path, words: list[str], operations: list[str]) -> None:
             found[f"{name} | {exporter} | export"] = record_of(file)
             for operation in operations:
                 output = Path(folder) / "changed.onnx"
-                found[f"{name} | {exporter} | {operation}"] = outcome(OPERATIONS[operation], file, output)
+                found[f"{name} | {exporter} | {operation}"] = outcome(
+                    OPERATIONS[operation], file, output
+                )
         print(f"{name} | {exporter}", file=sys.stderr)
     with gzip.open(target, "wt") as stream:
         json.dump(found, stream)
@@ -215,12 +222,16 @@ def judge(changed: dict[str, Any]) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("action", choices=("record", "compare", "judge"))
     parser.add_argument("files", nargs="+")
     parser.add_argument("--only", nargs="*", default=[], help="words in names of nets")
     parser.add_argument("--operations", nargs="*", default=[*OPERATIONS], choices=[*OPERATIONS])
-    parser.add_argument("--show", type=int, default=2, help="differences of each case that are printed")
+    parser.add_argument(
+        "--show", type=int, default=2, help="differences of each case that are printed"
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

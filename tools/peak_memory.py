@@ -42,7 +42,9 @@ def peak_of(command: Sequence[str]) -> int:
     Raises:
         SystemExit: The command failed.
     """
-    done = subprocess.run([sys.executable, "-c", _LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _LAUNCHER, *command], stdout=subprocess.PIPE, text=True, check=True
+    )
     status, peak = json.loads(done.stdout)
     if status:
         raise SystemExit(f"{' '.join(command)} ended with {status}")

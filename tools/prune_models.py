@@ -36,7 +36,9 @@ from htp_export.huggingface import load_model
 Kept = dict[str, list[np.ndarray]]
 
 
-def conv(read: int, computed: int, size: int = 3, stride: int = 1, groups: int = 1) -> nn.Sequential:
+def conv(
+    read: int, computed: int, size: int = 3, stride: int = 1, groups: int = 1
+) -> nn.Sequential:
     """A convolution, normalised."""
     layer = nn.Conv2d(read, computed, size, stride, size // 2, groups=groups, bias=False)
     return nn.Sequential(layer, nn.BatchNorm2d(computed))
@@ -70,7 +72,9 @@ class ShuffleUnit(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         half = width // 2
-        self.layers = nn.Sequential(conv(half, half, 1), nn.ReLU(), conv(half, half, groups=half), conv(half, half, 1))
+        self.layers = nn.Sequential(
+            conv(half, half, 1), nn.ReLU(), conv(half, half, groups=half), conv(half, half, 1)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         taken = self.layers[0][0].weight.shape[1]  # a half; other shares of both halves may be cut
@@ -84,7 +88,10 @@ class GroupedShuffleUnit(nn.Module):
     def __init__(self, width: int, groups: int) -> None:
         super().__init__()
         self.groups = groups
-        self.first, self.depthwise = conv(width, width, 1, groups=groups), conv(width, width, groups=width)
+        self.first, self.depthwise = (
+            conv(width, width, 1, groups=groups),
+            conv(width, width, groups=width),
+        )
         self.last = conv(width, width, 1, groups=groups)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,15 +180,28 @@ class UNet(nn.Module):
 def espcn() -> nn.Module:
     """Two steps of PixelShuffle; the channels of the first can be cut."""
     return nn.Sequential(
-        *(nn.Conv2d(1, 16, 5, padding=2), nn.Tanh(), nn.Conv2d(16, 32, 3, padding=1), nn.PixelShuffle(2), nn.Tanh()),
-        *(nn.Conv2d(8, 8, 3, padding=1), nn.Tanh(), nn.Conv2d(8, 4, 3, padding=1), nn.PixelShuffle(2)),
+        *(
+            nn.Conv2d(1, 16, 5, padding=2),
+            nn.Tanh(),
+            nn.Conv2d(16, 32, 3, padding=1),
+            nn.PixelShuffle(2),
+            nn.Tanh(),
+        ),
+        *(
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.Tanh(),
+            nn.Conv2d(8, 4, 3, padding=1),
+            nn.PixelShuffle(2),
+        ),
     )
 
 
 def of_transformers(
     kind: str, task: str | None = None, attention: str | None = None, **overrides: object
 ) -> Callable[[], nn.Module]:
-    return lambda: load_model(kind, task=task, random_weights=True, overrides=overrides, attn_implementation=attention)
+    return lambda: load_model(
+        kind, task=task, random_weights=True, overrides=overrides, attn_implementation=attention
+    )
 
 
 def image(size: int = 32, channels: int = 3) -> Callable[[], tuple[torch.Tensor, ...]]:
@@ -194,31 +214,66 @@ def words() -> tuple[torch.Tensor, ...]:
 
 Model = tuple[Callable[[], nn.Module], Callable[[], tuple[torch.Tensor, ...]]]
 
-_TEXT = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 30}
-_VISION = {"image_size": 32, "patch_size": 8, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4}
+_TEXT = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 30,
+}
+_VISION = {
+    "image_size": 32,
+    "patch_size": 8,
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+}
 _CLASSES = "image-classification"
 
 MODELS: dict[str, Model] = {
     "ResNet": (
-        of_transformers("resnet", _CLASSES, embedding_size=8, hidden_sizes=[16, 24], depths=[2, 2], layer_type="basic"),
+        of_transformers(
+            "resnet",
+            _CLASSES,
+            embedding_size=8,
+            hidden_sizes=[16, 24],
+            depths=[2, 2],
+            layer_type="basic",
+        ),
         image(),
     ),
     "MobileNetV2": (of_transformers("mobilenet_v2", _CLASSES, depth_multiplier=0.35), image(64)),
-    "MobileNetV3": (lambda: classifier(conv(3, 12), Inverted(12, 24), Inverted(12, 36), width=12), image()),
+    "MobileNetV3": (
+        lambda: classifier(conv(3, 12), Inverted(12, 24), Inverted(12, 36), width=12),
+        image(),
+    ),
     "DenseNet": (DenseNet, image()),
     "RegNet": (
         of_transformers(
-            "regnet", _CLASSES, embedding_size=8, hidden_sizes=[16, 32], depths=[1, 2], groups_width=8, layer_type="y"
+            "regnet",
+            _CLASSES,
+            embedding_size=8,
+            hidden_sizes=[16, 32],
+            depths=[1, 2],
+            groups_width=8,
+            layer_type="y",
         ),
         image(),
     ),
     "ShuffleNet v1": (
-        lambda: classifier(conv(3, 36), GroupedShuffleUnit(36, 3), GroupedShuffleUnit(36, 3), width=36),
+        lambda: classifier(
+            conv(3, 36), GroupedShuffleUnit(36, 3), GroupedShuffleUnit(36, 3), width=36
+        ),
         image(),
     ),
-    "ShuffleNet v2": (lambda: classifier(conv(3, 16), ShuffleUnit(16), ShuffleUnit(16), width=16), image()),
+    "ShuffleNet v2": (
+        lambda: classifier(conv(3, 16), ShuffleUnit(16), ShuffleUnit(16), width=16),
+        image(),
+    ),
     "ConvNeXt": (
-        of_transformers("convnext", _CLASSES, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=32),
+        of_transformers(
+            "convnext", _CLASSES, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], image_size=32
+        ),
         image(),
     ),
     "ViT": (of_transformers("vit", _CLASSES, intermediate_size=48, **_VISION), image()),
@@ -241,7 +296,10 @@ MODELS: dict[str, Model] = {
     "GRU": (lambda: Recurrent(nn.GRU, 2, False), words),
     "ESPCN": (espcn, image(8, 1)),
     "BERT": (of_transformers("bert", "text-classification", **_TEXT), words),
-    "Llama": (of_transformers("llama", "text-generation", num_key_value_heads=2, head_dim=8, **_TEXT), words),
+    "Llama": (
+        of_transformers("llama", "text-generation", num_key_value_heads=2, head_dim=8, **_TEXT),
+        words,
+    ),
     "U-Net": (UNet, image()),
 }
 
@@ -268,7 +326,9 @@ def elements(recipe: Any, numbers: dict[str, np.ndarray]) -> list[np.ndarray]:
         "reshape": lambda array: array.reshape(setting),
         "unsqueeze": lambda array: np.expand_dims(array, tuple(setting)),
         "squeeze": lambda array: np.squeeze(array, tuple(setting) or None),
-        "expand": lambda array: np.broadcast_to(array, np.broadcast_shapes(array.shape, tuple(setting))),
+        "expand": lambda array: np.broadcast_to(
+            array, np.broadcast_shapes(array.shape, tuple(setting))
+        ),
         "take": lambda array: np.take(array, setting[1], setting[0]),
         "slice": lambda array: np.take(array, range(*setting[1:]), setting[0]),
     }
@@ -293,7 +353,8 @@ def kept_of(model: nn.Module, pruned: onnx.ModelProto) -> Kept:
         places = np.nonzero(stays[array])
         if len(places[0]):
             kept[name] = [np.unique(axis) for axis in places]
-    for name, table in tensors.items():  # Swin's biases of heads, which GatherND looks up: no recipe says which stay
+    # Swin's biases of heads, which GatherND looks up: no recipe says which stay
+    for name, table in tensors.items():
         attention, found, _ = name.partition(".relative_position_bias.")
         if found and table.is_floating_point():
             size = model.get_submodule(attention).head_dim
@@ -339,7 +400,10 @@ def shrink(model: nn.Module, kept: Kept) -> nn.Module:
         elif isinstance(module, nn.LayerNorm):
             module.normalized_shape = tuple(module.weight.shape)
         elif isinstance(module, nn.RNNBase):
-            module.input_size, module.hidden_size = module.weight_ih_l0.shape[1], module.weight_hh_l0.shape[1]
+            module.input_size, module.hidden_size = (
+                module.weight_ih_l0.shape[1],
+                module.weight_hh_l0.shape[1],
+            )
             module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
     return smaller.eval()
 
@@ -385,10 +449,14 @@ def compared(name: str, folder: Path, amount: float = 0.25) -> Row:
     names = [value.name for value in session.get_inputs()]
     found = session.run(None, {name: arg.numpy() for name, arg in zip(names, args, strict=True)})[0]
     difference = float(np.abs(found - outputs_of(smaller, args)).max())
-    together = any(type(module).__name__.endswith(("LayerNorm", "RMSNorm")) for module in model.modules())
+    together = any(
+        type(module).__name__.endswith(("LayerNorm", "RMSNorm")) for module in model.modules()
+    )
     zeros = None if together else float(np.abs(found - outputs_of(masked(model, kept), args)).max())
     share = result.modules[""].sparsity
-    return Row(name, len(result.cut), len(result.whole), share, float(found.std()), difference, zeros)
+    return Row(
+        name, len(result.cut), len(result.whole), share, float(found.std()), difference, zeros
+    )
 
 
 def spread(model: nn.Module) -> nn.Module:
@@ -398,7 +466,9 @@ def spread(model: nn.Module) -> nn.Module:
             if tensor.is_floating_point() and tensor.dim():
                 values = torch.randn_like(tensor)
                 inputs = tensor[0].numel()  # of each result, so that results stay of one size
-                tensor.copy_(values * (2 / inputs) ** 0.5 if tensor.dim() > 1 else 1 + values.abs() * 0.5)
+                tensor.copy_(
+                    values * (2 / inputs) ** 0.5 if tensor.dim() > 1 else 1 + values.abs() * 0.5
+                )
     return model.eval()
 
 
@@ -412,7 +482,10 @@ def pruned_by_torch_pruning(name: str) -> str:
     try:
         before = sum(parameter.numel() for parameter in model.parameters())
         pruner = torch_pruning.pruner.MetaPruner(
-            model, args, importance=torch_pruning.importance.MagnitudeImportance(p=1), pruning_ratio=0.25
+            model,
+            args,
+            importance=torch_pruning.importance.MagnitudeImportance(p=1),
+            pruning_ratio=0.25,
         )
         pruner.step()
         outputs_of(model, args)
@@ -422,9 +495,15 @@ def pruned_by_torch_pruning(name: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=list(MODELS), metavar="MODEL", help="Models, by their names.")
-    parser.add_argument("--torch-pruning", action="store_true", help="Only what torch-pruning does.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", default=list(MODELS), metavar="MODEL", help="Models, by their names."
+    )
+    parser.add_argument(
+        "--torch-pruning", action="store_true", help="Only what torch-pruning does."
+    )
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     chosen = [name for name in MODELS if name.lower() in [each.lower() for each in options.only]]

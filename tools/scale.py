@@ -55,10 +55,17 @@ class _Builder:
 
     def model(self, last: str) -> onnx.ModelProto:
         shape = ["batch", 16, FEATURES]
-        ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x", last)]
+        ends = [
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+            for name in ("x", last)
+        ]
         graph = onnx.helper.make_graph(self.nodes, "Net", ends[:1], ends[1:], self.weights)
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-        onnx.helper.set_model_props(model, {"htp.version": "1", "htp.modules": json.dumps(self.modules)})
+        model = onnx.helper.make_model(
+            graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
+        )
+        onnx.helper.set_model_props(
+            model, {"htp.version": "1", "htp.modules": json.dumps(self.modules)}
+        )
         return model
 
 
@@ -77,7 +84,9 @@ def wide(size: int) -> onnx.ModelProto:
             matrix = built.weight(f"{inside}.weight", [FEATURES, FEATURES])
             bias = built.weight(f"{inside}.bias", [FEATURES])
             for op in _STEPS:
-                given = {"MatMul": [last, matrix], "Add": [last, bias], "Mul": [last, skip]}.get(op, [last])
+                given = {"MatMul": [last, matrix], "Add": [last, bias], "Mul": [last, skip]}.get(
+                    op, [last]
+                )
                 last = built.node(op, given, inside)
         last = built.node("Neg", [built.node("Add", [last, skip], path)], path)
     return built.model(last)
@@ -114,7 +123,9 @@ def commands(folder: Path, module: str) -> dict[str, Callable[[], object]]:
         "extract": lambda: _command("extract", file, module, "-o", folder / "part.onnx"),
         "splice": lambda: _command("splice", file, module, folder / "part.onnx", "-o", made),
         "functions": lambda: _command("functions", file, "**", "-o", folder / "nested.onnx"),
-        "functions --undo": lambda: _command("functions", folder / "nested.onnx", "--undo", "-o", made),
+        "functions --undo": lambda: _command(
+            "functions", folder / "nested.onnx", "--undo", "-o", made
+        ),
         "partition": lambda: _command("partition", file, "2", "-o", folder / "stages"),
         "carry": lambda: _command("carry", file, folder / "untagged.onnx", "-o", made),
         "view": lambda: _command("view", file, "-o", folder / "page.html"),
@@ -182,7 +193,9 @@ def _measured(run: Callable[[], object]) -> float | str:
     with os.fdopen(reading) as pipe:
         said = pipe.read()
     _, status = os.waitpid(child, 0)
-    result: float | str = json.loads(said or json.dumps(f"ended with {os.waitstatus_to_exitcode(status)}"))
+    result: float | str = json.loads(
+        said or json.dumps(f"ended with {os.waitstatus_to_exitcode(status)}")
+    )
     return result
 
 
@@ -204,13 +217,23 @@ def run(sizes: Sequence[int], levels: Sequence[int], only: Sequence[str]) -> Non
         found: dict[int, dict[str, float | str]] = {}
         for count in counts:
             command = [sys.executable, str(Path(__file__).resolve()), shape, str(count), *only]
-            found[count] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
+            found[count] = json.loads(
+                subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+            )
         if not found:
             continue
         print(f"{shape}: " + ", ".join(f"{count:,}" for count in found))
         for command in next(iter(found.values())):
-            cells = {count: spent for count, each in found.items() if isinstance(spent := each[command], float)}
-            faults = [f"{count}: {each[command]}" for count, each in found.items() if isinstance(each[command], str)]
+            cells = {
+                count: spent
+                for count, each in found.items()
+                if isinstance(spent := each[command], float)
+            }
+            faults = [
+                f"{count}: {each[command]}"
+                for count, each in found.items()
+                if isinstance(each[command], str)
+            ]
             times = "  ".join(f"{spent:7.2f}" for spent in cells.values())
             slope = f"n^{exponent(cells):.2f}" if len(cells) > 1 else ""
             print(f"  {command:24} {times}  {slope} {'; '.join(faults)[:200]}", flush=True)

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 _SIDE, _LEFT, _TOP, _GAP = 300, 60, 60, 50
-_COLORS = ("#1f77b4", "#d62728", "#2ca02c", "#ff7f0e", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f", "#17becf")
+_COLORS = (
+    "#1f77b4",
+    "#d62728",
+    "#2ca02c",
+    "#ff7f0e",
+    "#9467bd",
+    "#8c564b",
+    "#e377c2",
+    "#7f7f7f",
+    "#17becf",
+)
 
 
 @dataclass(frozen=True)
@@ -43,7 +53,9 @@ def correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
     return both / apart if apart else math.nan
 
 
-def scatter(panels: Mapping[str, Sequence[Dot]], bands: Mapping[str, tuple[float, float]], note: str) -> str:
+def scatter(
+    panels: Mapping[str, Sequence[Dot]], bands: Mapping[str, tuple[float, float]], note: str
+) -> str:
     """Draw panels.
 
     Args:
@@ -54,15 +66,22 @@ def scatter(panels: Mapping[str, Sequence[Dot]], bands: Mapping[str, tuple[float
     dots = [dot for found in panels.values() for dot in found]
     groups = list(dict.fromkeys(dot.group for dot in dots))
     colors = {group: _COLORS[place % len(_COLORS)] for place, group in enumerate(groups)}
-    ends = [value for dot in dots for value in dot.spread] + [value for band in bands.values() for value in band]
+    ends = [value for dot in dots for value in dot.spread] + [
+        value for band in bands.values() for value in band
+    ]
     low, high = math.floor(min(*ends, 1.0) * 10) / 10, math.ceil(max(*ends, 1.0) * 10) / 10
-    width, height = _LEFT + len(panels) * (_SIDE + _GAP), _TOP + _SIDE + 70 + 16 * math.ceil(len(groups) / 3)
+    width, height = (
+        _LEFT + len(panels) * (_SIDE + _GAP),
+        _TOP + _SIDE + 70 + 16 * math.ceil(len(groups) / 3),
+    )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif" '
         f'font-size="11"><rect width="100%" height="100%" fill="white"/>'
     ]
     for place, (title, found) in enumerate(panels.items()):
-        parts += _panel(title, found, bands[title], _LEFT + place * (_SIDE + _GAP), (low, high), colors)
+        parts += _panel(
+            title, found, bands[title], _LEFT + place * (_SIDE + _GAP), (low, high), colors
+        )
     for place, group in enumerate(groups):
         x, y = _LEFT + place % 3 * 210, _TOP + _SIDE + 50 + 16 * (place // 3)
         parts.append(f'<circle cx="{x}" cy="{y - 4}" r="4" fill="{colors[group]}"/>')
@@ -97,7 +116,9 @@ def _panel(
     ticks, under = (0.25, 0.5, 0.75, 1.0), _TOP + _SIDE + 15
     parts += (f'<text x="{across(x)}" y="{under}" text-anchor="middle">{x:g}</text>' for x in ticks)
     sides = (ends[0], 1.0, ends[1])
-    parts += (f'<text x="{left - 4}" y="{down(y) + 4}" text-anchor="end">{y:.1f}</text>' for y in sides)
+    parts += (
+        f'<text x="{left - 4}" y="{down(y) + 4}" text-anchor="end">{y:.1f}</text>' for y in sides
+    )
     for dot in dots:
         x, color = across(dot.x), colors[dot.group]
         parts.append(

@@ -28,11 +28,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.peak_memory import own_peak, peak_of
 
 SHARD_BYTES = 500_000_000
-WIDTH = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "num_key_value_heads": 16}
+WIDTH = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+}
 VOCABULARY = 32000
 
 
-def write_checkpoint(folder: Path, gigabytes: float, shard_bytes: int = SHARD_BYTES, **changes: Any) -> int:
+def write_checkpoint(
+    folder: Path, gigabytes: float, shard_bytes: int = SHARD_BYTES, **changes: Any
+) -> int:
     """Write a Llama with random weights, never holding more than one shard, and return the bytes of its weights.
 
     Args:
@@ -74,9 +81,21 @@ def write_checkpoint(folder: Path, gigabytes: float, shard_bytes: int = SHARD_BY
     return _bytes(model)
 
 
-def export(source: Path, output: Path, options: Sequence[str] = ("--stream-weights",)) -> tuple[float, int]:
+def export(
+    source: Path, output: Path, options: Sequence[str] = ("--stream-weights",)
+) -> tuple[float, int]:
     """Export a folder in a process of its own, and return the seconds, and the bytes of its peak."""
-    command = [sys.executable, "-m", "htp_export", "export", str(source), "-o", str(output), "--quiet", *options]
+    command = [
+        sys.executable,
+        "-m",
+        "htp_export",
+        "export",
+        str(source),
+        "-o",
+        str(output),
+        "--quiet",
+        *options,
+    ]
     start = time.perf_counter()
     peak = peak_of(command)
     return time.perf_counter() - start, peak
@@ -88,7 +107,9 @@ def _bytes(model: torch.nn.Module) -> int:
 
 def main() -> None:
     """Write the checkpoint, export it, and print what it took."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gigabytes", type=float, default=6.0)
     parser.add_argument("--folder", type=Path, help="where the files go for the time being")
     parser.add_argument("--in-memory", action="store_true", help="export without --stream-weights")
@@ -100,7 +121,9 @@ def main() -> None:
         shards = len(list((folder / "model").glob("*.safetensors")))
         options = [*([] if chosen.in_memory else ["--stream-weights"]), *chosen.options]
         seconds, peak = export(folder / "model", folder / "model.onnx", options)
-        print(f"checkpoint {size / 1e9:.2f} GB in {shards} shards; writing it took {own_peak() / 1e9:.2f} GB of memory")
+        print(
+            f"checkpoint {size / 1e9:.2f} GB in {shards} shards; writing it took {own_peak() / 1e9:.2f} GB of memory"
+        )
         print(f"export {seconds:.0f} s, peak {peak / 1e9:.2f} GB")
     finally:
         shutil.rmtree(folder)

@@ -45,16 +45,31 @@ BUSY = 8  # times its processor time an architecture may take, on a machine that
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--results", type=Path, required=True, help="JSON lines; rows are added")
-    parser.add_argument("--only", nargs="*", default=[], help="names, with or without the library, or libraries: timm/")
+    parser.add_argument(
+        "--only",
+        nargs="*",
+        default=[],
+        help="names, with or without the library, or libraries: timm/",
+    )
     parser.add_argument("--again", action="store_true", help="also those that are done")
-    parser.add_argument("--seconds", type=int, default=150, help="of processor time, for one architecture")
-    parser.add_argument("--gigabytes", type=float, default=12, help="of address space, for one architecture")
-    parser.add_argument("--table", type=Path, help="write this page from the results, and export nothing")
+    parser.add_argument(
+        "--seconds", type=int, default=150, help="of processor time, for one architecture"
+    )
+    parser.add_argument(
+        "--gigabytes", type=float, default=12, help="of address space, for one architecture"
+    )
+    parser.add_argument(
+        "--table", type=Path, help="write this page from the results, and export nothing"
+    )
     options = parser.parse_args()
     if options.table:
-        options.table.write_text(page(results(options.results).values(), len(subjects())), encoding="utf-8")
+        options.table.write_text(
+            page(results(options.results).values(), len(subjects())), encoding="utf-8"
+        )
         return 0
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -72,7 +87,8 @@ def main() -> int:
 
 def chosen(name: str, only: Iterable[str]) -> bool:
     return any(
-        name == each or name.endswith("/" + each) or (each.endswith("/") and name.startswith(each)) for each in only
+        name == each or name.endswith("/" + each) or (each.endswith("/") and name.startswith(each))
+        for each in only
     )
 
 
@@ -88,13 +104,21 @@ def warm_up() -> None:
     """Import what every architecture needs, once: each process is a fork of this one."""
     with contextlib.suppress(Exception):  # without it, the models that need it say so
         torchvision_without_operators()
-    for name in ("transformers", "transformers.exporters", "transformers.exporters.exporter_onnx", "timm", "diffusers"):
+    for name in (
+        "transformers",
+        "transformers.exporters",
+        "transformers.exporters.exporter_onnx",
+        "timm",
+        "diffusers",
+    ):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     with tempfile.TemporaryDirectory() as folder:
         for dynamo in (True, False):
             path = Path(folder) / "model.onnx"
-            htp_export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),), path, dynamo=dynamo, verbose=False)
+            htp_export.export(
+                torch.nn.Linear(2, 2), (torch.ones(1, 2),), path, dynamo=dynamo, verbose=False
+            )
 
 
 def run_alone(subject: Subject, seconds: int, gigabytes: float) -> Row:
@@ -116,11 +140,17 @@ def run_alone(subject: Subject, seconds: int, gigabytes: float) -> Row:
             time.sleep(0.05)
         if not ended and status[1]:
             code = os.waitstatus_to_exitcode(status[1])
-            ended = f"stopped after {seconds} s" if -code == signal.SIGXCPU else f"process ended with {code}"
+            ended = (
+                f"stopped after {seconds} s"
+                if -code == signal.SIGXCPU
+                else f"process ended with {code}"
+            )
             if (error := noted.with_suffix(".error")).exists():
                 ended = error.read_text(encoding="utf-8").splitlines()[-1]
         row: Row = (
-            json.loads(noted.read_text(encoding="utf-8")) if noted.exists() else {"name": subject.name, "stage": ""}
+            json.loads(noted.read_text(encoding="utf-8"))
+            if noted.exists()
+            else {"name": subject.name, "stage": ""}
         )
         row["seconds"] = round(time.monotonic() - began, 1)
         return {**row, "ended": f"{ended} ({row['stage']})"} if ended else row

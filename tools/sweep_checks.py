@@ -54,10 +54,15 @@ def examine(subject: Subject, folder: Path, note: Callable[[Row], None]) -> Row:
             first, again = leaves(model(**inputs)), leaves(model(**inputs))
     except Exception as error:
         return {**row, "error": said(error)}
-    row["class"], row["parameters"] = type(model).__name__, sum(each.numel() for each in model.parameters())
+    row["class"], row["parameters"] = (
+        type(model).__name__,
+        sum(each.numel() for each in model.parameters()),
+    )
     row["modules"] = sum(1 for _ in model.modules())
     row["torch_first"] = len(subject.name) % 2 == 0  # the first export of a process takes longer
-    row["random"] = not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True))
+    row["random"] = not all(
+        torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, again, strict=True)
+    )
     for exporter in EXPORTERS:
         one: Row = {}
         row[exporter] = one
@@ -67,7 +72,9 @@ def examine(subject: Subject, folder: Path, note: Callable[[Row], None]) -> Row:
             row["stage"] = f"{exporter}, {who}"
             note(row)
             files[who].parent.mkdir(parents=True)
-            one[who] = attempted(calls[who], copied_model(model), inputs, files[who], exporter == "dynamo")
+            one[who] = attempted(
+                calls[who], copied_model(model), inputs, files[who], exporter == "dynamo"
+            )
         row["stage"] = f"{exporter}, comparison"
         note(row)
         if "error" not in one["torch"] and "error" not in one["ours"]:
@@ -84,7 +91,9 @@ def examine(subject: Subject, folder: Path, note: Callable[[Row], None]) -> Row:
     return row
 
 
-def attempted(call: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, path: Path, dynamo: bool) -> Row:
+def attempted(
+    call: Callable[..., Any], model: torch.nn.Module, inputs: Inputs, path: Path, dynamo: bool
+) -> Row:
     """How much processor time an export took, or why it failed."""
     began = time.process_time()  # what else the machine does is not counted
     try:
@@ -164,7 +173,10 @@ def read(path: Path) -> onnx.ModelProto:
 def said(error: BaseException) -> str:
     """Kind and first line of an error; of one that torch wraps, the innermost."""
     inner = error
-    while type(inner).__name__ in ("ConversionError", "OnnxExporterError", "TorchExportError") and inner.__cause__:
+    while (
+        type(inner).__name__ in ("ConversionError", "OnnxExporterError", "TorchExportError")
+        and inner.__cause__
+    ):
         inner = inner.__cause__
     lines = [line.strip() for line in str(inner).splitlines() if line.strip()] or [""]
     return f"{type(inner).__name__}: {lines[0]}"[:300]

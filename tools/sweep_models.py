@@ -14,7 +14,8 @@ from tools.sweep_checks import Inputs, Subject
 
 Built = tuple[torch.nn.Module, Inputs]
 
-LARGEST = 40_000_000  # parameters; of two ways to shrink a config, the one that stays below it is taken
+# parameters; of two ways to shrink a config, the one that stays below it is taken
+LARGEST = 40_000_000
 
 # By family, the most used first; families are mixed when the sweep runs, so that a part of it says something of each.
 TRANSFORMERS = {
@@ -104,19 +105,28 @@ OVERRIDES: Mapping[str, Mapping[str, object]] = {
         "attention_head_dim": 32,
     },
     "align": {"projection_dim": 256},
-    "canine": {"downsampling_rate": 2},  # so that padding is left: without any, masks are made in traces alone
+    # so that padding is left: without any, masks are made in traces alone
+    "canine": {"downsampling_rate": 2},
     "codegen": {"rotary_dim": 8},
     "cvt": {"num_heads": [1, 2, 2], "embed_dim": [32, 32, 32], "depth": [1, 2, 3]},
     "deepseek_v2": {"num_key_value_heads": 4, "num_experts_per_tok": 2},
     "deepseek_v3": {"num_key_value_heads": 4},
-    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "bamba": {
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 16,
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "n_groups": 2, "chunk_size": 8},
     "wav2vec2": {"num_conv_pos_embedding_groups": 4, "conv_dim": [32] * 7},
     "switch_transformers": {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
 }
 
 # Of those without a base model.
-TASKS: Mapping[str, str] = {"depth_anything": "depth-estimation", "upernet": "semantic-segmentation"}
+TASKS: Mapping[str, str] = {
+    "depth_anything": "depth-estimation",
+    "upernet": "semantic-segmentation",
+}
 
 # Shapes of inputs that a config does not describe.
 _SERIES = {
@@ -230,9 +240,12 @@ def transformers_model(name: str) -> Built:
             model = load_model(name, task=TASKS.get(name), random_weights=True, overrides=overrides)
             if sum(each.numel() for each in model.parameters()) > LARGEST:
                 raise ValueError("no way to shrink its config was found")
-            inputs = dict(example_inputs(model, shapes={**text_shape(model), **SHAPES.get(name, {})}))
+            inputs = dict(
+                example_inputs(model, shapes={**text_shape(model), **SHAPES.get(name, {})})
+            )
             if "decoder_input_ids" in inputs:
-                inputs["decoder_input_ids"] %= TOKENS  # the config of a decoder keeps its usual first token
+                # the config of a decoder keeps its usual first token
+                inputs["decoder_input_ids"] %= TOKENS
             with torch.no_grad():
                 model(**inputs)
         except Exception as error:  # of all kinds: numbers that do not fit together
@@ -244,7 +257,11 @@ def transformers_model(name: str) -> Built:
 
 def overridden(small: Mapping[str, object], own: Mapping[str, object]) -> dict[str, object]:
     """The settings of both; those below one that is given as a whole are left out."""
-    kept = {key: value for key, value in small.items() if not any(key.startswith(given + ".") for given in own)}
+    kept = {
+        key: value
+        for key, value in small.items()
+        if not any(key.startswith(given + ".") for given in own)
+    }
     return {**kept, **own}
 
 
@@ -272,34 +289,55 @@ def x_decoder() -> Built:
     from x_transformers import Decoder, TransformerWrapper
 
     layers = Decoder(dim=64, depth=2, heads=4, rotary_pos_emb=True, attn_dim_head=16)
-    return _spread(TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=layers)), {"x": _tokens()}
+    return _spread(TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=layers)), {
+        "x": _tokens()
+    }
 
 
 def x_encoder() -> Built:
     from x_transformers import Encoder, TransformerWrapper
 
     layers = Encoder(dim=64, depth=2, heads=4, use_rmsnorm=True, ff_glu=True, attn_dim_head=16)
-    return _spread(TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=layers)), {"x": _tokens()}
+    return _spread(TransformerWrapper(num_tokens=100, max_seq_len=32, attn_layers=layers)), {
+        "x": _tokens()
+    }
 
 
 def simple_vit() -> Built:
     from vit_pytorch import SimpleViT
 
-    made = SimpleViT(image_size=32, patch_size=8, num_classes=10, dim=64, depth=2, heads=4, mlp_dim=128)
+    made = SimpleViT(
+        image_size=32, patch_size=8, num_classes=10, dim=64, depth=2, heads=4, mlp_dim=128
+    )
     return _spread(made), {"img": _noise(1, 3, 32, 32)}
 
 
 def cct() -> Built:
     from vit_pytorch.cct import CCT
 
-    made = CCT(img_size=32, embedding_dim=64, n_conv_layers=1, kernel_size=3, num_layers=2, num_heads=4, num_classes=10)
+    made = CCT(
+        img_size=32,
+        embedding_dim=64,
+        n_conv_layers=1,
+        kernel_size=3,
+        num_layers=2,
+        num_heads=4,
+        num_classes=10,
+    )
     return _spread(made), {"x": _noise(1, 3, 32, 32)}
 
 
 def monai_unet() -> Built:
     from monai.networks.nets import UNet
 
-    made = UNet(spatial_dims=2, in_channels=1, out_channels=2, channels=(8, 16, 32), strides=(2, 2), num_res_units=1)
+    made = UNet(
+        spatial_dims=2,
+        in_channels=1,
+        out_channels=2,
+        channels=(8, 16, 32),
+        strides=(2, 2),
+        num_res_units=1,
+    )
     return _spread(made), {"x": _noise(1, 1, 32, 32)}
 
 
@@ -344,7 +382,9 @@ def subjects() -> dict[str, Subject]:
             made[f"transformers/{name}"] = _of(transformers_model, name)
         if place == 2:
             made.update({f"timm/{name}": _of(timm_model, name) for name in TIMM.split()[:4]})
-            made.update({f"diffusers/{name}": _of(diffusers_model, name) for name in list(DIFFUSERS)[:2]})
+            made.update(
+                {f"diffusers/{name}": _of(diffusers_model, name) for name in list(DIFFUSERS)[:2]}
+            )
             made.update(OTHERS)
     made.update({f"diffusers/{name}": _of(diffusers_model, name) for name in DIFFUSERS})
     made.update({f"timm/{name}": _of(timm_model, name) for name in TIMM.split()})

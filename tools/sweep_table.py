@@ -96,7 +96,9 @@ def summary(rows: list[Row], listed: int) -> str:
         compared = [cell for cell in ours if cell.comparable]
         same = f"{sum(cell.one.get('difference') == '' for cell in both)} of {len(both)}"
         same = "" if exporter == "transformers" else same
-        exact, total = (sum(cell.one.get(key, 0) for cell in compared) for key in ("exact", "total"))
+        exact, total = (
+            sum(cell.one.get(key, 0) for cell in compared) for key in ("exact", "total")
+        )
         ratios = [cell.one["ratio"] for cell in both if "ratio" in cell.one]
         lines.append(
             f"| {_SHORT.get(exporter, exporter)} | {len(theirs)} | {len(ours)} | {len(both)} of {len(theirs)} | {same} "
@@ -105,7 +107,9 @@ def summary(rows: list[Row], listed: int) -> str:
             f"| {f'{statistics.median(ratios):.2f}' if ratios else ''} |"
         )
     missed = [row["name"] for row in built if missing(row)]
-    lines.append(f"\nExported by one of the others, and by us with none: {', '.join(missed) or 'none'}.\n")
+    lines.append(
+        f"\nExported by one of the others, and by us with none: {', '.join(missed) or 'none'}.\n"
+    )
     return "\n".join(lines)
 
 
@@ -129,7 +133,9 @@ class _Cell:
         self.our: Row = self.one.get("ours", {})
         self.theirs = "seconds" in self.others if own else "error" not in self.one
         self.ours = "seconds" in self.our if own else "ours" in self.one and "error" not in self.our
-        self.comparable = not row.get("random") and bool(self.one.get("agrees")) and "exact" in self.one
+        self.comparable = (
+            not row.get("random") and bool(self.one.get("agrees")) and "exact" in self.one
+        )
 
 
 def _cells(row: Row, reasons: dict[str, int]) -> tuple[str, ...]:
@@ -150,8 +156,14 @@ def _found(row: Row, exporter: str, reasons: dict[str, int]) -> str:
     theirs = "" if cell.theirs else _note(_why(cell.others, row), reasons)
     if not cell.ours:
         ours = _note(_why(cell.our if own else cell.our or cell.others, row), reasons)
-        return f"no {ours}" if ours == theirs else f"no {ours}, {others}: {f'no {theirs}' if theirs else 'yes'}"
-    return ", ".join(["yes", *([f"{others}: no {theirs}"] if theirs else []), *_faults(row, cell, reasons)])
+        return (
+            f"no {ours}"
+            if ours == theirs
+            else f"no {ours}, {others}: {f'no {theirs}' if theirs else 'yes'}"
+        )
+    return ", ".join(
+        ["yes", *([f"{others}: no {theirs}"] if theirs else []), *_faults(row, cell, reasons)]
+    )
 
 
 def _faults(row: Row, cell: _Cell, reasons: dict[str, int]) -> Iterator[str]:
@@ -178,7 +190,8 @@ def _why(found: Row, row: Row) -> str:
 
 
 def _note(reason: str, reasons: dict[str, int]) -> str:
-    reason = re.sub(r"\w+\.forward\(\)", "forward()", reason)  # one fault of many classes is one reason
+    # one fault of many classes is one reason
+    reason = re.sub(r"\w+\.forward\(\)", "forward()", reason)
     return f"({reasons.setdefault(reason, len(reasons) + 1)})"
 
 

@@ -36,7 +36,12 @@ from htp_export import tools
 from tests.truth import Judge, owners_of, tree_of
 
 Inputs = dict[str, torch.Tensor]
-SMALL = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 128}
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+}
 
 
 def text() -> Inputs:
@@ -56,7 +61,9 @@ def gpt2() -> tuple[torch.nn.Module, Inputs]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     size = {"n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 1000}
-    return GPT2LMHeadModel(GPT2Config(**size, use_cache=False, bos_token_id=0, eos_token_id=0)), text()
+    return GPT2LMHeadModel(
+        GPT2Config(**size, use_cache=False, bos_token_id=0, eos_token_id=0)
+    ), text()
 
 
 def vit() -> tuple[torch.nn.Module, Inputs]:
@@ -68,16 +75,25 @@ def vit() -> tuple[torch.nn.Module, Inputs]:
 def resnet() -> tuple[torch.nn.Module, Inputs]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1], layer_type="basic")
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 64], depths=[1, 2, 1], layer_type="basic"
+    )
     return ResNetForImageClassification(config), {"pixel_values": torch.randn(2, 3, 64, 64)}
 
 
 def whisper() -> tuple[torch.nn.Module, Inputs]:
     from transformers import WhisperConfig, WhisperModel
 
-    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    heads = {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+    }
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-    config = WhisperConfig(d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=1000, **heads, **tokens)
+    config = WhisperConfig(
+        d_model=64, encoder_layers=2, decoder_layers=1, vocab_size=1000, **heads, **tokens
+    )
     return WhisperModel(config).encoder, {"input_features": torch.randn(2, 80, 3000)}
 
 
@@ -106,17 +122,24 @@ ROWS = {
     "onnxscript": Row("onnxscript"),
     "onnxscript, fusions": Row("onnxscript", lambda _path, _inputs: {"fusions": True}),
     **{
-        f"onnxruntime {level}": Row("onnxruntime", lambda _path, _inputs, level=level: {"level": level})
+        f"onnxruntime {level}": Row(
+            "onnxruntime", lambda _path, _inputs, level=level: {"level": level}
+        )
         for level in ("basic", "extended", "all")
     },
     "onnxruntime_transformers": Row(
-        "onnxruntime_transformers", lambda _path, _inputs: {"num_heads": 4, "hidden_size": 64, "opt_level": 0}
+        "onnxruntime_transformers",
+        lambda _path, _inputs: {"num_heads": 4, "hidden_size": 64, "opt_level": 0},
     ),
     "version_converter": Row("version_converter", lambda _path, _inputs: {"opset": 21}),
-    "symbolic_shape_infer": Row("symbolic_shape_infer", lambda _path, _inputs: {"auto_merge": True}),
+    "symbolic_shape_infer": Row(
+        "symbolic_shape_infer", lambda _path, _inputs: {"auto_merge": True}
+    ),
     "float16": Row("float16", lambda _path, _inputs: {"keep_io_types": True}, exact=False),
     "quantize_dynamic": Row("quantize_dynamic", exact=False),
-    "quantize_static": Row("quantize_static", lambda path, inputs: {"data": [feeds(path, inputs)]}, exact=False),
+    "quantize_static": Row(
+        "quantize_static", lambda path, inputs: {"data": [feeds(path, inputs)]}, exact=False
+    ),
     "matmul_nbits": Row("matmul_nbits", lambda _path, _inputs: {"block_size": 32}, exact=False),
 }
 
@@ -189,7 +212,9 @@ def cells(model_name: str, exporter: str, names: Iterable[str], folder: Path) ->
     spread(model)
     path = folder / "model.onnx"
     with torch.no_grad(), contextlib.redirect_stdout(io.StringIO()):
-        htp_export.export(model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False)
+        htp_export.export(
+            model, (), path, kwargs=inputs, dynamo=exporter == "dynamo", verbose=False
+        )
     wrong = inexact(model, inputs, path)
     yield str(len(onnx.load(str(path)).graph.node))
     for name in names:
@@ -200,7 +225,9 @@ def cells(model_name: str, exporter: str, names: Iterable[str], folder: Path) ->
 
 def main() -> None:
     """Read the command line and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--models", nargs="+", choices=[*MODELS], default=[*MODELS])
     parser.add_argument("--tools", nargs="+", choices=[*ROWS], default=[*ROWS])
     parser.add_argument("--exporter", choices=["dynamo", "torchscript", "both"], default="both")

@@ -1,9 +1,9 @@
 """The counterpart of each tensor of a tool's result in the original model, by value number.
 
-Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being equal by name or by
-contents; names of tensors; names of nodes, or of their outputs. Then backwards from the outputs: a node that remains
-reads what it read before. If that contradicts a name, another tensor took over the name, as in optimisers that fold
-BatchNorm into a Conv.
+Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being
+equal by name or by contents; names of tensors; names of nodes, or of their outputs. Then backwards
+from the outputs: a node that remains reads what it read before. If that contradicts a name, another
+tensor took over the name, as in optimisers that fold BatchNorm into a Conv.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, mov
 if TYPE_CHECKING:
     from htp_export.alignment.weight_similarity import Likeness
 
-_FEW = 4  # consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
+# consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
+_FEW = 4
 
 _LOOK_BACK = 40
 """Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
@@ -39,11 +40,15 @@ class AlignmentEvidence:
     """What is known of tensors after besides names and structure, by their places in the summary."""
 
     inputs: Mapping[int, int] = field(default_factory=dict)  # input → original input
-    weights: Mapping[int, Likeness] = field(default_factory=dict)  # weight, or what is made of weights → originals
-    values: Mapping[int, Likeness] = field(default_factory=dict)  # tensor → the original tensors with its numbers
-    unequal: Collection[int] = frozenset()  # tensors that were compared, and that have the numbers of no original
+    # weight, or what is made of weights → originals
+    weights: Mapping[int, Likeness] = field(default_factory=dict)
+    # tensor → the original tensors with its numbers
+    values: Mapping[int, Likeness] = field(default_factory=dict)
+    # tensors that were compared, and that have the numbers of no original
+    unequal: Collection[int] = frozenset()
     compared: Collection[int] = frozenset()  # original tensors that took part
-    idle: Mapping[int, int] = field(default_factory=dict)  # original node → the input that it gives back here
+    # original node → the input that it gives back here
+    idle: Mapping[int, int] = field(default_factory=dict)
 
 
 class Alignment:
@@ -52,20 +57,30 @@ class Alignment:
     by_consumers = False
     """Whether a tensor that equals several original ones is those of them that its consumers read."""
 
-    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None) -> None:
+    def __init__(
+        self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None
+    ) -> None:
         self.evidence = AlignmentEvidence() if evidence is None else evidence
         idle = self.evidence.idle.items()
         self.before, self.after = before, after
-        self.numbers = Numbering(before, {n: value for n, value in idle if moves(before.nodes[n].op, views=True)})
+        self.numbers = Numbering(
+            before, {n: value for n, value in idle if moves(before.nodes[n].op, views=True)}
+        )
         count = len(after.values) + 1
         self.counterpart = [NOTHING] * count  # number of the original
-        self.exact = [False] * count  # the same tensor; otherwise of another shape, layout or element type
-        self.named = [""] * count  # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
-        self.also: dict[int, tuple[int, ...]] = {}  # further original values that are equal to a value
-        self.parts: dict[int, tuple[int, ...]] = {}  # the original values that a value joins, its counterpart first
+        # the same tensor; otherwise of another shape, layout or element type
+        self.exact = [False] * count
+        # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
+        self.named = [""] * count
+        # further original values that are equal to a value
+        self.also: dict[int, tuple[int, ...]] = {}
+        # the original values that a value joins, its counterpart first
+        self.parts: dict[int, tuple[int, ...]] = {}
         self.known = set[int]()  # the numbers of all counterparts
         self._settled = set[int]()
-        self._node_names = {node.name: index for index, node in enumerate(before.nodes) if node.name}
+        self._node_names = {
+            node.name: index for index, node in enumerate(before.nodes) if node.name
+        }
         self._sources()
         self._look()
 
@@ -88,12 +103,19 @@ class Alignment:
     def numbers_of(self, value: int) -> set[int]:
         """The numbers of the original tensors that a value stands for: one, or those that it joins."""
         parts = self.parts.get(value)
-        numbers = {self.counterpart[value]} if parts is None else {self.numbers.number[part] for part in parts}
+        numbers = (
+            {self.counterpart[value]}
+            if parts is None
+            else {self.numbers.number[part] for part in parts}
+        )
         return numbers - {NOTHING}
 
     def alike(self, after: int, before: int) -> bool:
         """Whether two tensors can be the same, by shape and element type, as far as they are known."""
-        (sizes_after, kind), (sizes_before, before_kind) = self.after.shape(after), self.before.shape(before)
+        (sizes_after, kind), (sizes_before, before_kind) = (
+            self.after.shape(after),
+            self.before.shape(before),
+        )
         if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
             return False
         if sizes_after is None or sizes_before is None:
@@ -119,12 +141,17 @@ class Alignment:
     def keeps_name(self, value: int) -> bool:
         """Whether a value has the name of its original value."""
         origin = self.origin(value)
-        return origin != NOTHING and self.before.values[origin].name == self.after.values[value].name
+        return (
+            origin != NOTHING and self.before.values[origin].name == self.after.values[value].name
+        )
 
     def computed_alike(self, node: SummaryNode) -> list[int]:
         """For each output of a node, the original value that is computed from the same tensors in the same way."""
         reads = [self.counterpart[value] for value in node.inputs]
-        is_known = all(number != NOTHING or value == NOTHING for number, value in zip(reads, node.inputs, strict=True))
+        is_known = all(
+            number != NOTHING or value == NOTHING
+            for number, value in zip(reads, node.inputs, strict=True)
+        )
         found, count = self.numbers.made_by(node, reads) if is_known else None, len(node.outputs)
         return [*(found.outputs if found is not None else ()), *[NOTHING] * count][:count]
 
@@ -149,16 +176,27 @@ class Alignment:
             candidate = same
             if same == NOTHING:
                 renamed = self.evidence.weights.get(index)
-                candidate = before.find(value.name, value.scope) if renamed is None else renamed.originals[0]
-                if candidate != NOTHING and (before.values[candidate].content or not self.alike(index, candidate)):
+                candidate = (
+                    before.find(value.name, value.scope)
+                    if renamed is None
+                    else renamed.originals[0]
+                )
+                if candidate != NOTHING and (
+                    before.values[candidate].content or not self.alike(index, candidate)
+                ):
                     candidate = NOTHING  # the same name, but other contents
                 candidate = self.numbers.number[candidate]
             self.match(index, candidate, True)
         for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
             if len(ours) == len(theirs):
                 for index, original in zip(ours, theirs, strict=True):
-                    if self.counterpart[index] == NOTHING and self.after.values[index].kind != "initializer":
-                        self.match(index, self.numbers.number[original], self.alike(index, original))
+                    if (
+                        self.counterpart[index] == NOTHING
+                        and self.after.values[index].kind != "initializer"
+                    ):
+                        self.match(
+                            index, self.numbers.number[original], self.alike(index, original)
+                        )
 
     # --- forwards ---
 
@@ -168,16 +206,27 @@ class Alignment:
         if repeats(node) and self.counterpart[node.inputs[0]] != NOTHING and len(node.outputs) == 1:
             value, source = node.outputs[0], node.inputs[0]
             is_named = self.before.find(self.after.values[value].name, node.scope) != NOTHING
-            self.match(value, self.counterpart[source], self.exact[source], Reason.TENSOR if is_named else "")
+            self.match(
+                value,
+                self.counterpart[source],
+                self.exact[source],
+                Reason.TENSOR if is_named else "",
+            )
             return
-        for place, (value, same) in enumerate(zip(node.outputs, self.computed_alike(node), strict=True)):
+        for place, (value, same) in enumerate(
+            zip(node.outputs, self.computed_alike(node), strict=True)
+        ):
             if value == NOTHING or value in self._settled:
                 continue
             candidate = self._by_name(value, node)
             is_named = candidate != NOTHING
-            alike, named = is_named and self.alike(value, candidate), Reason.TENSOR if is_named else ""
+            alike, named = (
+                is_named and self.alike(value, candidate),
+                Reason.TENSOR if is_named else "",
+            )
             if same != NOTHING:
-                exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)  # else in its inputs' layout
+                # else in its inputs' layout
+                exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)
                 self.match(value, self.numbers.number[same], exact, named)
             elif is_named:
                 self.match(value, self.numbers.number[candidate], alike, named)
@@ -192,7 +241,11 @@ class Alignment:
         """The original output of this name; of constants that are known on both sides, one with the same contents."""
         found = self.after.values[value]
         candidate, content = self.before.find(found.name, node.scope), found.content
-        if candidate != NOTHING and content and self.before.values[candidate].content not in ("", content):
+        if (
+            candidate != NOTHING
+            and content
+            and self.before.values[candidate].content not in ("", content)
+        ):
             return self.numbers.constant(content)
         return candidate
 
@@ -212,7 +265,8 @@ class Alignment:
     def _may_make(self, node: SummaryNode, maker: int) -> bool:
         """Whether a node can replace an original one, by their operators.
 
-        One that replaces several may have the name of the last, and the operator of one shortly before (Conv, Relu).
+        One that replaces several may have the name of the last, and the operator of one shortly
+        before (Conv, Relu).
         """
         queue, seen, reads = [maker], {NOTHING}, {self.counterpart[value] for value in node.inputs}
         while queue and len(seen) <= _FEW:
@@ -276,7 +330,9 @@ class Alignment:
 
     def _move_alike(self, node: SummaryNode, old: SummaryNode) -> bool:
         """Whether two layout operators move their first input only, in the way that equal constants say."""
-        if self.after.live_inputs(node) != [node.inputs[0]] or self.before.live_inputs(old) != [old.inputs[0]]:
+        if self.after.live_inputs(node) != [node.inputs[0]] or self.before.live_inputs(old) != [
+            old.inputs[0]
+        ]:
             return False
         mine = [self.numbers.current(self.counterpart[value]) for value in node.inputs[1:]]
         return mine == [self.numbers.number[value] for value in old.inputs[1:]]
@@ -290,7 +346,14 @@ class Alignment:
         if node.op in COMMUTATIVE and len(mine) > 1:
             number = self.numbers.number
             for value in list(mine):
-                same = next((v for v in theirs if number[v] == self.numbers.current(self.counterpart[value])), None)
+                same = next(
+                    (
+                        v
+                        for v in theirs
+                        if number[v] == self.numbers.current(self.counterpart[value])
+                    ),
+                    None,
+                )
                 if same is not None:
                     mine.remove(value)
                     theirs.remove(same)
@@ -320,7 +383,9 @@ class Alignment:
             self.numbers.unite(mine, number)
             for node in between:
                 self.numbers.idle[node] = True
-        elif (exact or not moved) and (number not in self.known or self._is_given_back(reader, number)):
+        elif (exact or not moved) and (
+            number not in self.known or self._is_given_back(reader, number)
+        ):
             self.match(value, number, exact)
             self.known.add(number)
 
@@ -340,7 +405,9 @@ class Alignment:
 
     def _same_weights(self, node: SummaryNode) -> bool:
         """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
-        weights = (value for value in node.inputs if value != NOTHING and not self.after.live[value])
+        weights = (
+            value for value in node.inputs if value != NOTHING and not self.after.live[value]
+        )
         return all(self.counterpart[value] != NOTHING for value in weights)
 
     def _between(self, number: int, value: int) -> list[int] | None:
@@ -364,13 +431,16 @@ class Alignment:
         if self.counterpart[value] != NOTHING or NOTHING in (mine, theirs):
             return
         op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
-        if op == self.before.nodes[theirs].op or (known and not moves(op) and self.alike(value, original)):
+        if op == self.before.nodes[theirs].op or (
+            known and not moves(op) and self.alike(value, original)
+        ):
             self.match(value, self.numbers.number[original], self.alike(value, original))
 
     def _through(self, node: SummaryNode, origin: int) -> None:
         """Match the first computed tensor before layout operators with the original one.
 
-        Also if it has the name of an earlier node: a node may be named after the first of those that it replaces.
+        Also if it has the name of an earlier node: a node may be named after the first of those
+        that it replaces.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
         while self.counterpart[value] == NOTHING or self._named_after_less(value, origin):
@@ -379,7 +449,9 @@ class Alignment:
                 return
             if not moves(self.after.nodes[maker].op):
                 number = self._computed(origin)
-                exact = in_place and number == self.numbers.number[origin] and self.alike(value, origin)
+                exact = (
+                    in_place and number == self.numbers.number[origin] and self.alike(value, origin)
+                )
                 self.match(value, number, exact)
                 return
             in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
@@ -395,7 +467,11 @@ class Alignment:
     def _computed(self, value: int) -> int:
         """The number of the tensor before layout operators."""
         maker = self.before.maker[value]
-        while maker != NOTHING and moves(self.before.nodes[maker].op) and self.before.nodes[maker].inputs:
+        while (
+            maker != NOTHING
+            and moves(self.before.nodes[maker].op)
+            and self.before.nodes[maker].inputs
+        ):
             source = self.before.nodes[maker].inputs[0]
             if not self.before.live[source]:
                 break

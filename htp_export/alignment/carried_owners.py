@@ -36,7 +36,9 @@ class OwnersAfter:
         tree: The calls of the modules.
     """
 
-    def __init__(self, alignment: Alignment, works: Sequence[ReplacedNodes], tree: CallTree) -> None:
+    def __init__(
+        self, alignment: Alignment, works: Sequence[ReplacedNodes], tree: CallTree
+    ) -> None:
         self.before, self.after, self._works = alignment.before, alignment.after, works
         self._number = alignment.numbers.number
         self._originals = [Work(node.owners, node.call, node.reason) for node in self.before.nodes]
@@ -59,25 +61,35 @@ class OwnersAfter:
                 known[index] = settled[index]
             elif node.owners and self._agrees(node, work):
                 known[index] = Owned(node.owners, node.reason or work.reason, node.call, kept=True)
-            elif work.nodes and not any(self.before.nodes[original].owners for original in work.nodes):
+            elif work.nodes and not any(
+                self.before.nodes[original].owners for original in work.nodes
+            ):
                 known[index] = Owned((), work.reason)
             elif work.nodes:
                 replacements.append(Replacement(index, self._results(work.nodes), work.reason))
             elif work.ends and not node.owners:
                 known[index] = self.owned_by(work.ends, Reason.INSERTED)
-        owned = self._rule.owners(replacements, known, range(len(self._works)), _NodesAfter(self.after))
+        owned = self._rule.owners(
+            replacements, known, range(len(self._works)), _NodesAfter(self.after)
+        )
         return [owned.get(index) or Owned((), Reason.INSERTED) for index in range(len(self._works))]
 
-    def owned_by(self, originals: Iterable[int], reason: str, paths: tuple[str, ...] | None = None) -> Owned:
+    def owned_by(
+        self, originals: Iterable[int], reason: str, paths: tuple[str, ...] | None = None
+    ) -> Owned:
         """The owners of original nodes, or those of ``paths``, in the calls of these nodes."""
-        return self._rule.merged([self._originals[original] for original in originals], reason, paths)
+        return self._rule.merged(
+            [self._originals[original] for original in originals], reason, paths
+        )
 
     def _agrees(self, node: SummaryNode, work: ReplacedNodes) -> bool:
         """Whether the tags that a tool left on a node are those of the nodes that it replaces."""
         originals = [self.before.nodes[index] for index in work.nodes]
         if not originals or set(node.owners) == {path for old in originals for path in old.owners}:
             return True
-        return work.coarse and any(old.op == node.op and old.owners == node.owners for old in originals)
+        return work.coarse and any(
+            old.op == node.op and old.owners == node.owners for old in originals
+        )
 
     def _results(self, originals: Sequence[int]) -> list[list[Work]]:
         """Divide original nodes by owners if each of their steps was done by all owners; otherwise all together."""
@@ -110,7 +122,9 @@ class _NodesAfter:
             return [summary.holder]
         if not summary.scope:
             return []
-        return [place for place, caller in enumerate(self.after.nodes) if caller.op == summary.scope]
+        return [
+            place for place, caller in enumerate(self.after.nodes) if caller.op == summary.scope
+        ]
 
     def is_live(self, node: int) -> bool:
         return self.after.depends(node)
@@ -125,25 +139,36 @@ class _NodesAfter:
 def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
     """The owners and calls of each node of an optimised graph, as `carry` finds them, whatever its tags.
 
-    They are in the order of the original nodes, which are in no functions; empty if nothing is known.
+    They are in the order of the original nodes, which are in no functions; empty if nothing is
+    known.
     """
     before, before_nodes = summarize(tagged.model)
     after, after_nodes = summarize(optimized)
     for summarized, node in zip(before.nodes, before_nodes, strict=True):
         work = tagged.work_of(node)
-        summarized.owners, summarized.call = work.owners, tagged.calls.encode_calls(work.owners, work.calls)
+        summarized.owners, summarized.call = (
+            work.owners,
+            tagged.calls.encode_calls(work.owners, work.calls),
+        )
     for summarized in after.nodes:
         summarized.owners = ()
     alignment = Alignment(before, after)
     owned = OwnersAfter(alignment, replaced_nodes(alignment), tagged.calls).decide()
-    return {node: tagged.calls.work(entry.paths, entry.call) for node, entry in zip(after_nodes, owned, strict=True)}
+    return {
+        node: tagged.calls.work(entry.paths, entry.call)
+        for node, entry in zip(after_nodes, owned, strict=True)
+    }
 
 
 _IR_VERSION = 10  # the first with metadata on nodes
 
 
 def tag(
-    model: ir.Model, nodes: Sequence[ir.Node], owned: Sequence[Owned], alignment: Alignment, origin: Origin
+    model: ir.Model,
+    nodes: Sequence[ir.Node],
+    owned: Sequence[Owned],
+    alignment: Alignment,
+    origin: Origin,
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
     """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
@@ -151,12 +176,16 @@ def tag(
     evidence = _CarriedEvidence(alignment, origin, works, fused)
     hierarchy, crossing = find_fates(origin.hierarchy, evidence)
     names = [value.name for value in alignment.after.values]
-    contamination = list(dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing))
+    contamination = list(
+        dict.fromkeys((path, names[value], leaves) for path, value, leaves in crossing)
+    )
     write_owners(nodes, owned, hierarchy.called)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
     signatures = evidence.signatures()
-    write_model_metadata(model.metadata_props, hierarchy, signatures=signatures, contamination=contamination)
+    write_model_metadata(
+        model.metadata_props, hierarchy, signatures=signatures, contamination=contamination
+    )
     model.metadata_props.update(origin.lasting)
     model.graph.name = hierarchy.root.simple_class or model.graph.name
     model.ir_version = max(model.ir_version, _IR_VERSION)
@@ -172,10 +201,18 @@ class _CarriedEvidence(FateEvidence[int]):
     """
 
     def __init__(
-        self, alignment: Alignment, origin: Origin, works: Sequence[NodeCalls], fused: Collection[int]
+        self,
+        alignment: Alignment,
+        origin: Origin,
+        works: Sequence[NodeCalls],
+        fused: Collection[int],
     ) -> None:
         super().__init__(_boundaries_of(alignment.after, works, fused))
-        self._alignment, self._signatures, self._old = alignment, origin.signatures, origin.hierarchy
+        self._alignment, self._signatures, self._old = (
+            alignment,
+            origin.signatures,
+            origin.hierarchy,
+        )
         self._number = alignment.numbers.number
         before = [origin.calls.work(node.owners, node.call) for node in alignment.before.nodes]
         self._before = _boundaries_of(alignment.before, before)
@@ -188,7 +225,10 @@ class _CarriedEvidence(FateEvidence[int]):
 
     def signatures(self) -> dict[str, list[Signature]]:
         """The signatures with the new names of tensors; None for tensors that are gone."""
-        return {path: [call.renamed(self._name) for call in calls] for path, calls in self._signatures.items()}
+        return {
+            path: [call.renamed(self._name) for call in calls]
+            for path, calls in self._signatures.items()
+        }
 
     def _name(self, name: str) -> str | None:
         number, value = self._numbered(name), self._alignment.after.find(name)
@@ -202,8 +242,12 @@ class _CarriedEvidence(FateEvidence[int]):
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
         """The numbers of the tensors that may cross the boundary of a module, and of those that it has to compute."""
         info = self._old.get(path)
-        inputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken}
-        outputs = {self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given}
+        inputs = {
+            self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken
+        }
+        outputs = {
+            self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given
+        }
         leaving = set[int]()
         if info is not None and (info.fate.is_exact or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
@@ -237,7 +281,9 @@ class _CarriedEvidence(FateEvidence[int]):
             return Fate.DEAD
         if not any(before.depends(node) for node in self._before.below[path]):
             return Fate.CONSTANT
-        entering = {self._number[value] for value, _, leaves in self._before.of([path]) if not leaves}
+        entering = {
+            self._number[value] for value, _, leaves in self._before.of([path]) if not leaves
+        }
         return Fate.IDENTITY if self._known(path)[1] <= entering else None
 
     def partners(self, path: str) -> Collection[str] | None:
@@ -246,7 +292,9 @@ class _CarriedEvidence(FateEvidence[int]):
         if info.fate.is_exact and self.is_closed(path) and self._makes_all(path):
             return None
         lost = {number for number in self.known(path) if number not in self._remaining}
-        return [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
+        return (
+            [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
+        )
 
     def _makes_all(self, path: str) -> bool:
         nodes = self._alignment.after.nodes
@@ -257,15 +305,23 @@ class _CarriedEvidence(FateEvidence[int]):
         """The owners of the original nodes on the other side of boundary tensors, in order."""
         crossing = self._before.of([path])
         neighbours = sorted(
-            neighbour for value, neighbour, _ in crossing if self._number[value] in numbers and neighbour != OUTSIDE
+            neighbour
+            for value, neighbour, _ in crossing
+            if self._number[value] in numbers and neighbour != OUTSIDE
         )
-        return dict.fromkeys(owner for neighbour in neighbours for owner in self._before.works[neighbour].owners)
+        return dict.fromkeys(
+            owner for neighbour in neighbours for owner in self._before.works[neighbour].owners
+        )
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
 
 
-def _boundaries_of(summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()) -> Boundaries[int]:
+def _boundaries_of(
+    summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()
+) -> Boundaries[int]:
     """What crosses the boundaries of modules in a summary's main graph."""
     passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
-    return Boundaries(passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused)
+    return Boundaries(
+        passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused
+    )

@@ -41,7 +41,8 @@ _Use: TypeAlias = tuple[Likeness, Callable[[], Array]]
 _ROUNDED = 1e-6
 """Relative error of a weight beyond which the original runs with the weight of the other file."""
 
-_NO_TENSORS = ("Sequence", "SplitToSequence", "Optional")  # what these operators give has no values to compare
+# what these operators give has no values to compare
+_NO_TENSORS = ("Sequence", "SplitToSequence", "Optional")
 
 
 def weights_then_values(
@@ -50,7 +51,8 @@ def weights_then_values(
     """What is known of tensors by weights, and then by values too, or why these were not compared.
 
     Raises:
-        InputError: If ``data`` (input name of the original → array) are given, and are not those of the original.
+        InputError: If ``data`` (input name of the original → array) are given, and are not those of
+            the original.
     """
     feed, problems = dict[str, Array](), list[str]()
     try:
@@ -83,7 +85,8 @@ def weights_then_values(
 def renamed_weights(before: Model, after: Model) -> dict[int, Likeness]:
     """Weight after a tool → original weight with the same contents, where neither model has one of the other's name.
 
-    Read are only large weights, and only where both models have unknown ones of the same type and shape.
+    Read are only large weights, and only where both models have unknown ones of the same type and
+    shape.
     """
     originals, results = _unnamed(before, after), _unnamed(after, before)
     found: dict[int, Likeness] = {}
@@ -119,13 +122,16 @@ def _content(own: Model, index: int) -> bytes | None:
         return None
 
 
-def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tuple[WeightNumbers, Likeness]]]:
+def _weights(
+    before: Model, after: Model
+) -> tuple[dict[int, Likeness], list[tuple[WeightNumbers, Likeness]]]:
     """The weights of another file that are recognised, by tensor and as they are stored."""
     known, stored = Originals(weights=True), dict[int, Sequence[int]]()
     for weight in weight_numbers(before[0].graph):
         places = _places(before[1], weight)
         if NOTHING not in places:
-            stored[places[-1]] = places  # an original is known by the last of its values: its numbers, not its levels
+            # an original is known by the last of its values: its numbers, not its levels
+            stored[places[-1]] = places
             with contextlib.suppress(FileError, OSError):  # its data file is gone
                 known.add(places[-1], weight.load(), weight.load)
     found, weights = list[tuple[WeightNumbers, Likeness]](), dict[int, Likeness]()
@@ -137,8 +143,11 @@ def _weights(before: Model, after: Model) -> tuple[dict[int, Likeness], list[tup
             continue
         found.append((weight, like))
         places = _places(after[1], weight)
-        for place, index in enumerate(places):  # levels are matched with levels, numbers with numbers
-            alike = [stored[k][place] if len(stored[k]) == len(places) else k for k in like.originals]
+        # levels are matched with levels, numbers with numbers
+        for place, index in enumerate(places):
+            alike = [
+                stored[k][place] if len(stored[k]) == len(places) else k for k in like.originals
+            ]
             weights[index] = replace(like, originals=tuple(alike))
     weights.pop(NOTHING, None)
     return weights, found
@@ -156,14 +165,22 @@ def _with_weights_of(before: Model, found: Iterable[tuple[WeightNumbers, Likenes
             uses[original].append((like, weight.load))
     if not uses:
         return before[0]
-    plain = {before[1].find(str(each.values[0].name)): each for each in weight_numbers(before[0].graph) if each.plain}
+    plain = {
+        before[1].find(str(each.values[0].name)): each
+        for each in weight_numbers(before[0].graph)
+        if each.plain
+    }
     model = before[0].clone()
     for original, entries in uses.items():
-        changed = rounded_weight(plain[original].load(), original, entries) if original in plain else None
+        changed = (
+            rounded_weight(plain[original].load(), original, entries) if original in plain else None
+        )
         if changed is not None:
             value = model.graph.initializers[before[1].values[original].name]
             assert value.dtype is not None
-            value.const_value = ir.Tensor(changed.astype(value.dtype.numpy()), dtype=value.dtype, name=value.name)
+            value.const_value = ir.Tensor(
+                changed.astype(value.dtype.numpy()), dtype=value.dtype, name=value.name
+            )
     return model
 
 
@@ -175,22 +192,32 @@ def rounded_weight(original: Array, index: int, uses: Iterable[_Use]) -> Array |
         if not like.parts:
             numbers = (array.astype(np.float32) - like.offset) / like.scale
             layouts = (
-                [numbers.reshape(original.shape)] if array.shape != original.shape[::-1] or like.same_shape else []
+                [numbers.reshape(original.shape)]
+                if array.shape != original.shape[::-1] or like.same_shape
+                else []
             )
             layouts += [numbers.T] if numbers.T.shape == original.shape else []
             return min(layouts, key=lambda layout: relative_error(layout, original))
         for part in (part for part in like.parts if part.original == index):
-            numbers = filled.setdefault(part.turned, np.full(turned(original, part.turned).shape, np.nan, np.float32))
+            numbers = filled.setdefault(
+                part.turned, np.full(turned(original, part.turned).shape, np.nan, np.float32)
+            )
             before = (slice(None),) * part.axis
             numbers[(*before, slice(*part.of))] = array[(*before, slice(*part.place))]
-    return next((turned(numbers, way) for way, numbers in filled.items() if not np.isnan(numbers).any()), None)
+    return next(
+        (turned(numbers, way) for way, numbers in filled.items() if not np.isnan(numbers).any()),
+        None,
+    )
 
 
 # --- values ---
 
 
 def _compared(
-    before: Model, after: Model, feeds: tuple[Mapping[str, Array], Mapping[str, Array]], names: tuple[str, str]
+    before: Model,
+    after: Model,
+    feeds: tuple[Mapping[str, Array], Mapping[str, Array]],
+    names: tuple[str, str],
 ) -> AlignmentEvidence:
     """Run both models, and find the tensors of one among those of the other, within the error of the outputs."""
     evidence, summary = AlignmentEvidence(), before[1]
@@ -217,7 +244,12 @@ def _compared(
                 values[index] = like
             elif is_distinctive(array):
                 unequal.add(index)
-    evidence.values, evidence.unequal, evidence.compared, evidence.idle = values, unequal, compared, idle
+    evidence.values, evidence.unequal, evidence.compared, evidence.idle = (
+        values,
+        unequal,
+        compared,
+        idle,
+    )
     return evidence
 
 
@@ -233,7 +265,9 @@ def _tensors_of_run(
             continue
         if value.kind == "input":
             yield index, feed[value.name]
-        elif value.kind == "node" and not base_op(summary.nodes[summary.maker[index]].op).startswith(_NO_TENSORS):
+        elif value.kind == "node" and not base_op(
+            summary.nodes[summary.maker[index]].op
+        ).startswith(_NO_TENSORS):
             sizes[value.name] = bytes_of.get(value.name)
     largest = max((size for size in sizes.values() if size is not None), default=0)
     runner = Runner(model, name, SessionSettings())

@@ -1,7 +1,8 @@
 """A summary of a model: its nodes, tensors and owners as numbers and short strings, without weights.
 
-It has everything that is compared of two models, and is small enough for the metadata of a file. Nodes of subgraphs
-are in the same list, after the node that holds them, which also reads what they capture.
+It has everything that is compared of two models, and is small enough for the metadata of a file.
+Nodes of subgraphs are in the same list, after the node that holds them, which also reads what they
+capture.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class SummaryValue:
 
     name: str
     scope: str = ""  # where the name holds: ``""`` in the main graph, else the way to the subgraph
-    shape: tuple[int | str, ...] | None = None  # dimensions as numbers and symbols; None where the file does not say
+    # dimensions as numbers and symbols; None where the file does not say
+    shape: tuple[int | str, ...] | None = None
     dtype: int = 0  # ONNX's number of the element type; 0 where the file does not say
     kind: str = "node"  # ``input``, ``initializer`` or ``node``, its producer
     content: str = ""  # the contents of a small constant, as a short hash; otherwise empty
@@ -53,7 +55,8 @@ class SummaryNode:
     outputs: tuple[int, ...]  # values that it makes, `NOTHING` for one left out
     captured: tuple[int, ...] = ()  # values from outside that its subgraphs read
     attributes: str = ""  # its attributes, as a short hash
-    words: tuple[str, ...] = ()  # its attributes that are strings, such as names of operators that it absorbed
+    # its attributes that are strings, such as names of operators that it absorbed
+    words: tuple[str, ...] = ()
     scope: str = ""  # as of `SummaryValue`
     holder: int = NOTHING  # the node whose subgraph it is in; `NOTHING` in the main graph
     has_bodies: bool = False  # whether it holds subgraphs
@@ -76,11 +79,13 @@ class SummaryNode:
 class GraphSummary:
     """A model."""
 
-    nodes: list[SummaryNode] = field(default_factory=list)  # every node of the main graph and its subgraphs
+    # every node of the main graph and its subgraphs
+    nodes: list[SummaryNode] = field(default_factory=list)
     values: list[SummaryValue] = field(default_factory=list)  # every tensor
     inputs: list[int] = field(default_factory=list)  # the main graph's inputs
     outputs: list[int] = field(default_factory=list)  # the main graph's outputs
-    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)  # missing shapes, by name
+    # missing shapes, by name
+    infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
 
     def shape(self, value: int) -> Shape:
         """Dimensions and element type of a tensor; None and 0 for what is not known."""
@@ -142,28 +147,43 @@ class GraphSummary:
     def _given(self) -> dict[int, int]:
         """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
         held = {node.scope for node in self.nodes if node.holder != NOTHING}
-        inputs = (index for index, value in enumerate(self.values) if value.kind == "input" and value.scope not in held)
+        inputs = (
+            index
+            for index, value in enumerate(self.values)
+            if value.kind == "input" and value.scope not in held
+        )
         return dict.fromkeys(inputs, 1)
 
     def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         """Values that nodes read, and values that depend on them, for `htp_export.model.boundaries`."""
-        sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)  # holder → what is read inside
+        # holder → what is read inside
+        sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         inputs = defaultdict[str, list[int]](list)
         for index, value in enumerate(self.values):
             if value.kind == "input":
                 inputs[value.scope].append(index)
-        body_inputs: dict[int, dict[int, None]] = defaultdict(dict)  # holder → inputs of its subgraphs
+        # holder → inputs of its subgraphs
+        body_inputs: dict[int, dict[int, None]] = defaultdict(dict)
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
             if node.holder != NOTHING:
                 body_inputs[node.holder].update(dict.fromkeys(inputs[node.scope]))
-                (sizes if node.op in SIZES_ONLY else values)[node.holder].update(values_read(node.op, node.inputs))
+                (sizes if node.op in SIZES_ONLY else values)[node.holder].update(
+                    values_read(node.op, node.inputs)
+                )
                 sizes[node.holder] |= sizes[index]
                 values[node.holder] |= values[index]
         for index, node in enumerate(self.nodes):
             if node.op not in SIZES_ONLY:
-                captured = (value for value in node.captured if value in values[index] or value not in sizes[index])
-                yield (*values_read(node.op, node.inputs), *captured), (*node.makes, *body_inputs[index])
+                captured = (
+                    value
+                    for value in node.captured
+                    if value in values[index] or value not in sizes[index]
+                )
+                yield (
+                    (*values_read(node.op, node.inputs), *captured),
+                    (*node.makes, *body_inputs[index]),
+                )
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
@@ -182,7 +202,9 @@ class GraphSummary:
         return matches[0] if len(matches) == 1 else NOTHING
 
 
-def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[GraphSummary, list[ir.Node]]:
+def summarize(
+    model: ir.Model, functions: Iterable[ir.Function] = ()
+) -> tuple[GraphSummary, list[ir.Node]]:
     """Summarize a model and ``functions``, each a scope, without external data; and its nodes in the same order."""
     summarizer = _Summarizer(model.opset_imports)
     summary, values = summarizer.summary, summarizer.values
@@ -198,14 +220,20 @@ def summarize(model: ir.Model, functions: Iterable[ir.Function] = ()) -> tuple[G
 def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
     """Name → dimensions and element type of what the nodes of the main graph make."""
     known = Symbolic(model.graph, functions=model.functions)
-    described = (known.described(value) for node in model.graph for value in node.outputs if value.name)
-    return {str(value.name): (_dimensions(value.shape), int(value.dtype or 0)) for value in described}
+    described = (
+        known.described(value) for node in model.graph for value in node.outputs if value.name
+    )
+    return {
+        str(value.name): (_dimensions(value.shape), int(value.dtype or 0)) for value in described
+    }
 
 
 def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
     if shape is None:
         return None
-    return tuple(size if isinstance(size, int) else getattr(size, "value", None) or "?" for size in shape)
+    return tuple(
+        size if isinstance(size, int) else getattr(size, "value", None) or "?" for size in shape
+    )
 
 
 class _Summarizer:
@@ -223,7 +251,9 @@ class _Summarizer:
         for node in graph:
             self._node(node, scope, holder)
 
-    def _value(self, value: ir.Value | None, scope: str, kind: str = "node", content: str = "") -> int:
+    def _value(
+        self, value: ir.Value | None, scope: str, kind: str = "node", content: str = ""
+    ) -> int:
         if value is None:
             return NOTHING
         if value in self.values:
@@ -233,7 +263,9 @@ class _Summarizer:
             shape = _dimensions(value.const_value.shape)
         dtype = int(value.dtype) if value.dtype is not None else 0
         self.values[value] = index = len(self.summary.values)
-        self.summary.values.append(SummaryValue(value.name or "", scope, shape, dtype, kind, content))
+        self.summary.values.append(
+            SummaryValue(value.name or "", scope, shape, dtype, kind, content)
+        )
         return index
 
     def _node(self, node: ir.Node, scope: str, holder: int) -> None:
@@ -258,7 +290,9 @@ class _Summarizer:
             )
         )
         for name, body in bodies:
-            self._body(body, f"{scope}/{node.outputs[0].name if node.outputs else node.name}:{name}", index)
+            self._body(
+                body, f"{scope}/{node.outputs[0].name if node.outputs else node.name}:{name}", index
+            )
 
     def _body(self, body: ir.Graph, scope: str, holder: int) -> None:
         before, first = len(self.summary.values), len(self.summary.nodes)
@@ -271,7 +305,9 @@ class _Summarizer:
         holder_node.captured = tuple(dict.fromkeys((*holder_node.captured, *captured)))
 
 
-def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
+def _attributes(
+    node: ir.Node, versions: Mapping[str, int]
+) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
     """The attributes of a node as text, those that are strings, and its subgraphs."""
     parts, words, bodies = [], [], []
     for attribute in settings(node, versions):
@@ -281,7 +317,9 @@ def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[
         elif kind == ir.AttributeType.GRAPH:
             bodies.append((name, attribute.as_graph()))
         elif kind == ir.AttributeType.GRAPHS:
-            bodies.extend((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+            bodies.extend(
+                (f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs())
+            )
         elif kind == ir.AttributeType.TENSOR:
             parts.append(content_of(attribute.as_tensor()) or name)
         else:
@@ -289,7 +327,8 @@ def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[
                 words.append(str(value))
             parts.append(f"{name}={value!r}")
     if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
-        parts = [content_of(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]  # plain numbers, as a tensor
+        # plain numbers, as a tensor
+        parts = [content_of(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]
     text = ";".join(parts)
     if len(text) > 24:  # longer than its hash and a little
         text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
@@ -298,10 +337,15 @@ def _attributes(node: ir.Node, versions: Mapping[str, int]) -> tuple[str, tuple[
 
 def content_of(tensor: ir.TensorProtocol | None) -> str:
     """The contents of a small tensor; empty for large and external tensors, and for strings."""
-    if tensor is None or isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING:
+    if (
+        tensor is None
+        or isinstance(tensor, ir.ExternalTensor)
+        or tensor.dtype == ir.DataType.STRING
+    ):
         return ""
     if tensor.nbytes > _SMALL_BYTES:
         return ""
     shape = ",".join(str(dimension) for dimension in tensor.shape)
     text = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
-    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()  # 24 characters
+    # 24 characters
+    return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

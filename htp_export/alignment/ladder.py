@@ -1,7 +1,7 @@
 """The ladder of evidence for the owners of nodes: names and structure, then weights, then values.
 
-Each step reads more than the one before. If names prove something, all owners are known; otherwise, what weights and
-values do not prove stays unknown.
+Each step reads more than the one before. If names prove something, all owners are known; otherwise,
+what weights and values do not prove stays unknown.
 """
 
 from __future__ import annotations
@@ -47,16 +47,24 @@ class Found:
     @property
     def unknown(self) -> list[ir.Node]:
         """The nodes whose owners are not known."""
-        return [node for node, owned in zip(self.nodes, self.owned, strict=True) if owned.reason == Reason.UNKNOWN]
+        return [
+            node
+            for node, owned in zip(self.nodes, self.owned, strict=True)
+            if owned.reason == Reason.UNKNOWN
+        ]
 
 
 def find_owners(
-    origin: Origin, model: ir.Model, data: Mapping[str, Any] | None = None, seed: int = 0, sure: bool = False
+    origin: Origin,
+    model: ir.Model,
+    data: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    sure: bool = False,
 ) -> Found:
     """Go up the ladder, until the owners of all nodes are known.
 
-    ``data``: Input name of the original → array, for values; None for random inputs. ``sure``: Whether the model was
-    certainly made of the original; otherwise its names have to show that.
+    ``data``: Input name of the original → array, for values; None for random inputs. ``sure``:
+    Whether the model was certainly made of the original; otherwise its names have to show that.
 
     Raises:
         InputError: If the data are not the inputs of the original.
@@ -74,10 +82,13 @@ def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) ->
     if not sure and not names_hold(alignment):
         return None
     if origin.model is not None:
-        from htp_export.alignment.evidence import renamed_weights  # it loads numpy, and ONNX Runtime
+        # it loads numpy, and ONNX Runtime
+        from htp_export.alignment.evidence import renamed_weights
 
         weights = renamed_weights((origin.model, before), (model, after))
-        alignment = Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
+        alignment = (
+            Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
+        )
     owned = OwnersAfter(alignment, replaced_nodes(alignment), origin.calls).decide()
     return Found(nodes, _with_root(owned), alignment)
 
@@ -87,8 +98,13 @@ def _without_names(
 ) -> Found:
     """The owners by structure and weights, or else by values too; what these do not prove is unknown."""
     before, (after, nodes) = origin.summary, summary
-    scopes = [scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1])) for node in nodes]
-    held = ((path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes)
+    scopes = [
+        scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1]))
+        for node in nodes
+    ]
+    held = (
+        (path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes
+    )
     holders = {before.find(name): path for path, name in held}
     holders.pop(NOTHING, None)
     if origin.model is None:
@@ -113,8 +129,9 @@ def _without_names(
 def names_hold(alignment: Alignment) -> bool:
     """Whether names prove that the second model was made of the first.
 
-    Most tensors have a name of the original, and of those that structure alone identifies, nearly all have their own.
-    Exporters name by type and number, so equal names may stand for other tensors.
+    Most tensors have a name of the original, and of those that structure alone identifies, nearly
+    all have their own. Exporters name by type and number, so equal names may stand for other
+    tensors.
     """
     before, after, numbers = alignment.before, alignment.after, alignment.numbers
     if any(alignment.counterpart[value] == NOTHING for value in (*after.inputs, *after.outputs)):
@@ -128,13 +145,15 @@ def names_hold(alignment: Alignment) -> bool:
             if named == NOTHING:
                 kept += alignment.named[value] == Reason.NODE
             elif same == NOTHING:
-                kept += alignment.alike(value, named)  # two products that became one have the name of one of them
+                # two products that became one have the name of one of them
+                kept += alignment.alike(value, named)
             elif numbers.number[named] == numbers.number[same]:
                 agree += 1
             else:
                 contradicted += 1
     fewer = min(
-        sum(len({*node.makes} - {*each.outputs}) for node in each.nodes if node.inputs) for each in (before, after)
+        sum(len({*node.makes} - {*each.outputs}) for node in each.nodes if node.inputs)
+        for each in (before, after)
     )
     return kept + agree >= _KEPT * fewer and contradicted <= _CONTRADICTED * (agree + contradicted)
 

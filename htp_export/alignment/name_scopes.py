@@ -1,7 +1,7 @@
 """Scopes in the names of nodes, ``/model/layers.0/attn/MatMul``, and the modules that they stand for.
 
-A name proves nothing by itself. A scope stands for a module if the nodes in it whose owners are known otherwise are
-those of the module: all of them, and no others.
+A name proves nothing by itself. A scope stands for a module if the nodes in it whose owners are
+known otherwise are those of the module: all of them, and no others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def scope_of(*names: str) -> Scope | None:
 class NameScopes:
     """The modules for which scopes stand.
 
-    ``known``: Scope and known owners of each node that has both. ``modules``: Paths of the modules that ran.
+    ``known``: Scope and known owners of each node that has both. ``modules``: Paths of the modules
+    that ran.
 
     Examples:
         >>> known = [(("h.0", "q"), ("layer.0.query",)), (("h.0", "k"), ("layer.0.key",)), (("h.1",), ("layer.1",))]
@@ -41,7 +42,9 @@ class NameScopes:
         ('layer.0', 'layer.0.act', None)
     """
 
-    def __init__(self, known: Sequence[tuple[Scope, tuple[str, ...]]], modules: Container[str]) -> None:
+    def __init__(
+        self, known: Sequence[tuple[Scope, tuple[str, ...]]], modules: Container[str]
+    ) -> None:
         self._modules = modules
         inside: defaultdict[Scope, list[str]] = defaultdict(list)
         nodes: list[tuple[Scope, str]] = []
@@ -58,7 +61,9 @@ class NameScopes:
         self._stands_for = {
             scope: module
             for scope, module in named
-            if all(other[: len(scope)] == scope for other, owner in nodes if is_under(owner, module))
+            if all(
+                other[: len(scope)] == scope for other, owner in nodes if is_under(owner, module)
+            )
         }
 
     def _named(
@@ -69,7 +74,11 @@ class NameScopes:
         for scope, owners in inside.items():
             module, own = common_ancestor(owners), direct.get(scope, set())
             several = len(set(owners)) > 1 or owners[0] != module
-            same_word = bool(scope) and bool(module) and scope[-1].rpartition(".")[2] == module.rpartition(".")[2]
+            same_word = (
+                bool(scope)
+                and bool(module)
+                and scope[-1].rpartition(".")[2] == module.rpartition(".")[2]
+            )
             proved = own == {module} or (not own and bool(scope) and (several or same_word))
             if proved and module in self._modules:
                 found.append((scope, module))

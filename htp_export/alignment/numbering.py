@@ -1,9 +1,9 @@
 """Value numbers of the original model: equal tensors have the same one.
 
-Equal tensors have the same number, in one model and across two: two nodes with the same operator and attributes that
-read the same tensors compute the same tensors (Click, "Global code motion, global value numbering", PLDI 1995). With
-the numbers of the original model, a tensor of the result is found whatever its name. The output of a node without
-effect has the number of its input.
+Equal tensors have the same number, in one model and across two: two nodes with the same operator
+and attributes that read the same tensors compute the same tensors (Click, "Global code motion,
+global value numbering", PLDI 1995). With the numbers of the original model, a tensor of the result
+is found whatever its name. The output of a node without effect has the number of its input.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RANDOM, RESHA
 
 FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
 
-LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))  # types of quantized numbers: integers and floats of at most 8 bits
+# types of quantized numbers: integers and floats of at most 8 bits
+LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))
 
 
 # Without effect if shape and element type stay.
@@ -62,12 +63,17 @@ class Numbering:
                 self.number[index] = self._constants.setdefault(value.content, index)
         for index, node in enumerate(summary.nodes):
             self._add(index, node)
-        self.members: dict[int, list[int]] = {}  # number → the values that have it, in order of execution
+        # number → the values that have it, in order of execution
+        self.members: dict[int, list[int]] = {}
         for place, number in enumerate(self.number[:-1]):
             self.members.setdefault(number, []).append(place)
 
     def _add(self, index: int, node: SummaryNode) -> None:
-        same = node.inputs[0] if self.passes_on(self.summary, node) else self._known_idle.get(index, NOTHING)
+        same = (
+            node.inputs[0]
+            if self.passes_on(self.summary, node)
+            else self._known_idle.get(index, NOTHING)
+        )
         if same != NOTHING:
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[same]
@@ -84,7 +90,12 @@ class Numbering:
     @staticmethod
     def passes_on(summary: GraphSummary, node: SummaryNode) -> bool:
         """Whether a node gives back its first input, as its operator, shapes and element types tell."""
-        if not node.inputs or node.inputs[0] == NOTHING or len(node.outputs) != 1 or node.outputs[0] == NOTHING:
+        if (
+            not node.inputs
+            or node.inputs[0] == NOTHING
+            or len(node.outputs) != 1
+            or node.outputs[0] == NOTHING
+        ):
             return False
         if repeats(node) or summary.values[node.inputs[-1]].content in _SINGLE.get(node.op, ()):
             return True

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 
 import onnx_ir as ir
 
-from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, SummaryValue, summarize
+from htp_export.alignment.graph_summary import (
+    NOTHING,
+    GraphSummary,
+    SummaryNode,
+    SummaryValue,
+    summarize,
+)
 from htp_export.editing.flattening import InlinedCall, dissolved, read_flat
 from htp_export.editing.function_records import DOMAIN
 from htp_export.errors import InputError, UntaggedModelError
@@ -78,7 +84,9 @@ def text_to_map(text: str) -> GraphSummary:
     """What `map_to_text` wrote; a ValueError if the text is none."""
     try:
         unfolding = zlib.decompressobj()
-        plain = unfolding.decompress(base64.b85decode(text), min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text))))
+        plain = unfolding.decompress(
+            base64.b85decode(text), min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text)))
+        )
         if unfolding.unconsumed_tail:
             raise ValueError("it is too large")
         return _summary(parse_json(plain))
@@ -90,7 +98,9 @@ def _summary(columns: dict[str, Any]) -> GraphSummary:
     op, names, inputs, outputs, captured, attributes, words, scopes, held, owned = columns["nodes"]
     value_names, kinds, contents = columns["values"]
     values = [
-        SummaryValue(_text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content))
+        SummaryValue(
+            _text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content)
+        )
         for name, (scope, shape, dtype, kind), content in zip(
             value_names, _listed(kinds), _listed(contents), strict=True
         )
@@ -101,14 +111,32 @@ def _summary(columns: dict[str, Any]) -> GraphSummary:
         strict=True,
     )
     nodes = [_node(index, row, len(values)) for index, row in enumerate(rows)]
-    graph_inputs, graph_outputs = (list(_within(columns[key], len(values))) for key in ("inputs", "outputs"))
+    graph_inputs, graph_outputs = (
+        list(_within(columns[key], len(values))) for key in ("inputs", "outputs")
+    )
     return GraphSummary(nodes, values, graph_inputs, graph_outputs)
 
 
 def _node(index: int, row: tuple[Any, ...], count: int) -> SummaryNode:
-    op, name, inputs, outputs, captured, attributes, words, scope, (holder, has_bodies), (owners, call) = row
+    (
+        op,
+        name,
+        inputs,
+        outputs,
+        captured,
+        attributes,
+        words,
+        scope,
+        (holder, has_bodies),
+        (owners, call),
+    ) = row
     return SummaryNode(
-        *(_text(op), _text(name), _absolute(inputs, index, count), _absolute(outputs, index, count)),
+        *(
+            _text(op),
+            _text(name),
+            _absolute(inputs, index, count),
+            _absolute(outputs, index, count),
+        ),
         *(_within(captured, count), _text(attributes), tuple(map(_text, words)), _text(scope)),
         holder=holder if NOTHING <= holder < index else NOTHING,
         has_bodies=bool(has_bodies),
@@ -158,8 +186,10 @@ class Origin:
     hierarchy: Hierarchy  # its modules
     signatures: Mapping[str, Sequence[Signature]]  # their inputs and outputs in PyTorch
     calls: CallTree  # their calls
-    lasting: Mapping[str, str]  # metadata that stays true whatever a tool does: parameters, calls, earlier steps
-    parameters: Mapping[str, ModuleParameters] = field(default_factory=dict)  # module path → what it holds in PyTorch
+    # metadata that stays true whatever a tool does: parameters, calls, earlier steps
+    lasting: Mapping[str, str]
+    # module path → what it holds in PyTorch
+    parameters: Mapping[str, ModuleParameters] = field(default_factory=dict)
     model: ir.Model | None = None  # the model; None if only its map is known
     has_map: bool = False  # whether its metadata has a map
 
@@ -167,7 +197,8 @@ class Origin:
 def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
     """From a tagged model; if the tool inlined functions that were made of modules, from its flat graph.
 
-    A node of such a function stands for one in each call. What a tool makes of it in one of them is that call's.
+    A node of such a function stands for one in each call. What a tool makes of it in one of them is
+    that call's.
     """
     if module_functions(tagged.model) != module_functions(after):
         inlined: list[InlinedCall] = []
@@ -175,7 +206,13 @@ def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
         restore_names(after, inlined)
     props = tagged.model.metadata_props
     known = tagged.hierarchy, tagged.signatures, _calls(props, tagged.hierarchy), _lasting(props)
-    return Origin(_tagged_summary(tagged.model), *known, tagged.parameters or {}, tagged.model, tags.MAP in props)
+    return Origin(
+        _tagged_summary(tagged.model),
+        *known,
+        tagged.parameters or {},
+        tagged.model,
+        tags.MAP in props,
+    )
 
 
 def from_map(model: ir.Model) -> Origin:
@@ -187,15 +224,20 @@ def from_map(model: ir.Model) -> Origin:
             "carry(before, after), or use htp_export.embed_map(before) ahead of the tool"
         )
     try:
-        signatures = signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
-        parameters = parameters_from_json(props[tags.PARAMETERS]) if tags.PARAMETERS in props else {}
+        signatures = (
+            signatures_from_json(props[tags.SIGNATURES]) if tags.SIGNATURES in props else {}
+        )
+        parameters = (
+            parameters_from_json(props[tags.PARAMETERS]) if tags.PARAMETERS in props else {}
+        )
         hierarchy, summary = Hierarchy.from_json(props[tags.MODULES]), text_to_map(props[tags.MAP])
         tags.check_paths({*hierarchy, *(owner for node in summary.nodes for owner in node.owners)})
         hierarchy.check_calls(lambda: len(summary.nodes))
     except ValueError as error:
         raise InputError(f"model {model.graph.name!r}: {error}") from error
     return Origin(
-        *(summary, hierarchy, signatures, _calls(props, hierarchy), _lasting(props), parameters), has_map=True
+        *(summary, hierarchy, signatures, _calls(props, hierarchy), _lasting(props), parameters),
+        has_map=True,
     )
 
 
@@ -203,9 +245,10 @@ def from_map(model: ir.Model) -> Origin:
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
     """Write what `carry` needs to know about a tagged model into its metadata.
 
-    `carry` can then restore the tags without this model. The map takes about 30 bytes a node: operators, names and
-    shapes of tensors, and owners; no weights. Nearly all tools keep it. `carry` and the adapters in
-    ``htp_export.tools`` rewrite it; passes and ``splice`` remove it, because it describes the graph as it is now.
+    `carry` can then restore the tags without this model. The map takes about 30 bytes a node:
+    operators, names and shapes of tensors, and owners; no weights. Nearly all tools keep it.
+    `carry` and the adapters in ``htp_export.tools`` rewrite it; passes and ``splice`` remove it,
+    because it describes the graph as it is now.
 
     Thread-safe, also for calls on the same model.
 
@@ -270,7 +313,9 @@ def _tagged_summary(model: ir.Model) -> GraphSummary:
 
 
 def _lasting(props: Mapping[str, str]) -> dict[str, str]:
-    return {key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props}
+    return {
+        key: props[key] for key in (tags.PARAMETERS, tags.CALLERS, tags.PROVENANCE) if key in props
+    }
 
 
 def _calls(props: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
@@ -280,20 +325,24 @@ def _calls(props: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
         raise InputError(f"the first model: {error}") from error
 
 
-_Key = tuple[ir.OperatorIdentifier, str, str]  # function, what stands before the name in the body, and after it
+# function, what stands before the name in the body, and after it
+_Key = tuple[ir.OperatorIdentifier, str, str]
 
 
 def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
     """Name the tensors of inlined functions as in the flat graph, where it is known which call they come from.
 
-    Inputs, outputs and initializers of ``after`` keep their names. ``calls`` are in the order in which they ran.
+    Inputs, outputs and initializers of ``after`` keep their names. ``calls`` are in the order in
+    which they ran.
     """
     found = _groups(after, calls)
     by_function: defaultdict[ir.OperatorIdentifier, list[InlinedCall]] = defaultdict(list)
     for call in calls:
         by_function[call.function].append(call)
     kept = {*after.graph.inputs, *after.graph.outputs, *after.graph.initializers.values()}
-    used = {value.name for node in after.graph.all_nodes() for value in node.outputs} | {value.name for value in kept}
+    used = {value.name for node in after.graph.all_nodes() for value in node.outputs} | {
+        value.name for value in kept
+    }
     renamed: dict[ir.Value, str] = {}
     for function, candidates in by_function.items():
         groups = {key: values for key, values in found.items() if key[0] == function}
@@ -334,7 +383,9 @@ def _split(text: str, function: str, names: set[str]) -> tuple[str, str, str] | 
     return None
 
 
-def _assigned(groups: Mapping[_Key, Mapping[str, ir.Value]], calls: Sequence[InlinedCall]) -> dict[_Key, InlinedCall]:
+def _assigned(
+    groups: Mapping[_Key, Mapping[str, ir.Value]], calls: Sequence[InlinedCall]
+) -> dict[_Key, InlinedCall]:
     """Group → the call whose weights its nodes read; in order, where there is one for each call."""
     readers = [{name: _weights(value) for name, value in call.values.items()} for call in calls]
     left, waiting = dict(enumerate(calls)), list(groups)

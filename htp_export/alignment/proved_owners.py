@@ -1,7 +1,8 @@
 """The owners of the nodes of a model that was not made of the original.
 
-`replaced_nodes` says which original nodes a node replaces. What it chooses by operators alone, or shares out among
-modules, is not known here: scopes in names decide, if they are proved, and otherwise nothing does.
+`replaced_nodes` says which original nodes a node replaces. What it chooses by operators alone, or
+shares out among modules, is not known here: scopes in names decide, if they are proved, and
+otherwise nothing does.
 """
 
 from __future__ import annotations
@@ -37,16 +38,29 @@ class ProvedOwners:
     """``scopes``: In the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter."""
 
     def __init__(
-        self, alignment: UnnamedAlignment, scopes: Sequence[Scope | None], tree: CallTree, holders: Mapping[int, str]
+        self,
+        alignment: UnnamedAlignment,
+        scopes: Sequence[Scope | None],
+        tree: CallTree,
+        holders: Mapping[int, str],
     ) -> None:
         self._known, self._scopes, self._holders = alignment, scopes, holders
-        self._before, self._after, self._numbers = alignment.before, alignment.after, alignment.numbers
+        self._before, self._after, self._numbers = (
+            alignment.before,
+            alignment.after,
+            alignment.numbers,
+        )
         self._works = [
-            replace(work, nodes=self._on_the_way(node, work.nodes), among=self._on_the_way(node, work.among))
+            replace(
+                work,
+                nodes=self._on_the_way(node, work.nodes),
+                among=self._on_the_way(node, work.among),
+            )
             for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True)
         ]
         self._decisions = OwnersAfter(alignment, self._works, tree)
-        self._passing = defaultdict[int, list[int]](list)  # number → the nodes that give this tensor back
+        # number → the nodes that give this tensor back
+        self._passing = defaultdict[int, list[int]](list)
         for index, node in enumerate(self._after.nodes):
             if self._gives_back(index):
                 self._passing[self._number(node.outputs[0])].append(index)
@@ -54,11 +68,23 @@ class ProvedOwners:
     def owners(self) -> list[Owned]:
         """The owners of every node; those that are not known have the reason ``unknown``."""
         settled = self._by_parameters()
-        open_nodes = [index for index in range(len(self._works)) if index not in settled and self._is_open(index)]
+        open_nodes = [
+            index
+            for index in range(len(self._works))
+            if index not in settled and self._is_open(index)
+        ]
         first = self._decisions.decide(settled)
-        by_weight = {index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None}
-        names = self._names([by_weight.get(k, entry) for k, entry in enumerate(first)], {*open_nodes} - {*by_weight})
-        named = {index: self._module_by_name(index, names) for index in open_nodes if index not in by_weight}
+        by_weight = {
+            index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None
+        }
+        names = self._names(
+            [by_weight.get(k, entry) for k, entry in enumerate(first)], {*open_nodes} - {*by_weight}
+        )
+        named = {
+            index: self._module_by_name(index, names)
+            for index in open_nodes
+            if index not in by_weight
+        }
         paths = {index: entry.paths for index, entry in enumerate(first) if index not in open_nodes}
         paths |= {index: owned.paths for index, owned in by_weight.items()}
         paths |= {index: (module,) for index, module in named.items() if module is not None}
@@ -78,7 +104,11 @@ class ProvedOwners:
     # --- facts of nodes ---
 
     def _candidates(self, index: int) -> list[str]:
-        return [*dict.fromkeys(path for old in self._works[index].among for path in self._before.nodes[old].owners)]
+        return [
+            *dict.fromkeys(
+                path for old in self._works[index].among for path in self._before.nodes[old].owners
+            )
+        ]
 
     def _number(self, value: int) -> int:
         return self._numbers.current(self._known.counterpart[value])
@@ -95,7 +125,8 @@ class ProvedOwners:
     def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """Of some original nodes, those that compute something from what the node reads.
 
-        An operator for attention that takes positions reads no angles: who computes these has no nodes here.
+        An operator for attention that takes positions reads no angles: who computes these has no
+        nodes here.
         """
         if len(part) < 2 or not any(self._known.anchors(value) for value in self._live_reads(node)):
             return part
@@ -114,8 +145,11 @@ class ProvedOwners:
         if self._is_shared(node) and len(self._candidates(index)) > 1:
             return bool(work.nodes) or not moves(node.op)
         if work.nodes:
-            unclear = work.chosen or moves(node.op)  # which of several layout operators it is, values do not say
-            return self._misses_weights(index) or (unclear and self._before.with_several_owners(work.nodes))
+            # which of several layout operators it is, values do not say
+            unclear = work.chosen or moves(node.op)
+            return self._misses_weights(index) or (
+                unclear and self._before.with_several_owners(work.nodes)
+            )
         return self._after.depends(index) and not work.ends and not moves(node.op, views=True)
 
     def _misses_weights(self, index: int) -> bool:
@@ -127,14 +161,23 @@ class ProvedOwners:
     def _is_shared(self, node: SummaryNode) -> bool:
         """Whether a node is next to others that do a part of the same work: a tensor between them is not known."""
         passed = (*node.reads, *(value for value in node.makes if self._after.readers[value]))
-        return any(self._after.live[value] and not self._known.numbers_of(value) for value in passed)
+        return any(
+            self._after.live[value] and not self._known.numbers_of(value) for value in passed
+        )
 
     def _by_parameters(self) -> dict[int, Owned]:
         """Nodes that replace none, as the original has their results as constants, and read one parameter."""
         found = {}
         for index, (node, work) in enumerate(zip(self._after.nodes, self._works, strict=True)):
-            holders = {self._holders[weight] for weight in self._weights(node) if weight in self._holders}
-            if not self._after.depends(index) and not work.nodes and not moves(node.op) and len(holders) == 1:
+            holders = {
+                self._holders[weight] for weight in self._weights(node) if weight in self._holders
+            }
+            if (
+                not self._after.depends(index)
+                and not work.nodes
+                and not moves(node.op)
+                and len(holders) == 1
+            ):
                 found[index] = Owned((holders.pop(),), Reason.PARAMETERS)
         return found
 
@@ -147,7 +190,9 @@ class ProvedOwners:
         products = []
         for old in self._works[index].among:
             original = self._before.nodes[old]
-            if weights & {number[value] for value in original.inputs} and resembles(node.op, original.op):
+            if weights & {number[value] for value in original.inputs} and resembles(
+                node.op, original.op
+            ):
                 products.append(old)
         if not products or not self._reads_no_more(index, products):
             return None
@@ -159,7 +204,10 @@ class ProvedOwners:
         known = [
             (scope, entry.paths)
             for index, (scope, entry) in enumerate(zip(self._scopes, found, strict=True))
-            if scope is not None and index not in open_nodes and entry.reason != Reason.INSERTED and entry.paths
+            if scope is not None
+            and index not in open_nodes
+            and entry.reason != Reason.INSERTED
+            and entry.paths
         ]
         return NameScopes(known, {path for node in self._before.nodes for path in node.owners})
 
@@ -168,34 +216,58 @@ class ProvedOwners:
         module = names.module(self._scopes[index])
         return module if module in self._candidates(index) else None
 
-    def _by_name(self, index: int, module: str | None, paths: Mapping[int, tuple[str, ...]]) -> Owned | None:
+    def _by_name(
+        self, index: int, module: str | None, paths: Mapping[int, tuple[str, ...]]
+    ) -> Owned | None:
         """The owner of a node by its name, unless a consumer is in a module that does not read from there."""
         op = self._after.nodes[index].op
-        if module is None or (moves(op) and base_op(op) not in LAYOUT):  # casts are named after tensors, not modules
+        # casts are named after tensors, not modules
+        if module is None or (moves(op) and base_op(op) not in LAYOUT):
             return None
-        mine = [old for old in self._works[index].among if self._before.nodes[old].owners == (module,)]
-        near = (_is_near(module, paths[reader]) for reader in self._after.consumers(index) if reader in paths)
+        mine = [
+            old for old in self._works[index].among if self._before.nodes[old].owners == (module,)
+        ]
+        near = (
+            _is_near(module, paths[reader])
+            for reader in self._after.consumers(index)
+            if reader in paths
+        )
         inside = {other for other, owners in paths.items() if owners == (module,)}
         if not self._reads_no_more(index, mine, inside) or not all(near):
             return None
         return self._decisions.owned_by(mine, Reason.NODE, (module,))
 
-    def _reads_no_more(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
+    def _reads_no_more(
+        self, index: int, part: Collection[int], inside: Container[int] = ()
+    ) -> bool:
         """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too.
 
         ``inside``: Nodes that do a part of the same work; what is read from them does not count.
         """
-        node, before, after, number = self._after.nodes[index], self._before, self._after, self._numbers.number
+        node, before, after, number = (
+            self._after.nodes[index],
+            self._before,
+            self._after,
+            self._numbers.number,
+        )
         outputs = [value for old in part for value in before.nodes[old].makes]
-        read = {number[value] for old in part for value in before.nodes[old].reads if before.live[value]}
+        read = {
+            number[value] for old in part for value in before.nodes[old].reads if before.live[value]
+        }
         read -= {number[value] for value in outputs}
         given = {
             number[value]
             for value in outputs
-            if value in before.outputs or any(reader not in part for reader in before.readers[value])
+            if value in before.outputs
+            or any(reader not in part for reader in before.readers[value])
         }
-        # Several tensors of one node count once; an input of the graph has no node, and counts for itself.
-        sources = ((after.maker[value], value) for value in self._live_reads(node) if after.maker[value] not in inside)
+        # Several tensors of one node count once; an input of the graph has no node, and counts for
+        # itself.
+        sources = (
+            (after.maker[value], value)
+            for value in self._live_reads(node)
+            if after.maker[value] not in inside
+        )
         reads = {(maker, value if maker == NOTHING else NOTHING) for maker, value in sources}
         gives = {value for value in node.makes if after.readers[value] or value in after.outputs}
         return len(reads) <= len(read) and len(gives) <= len(given)
@@ -210,8 +282,16 @@ class ProvedOwners:
             return repeated
         if self._serves(found, index):
             return entry
-        around, named = [*entry.paths, *self._around(found, index)], names.module(self._scopes[index])
-        if named is not None and named in around and base_op(node.op) in LAYOUT and self._after.depends(index):
+        around, named = (
+            [*entry.paths, *self._around(found, index)],
+            names.module(self._scopes[index]),
+        )
+        if (
+            named is not None
+            and named in around
+            and base_op(node.op) in LAYOUT
+            and self._after.depends(index)
+        ):
             return Owned((named,), Reason.NODE)
         user = self._user_of_form(found, index)
         return _unknown(around) if user is None else Owned((user,), Reason.INSERTED)
@@ -219,13 +299,16 @@ class ProvedOwners:
     def _user_of_form(self, found: Sequence[Owned], index: int) -> str | None:
         """The module that works on an original tensor in another form, if an inserted node makes or undoes this form.
 
-        Between modules, the tensor is as PyTorch had it. So a node that turns it into another form works for its
-        consumers, and a node that turns a result back into the form of PyTorch works for the module that computes it.
+        Between modules, the tensor is as PyTorch had it. So a node that turns it into another form
+        works for its consumers, and a node that turns a result back into the form of PyTorch works
+        for the module that computes it.
         """
         node = self._after.nodes[index]
         if base_op(node.op) not in LAYOUT or not self._keeps_number(index):
             return None
-        was_exact, is_exact = (self._known.exact[value] for value in (node.inputs[0], node.outputs[0]))
+        was_exact, is_exact = (
+            self._known.exact[value] for value in (node.inputs[0], node.outputs[0])
+        )
         if was_exact and not is_exact:
             consumers = [found[reader] for reader in self._after.consumers(index)]
             if any(entry.reason == Reason.UNKNOWN for entry in consumers):
@@ -242,7 +325,11 @@ class ProvedOwners:
     def _keeps_number(self, index: int) -> bool:
         """Whether the first input of a node and its one output stand for the same original tensor."""
         node, counterpart = self._after.nodes[index], self._known.counterpart
-        if len(node.outputs) != 1 or not node.inputs or NOTHING in (node.inputs[0], node.outputs[0]):
+        if (
+            len(node.outputs) != 1
+            or not node.inputs
+            or NOTHING in (node.inputs[0], node.outputs[0])
+        ):
             return False
         number = counterpart[node.outputs[0]]
         return number != NOTHING and self._numbers.current(number) == self._number(node.inputs[0])
@@ -251,7 +338,11 @@ class ProvedOwners:
         """Whether an inserted node is certainly of the module that its neighbours say."""
         node, paths = self._after.nodes[index], set(found[index].paths)
         consumers = [found[reader] for reader in self._after.consumers(index)]
-        if not moves(node.op) or base_op(node.op) in SIZES_ONLY or any(c.reason == Reason.UNKNOWN for c in consumers):
+        if (
+            not moves(node.op)
+            or base_op(node.op) in SIZES_ONLY
+            or any(c.reason == Reason.UNKNOWN for c in consumers)
+        ):
             return False
         if not node.inputs:
             return bool(paths)  # a constant may be of several modules
@@ -277,7 +368,11 @@ class ProvedOwners:
         """Whether a node dequantizes what another one computes with integers: it belongs to that one."""
         node = self._after.nodes[index]
         maker = self._after.maker[node.inputs[0]]
-        return base_op(node.op) == "DequantizeLinear" and maker != NOTHING and not moves(self._after.nodes[maker].op)
+        return (
+            base_op(node.op) == "DequantizeLinear"
+            and maker != NOTHING
+            and not moves(self._after.nodes[maker].op)
+        )
 
     def _changes_precision(self, node: SummaryNode) -> bool:
         """Whether a node quantizes, dequantizes, or casts between floats: what tools insert between modules."""
@@ -304,7 +399,9 @@ class ProvedOwners:
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
         """The owners of what is before and after a node; the root at the ends of the graph."""
-        consumers = [path for reader in self._after.consumers(index) for path in found[reader].paths]
+        consumers = [
+            path for reader in self._after.consumers(index) for path in found[reader].paths
+        ]
         return [*(self._makers_paths(found, index) or [""]), *(consumers or [""])]
 
     def _repeated(self, index: int) -> Owned | None:
@@ -313,7 +410,11 @@ class ProvedOwners:
         if not self._gives_back(index):
             return None
         number, base = self._number(node.outputs[0]), base_op(node.op)
-        mine = [other for other in self._passing.get(number, ()) if base_op(self._after.nodes[other].op) == base]
+        mine = [
+            other
+            for other in self._passing.get(number, ())
+            if base_op(self._after.nodes[other].op) == base
+        ]
         theirs = [old for old in self._idle(number) if base_op(self._before.nodes[old].op) == base]
         if not theirs or len(theirs) != len(mine):
             return None
@@ -330,7 +431,11 @@ class ProvedOwners:
         if len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
         number = known.counterpart[node.outputs[0]]
-        same = [v for v in node.inputs if v != NOTHING and number != NOTHING and known.counterpart[v] == number]
+        same = [
+            v
+            for v in node.inputs
+            if v != NOTHING and number != NOTHING and known.counterpart[v] == number
+        ]
         return any(self._after.shape(v) == self._after.shape(node.outputs[0]) for v in same)
 
     # --- several nodes for one original ---
@@ -338,15 +443,21 @@ class ProvedOwners:
     def _of_whole_work(self, found: Sequence[Owned], index: int) -> Owned:
         """The owners of a node, unless it may do only a part of what several modules compute.
 
-        That is so where another node replaces the same original one, or the same one of several equal tensors.
+        That is so where another node replaces the same original one, or the same one of several
+        equal tensors.
         """
         entry, node = found[index], self._after.nodes[index]
-        surplus = self._is_surplus(index) and (len(entry.paths) > 1 or {*self._around(found, index)} != {*entry.paths})
+        surplus = self._is_surplus(index) and (
+            len(entry.paths) > 1 or {*self._around(found, index)} != {*entry.paths}
+        )
         if surplus:
             return _unknown([*entry.paths, *self._around(found, index)])
-        is_joined = not self._known.parts.keys().isdisjoint((*node.inputs, *node.outputs))  # it has all its owners
+        # it has all its owners
+        is_joined = not self._known.parts.keys().isdisjoint((*node.inputs, *node.outputs))
         if len(entry.paths) > 1 and not is_joined:
-            alone = {*self._owners_of(old for old in self._works[index].nodes if self._claims[old] == 1)}
+            alone = {
+                *self._owners_of(old for old in self._works[index].nodes if self._claims[old] == 1)
+            }
             if not alone.issuperset(entry.paths) or self._has_a_loose_neighbour(index):
                 return _unknown(entry.paths)
         if self._misses_producer(index):
@@ -366,7 +477,11 @@ class ProvedOwners:
         """
         moved = {}
         for index, node in enumerate(self._after.nodes):
-            if base_op(node.op) in LAYOUT and self._after.depends(index) and not self._keeps_number(index):
+            if (
+                base_op(node.op) in LAYOUT
+                and self._after.depends(index)
+                and not self._keeps_number(index)
+            ):
                 moved[index] = self._number(node.outputs[0]) if node.outputs else NOTHING
         return moved
 
@@ -386,7 +501,9 @@ class ProvedOwners:
         """Whether a node next to one moves numbers, and is none of the original: it may be a part of a fused one."""
         makers = (self._after.maker[value] for value in self._live_reads(self._after.nodes[index]))
         return any(
-            not self._works[k].nodes and moves(other.op, views=True) and not self._changes_precision(other)
+            not self._works[k].nodes
+            and moves(other.op, views=True)
+            and not self._changes_precision(other)
             for k in {*makers, *self._after.consumers(index)} - {NOTHING}
             if self._after.depends(k) and (other := self._after.nodes[k])
         )

@@ -1,8 +1,9 @@
 """The original nodes that each node of a tool's result replaces.
 
-A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes with unmatched
-tensors between them share the original nodes between the matched tensors; each replaces those that its name, its
-initializers or its operator indicates. A layout operator without an original counterpart was inserted.
+A node whose inputs and outputs have counterparts replaces the original nodes between these. Nodes
+with unmatched tensors between them share the original nodes between the matched tensors; each
+replaces those that its name, its initializers or its operator indicates. A layout operator without
+an original counterpart was inserted.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ class ReplacedNodes:
     """The original nodes that one node replaces."""
 
     nodes: tuple[int, ...]  # the original nodes, in order of execution; empty for an inserted node
-    reason: str  # ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes
-    ends: tuple[int, ...] = ()  # for an inserted node that restores the form of original tensors: their producers
-    coarse: bool = False  # whether several nodes share these original nodes, because they cannot be separated
-    chosen: bool = False  # whether they were chosen from nodes of several modules, by their operator alone
+    # ``tensor``, ``node``, ``initializer``, ``values`` or ``region``; ``inserted`` without nodes
+    reason: str
+    # for an inserted node that restores the form of original tensors: their producers
+    ends: tuple[int, ...] = ()
+    # whether several nodes share these original nodes, because they cannot be separated
+    coarse: bool = False
+    # whether they were chosen from nodes of several modules, by their operator alone
+    chosen: bool = False
     among: tuple[int, ...] = ()  # all original nodes between the matched tensors around the node
 
 
@@ -48,10 +53,13 @@ class _Division:
         self._taken = {alignment.origin(value) for value in kept if self._is_made(value)}
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
         self._behind, self._ahead = self._surroundings()
-        self._done: dict[int, frozenset[int]] = {}  # unmatched value → original nodes that are replaced before it
-        # Unmatched value → nodes before it that share their original nodes with others, and compute something
+        # unmatched value → original nodes that are replaced before it
+        self._done: dict[int, frozenset[int]] = {}
+        # Unmatched value → nodes before it that share their original nodes with others, and compute
+        # something
         self._sharing: dict[int, frozenset[int]] = {}
-        self._pointed: dict[int, set[int]] = defaultdict(set)  # such a node → original nodes that others point at
+        # such a node → original nodes that others point at
+        self._pointed: dict[int, set[int]] = defaultdict(set)
         self._alike = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
         for index, pointed in self._pointed.items():
@@ -77,7 +85,9 @@ class _Division:
         carried = {}
         for index in range(len(nodes) - 1, -1, -1):
             nearest = {v for v in nodes[index].makes if counterpart[v] != NOTHING}
-            ahead[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in nodes[index].makes)))
+            ahead[index] = frozenset(
+                nearest.union(*(carried.get(v, _SHARED) for v in nodes[index].makes))
+            )
             for value in nodes[index].reads:
                 if counterpart[value] == NOTHING:
                     carried[value] = carried.get(value, _SHARED) | ahead[index]
@@ -86,14 +96,17 @@ class _Division:
     def _by_operator(self) -> dict[int, list[int]]:
         """Node after → the original nodes of its operator that it replaces, as their number says.
 
-        Equally many on both sides of a region are in the same order. Several products of one tensor became one.
+        Equally many on both sides of a region are in the same order. Several products of one tensor
+        became one.
         """
         rivals = defaultdict[tuple[frozenset[int], str], list[int]](list)
         for index, node in enumerate(self.after.nodes):
             rivals[self._ahead[index], base_op(node.op)].append(index)
         alike: dict[int, list[int]] = {}
         for (ahead, op), ours in rivals.items():
-            region = set[int]().union(*(self._between(ahead, self._behind[index]) for index in ours))
+            region = set[int]().union(
+                *(self._between(ahead, self._behind[index]) for index in ours)
+            )
             theirs = sorted(n for n in region if base_op(self.before.nodes[n].op) == op)
             if len(ours) == len(theirs):
                 alike |= {mine: [original] for mine, original in zip(ours, theirs, strict=True)}
@@ -126,12 +139,14 @@ class _Division:
             work = self._pointed_at(index, node, rest, sharing)
         else:
             work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
-        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):  # an inlined branch
+        # an inlined branch
+        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
         work = replace(work, among=part)
         if unknown:
             replaced = done if work.coarse else done.union(work.nodes)
-            if sharing and not work.coarse and not moves(node.op):  # what is before belongs to those that share it
+            # what is before belongs to those that share it
+            if sharing and not work.coarse and not moves(node.op):
                 replaced = replaced.union(self._up_to(work.nodes, rest))
             self._done.update(dict.fromkeys(unknown, replaced))
             if work.coarse and not moves(node.op):
@@ -149,9 +164,13 @@ class _Division:
     def _without_movers(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
         """Leave layout operators out if the node is one of the others: they were removed, or moved elsewhere."""
         nodes = self.before.nodes
-        if len(part) < 2 or not any(nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part):
+        if len(part) < 2 or not any(
+            nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part
+        ):
             return part
-        return tuple(n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op)
+        return tuple(
+            n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op
+        )
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
         """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
@@ -160,12 +179,19 @@ class _Division:
             return named[0]
         return Reason.REGION
 
-    def _moved(self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool) -> ReplacedNodes:
+    def _moved(
+        self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool
+    ) -> ReplacedNodes:
         """The original nodes of a layout operator: those of its kind."""
         base = base_op(node.op)
         kinds = LAYOUT if base in LAYOUT else frozenset((base,))
         moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
-        if not moved and not open_ended and part and all(moves(self.before.nodes[n].op, views=True) for n in part):
+        if (
+            not moved
+            and not open_ended
+            and part
+            and all(moves(self.before.nodes[n].op, views=True) for n in part)
+        ):
             moved = part
         if not moved:
             return self._inserted(index, node)
@@ -176,7 +202,9 @@ class _Division:
         known, ends = self.known, dict[int, None]()
         for value in node.makes:
             maker = known.original(value)
-            if maker != NOTHING and (known.keeps_name(value) or self._gives_back(index, node, value)):
+            if maker != NOTHING and (
+                known.keeps_name(value) or self._gives_back(index, node, value)
+            ):
                 ends[maker] = None
         return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
@@ -193,14 +221,18 @@ class _Division:
     ) -> ReplacedNodes:
         """The part of the nodes shared by several nodes that the node's name, weights or operator indicates.
 
-        What is before these nodes belongs to the node, too, unless nodes before it share the part (``sharing``), and
-        nothing indicates which of it they replace.
+        What is before these nodes belongs to the node, too, unless nodes before it share the part
+        (``sharing``), and nothing indicates which of it they replace.
         """
         nodes = self.before.nodes
         named = [n for n in part if node.name and nodes[n].name == node.name]
         reading = self._reading(index, part)
         alike = [n for n in self._alike.get(index, ()) if n in part]
-        for selected, reason in ((named, Reason.NODE), (reading, Reason.INITIALIZER), (alike, Reason.REGION)):
+        for selected, reason in (
+            (named, Reason.NODE),
+            (reading, Reason.INITIALIZER),
+            (alike, Reason.REGION),
+        ):
             if not selected:
                 continue
             if not sharing or selected is alike:
@@ -221,13 +253,17 @@ class _Division:
     def _weights_of(self, index: int) -> frozenset[int | str]:
         """The names and numbers of the weights that a node reads."""
         known, values = self.known, self.after.values
-        weights = [v for v in self.after.nodes[index].inputs if v != NOTHING and not self.after.live[v]]
+        weights = [
+            v for v in self.after.nodes[index].inputs if v != NOTHING and not self.after.live[v]
+        ]
         names, numbers = {values[v].name for v in weights}, {known.counterpart[v] for v in weights}
         return frozenset((names - {""}) | (numbers - {NOTHING}))
 
     def _read_by(self, original: int) -> set[int | str]:
         inputs = self.before.nodes[original].inputs
-        return {self.before.values[v].name for v in inputs if v != NOTHING} | {self.number[v] for v in inputs}
+        return {self.before.values[v].name for v in inputs if v != NOTHING} | {
+            self.number[v] for v in inputs
+        }
 
     @cached_property
     def _readers(self) -> dict[tuple[frozenset[int], frozenset[int | str]], list[int]]:
@@ -319,13 +355,21 @@ class _Division:
     def _merged_copies(self, value: int, origin: int) -> list[int]:
         """Equal outputs of eliminated nodes that gave back their input as the node does, and that its consumers read.
 
-        Two casts to the type that a tensor has are such nodes: common-subexpression elimination leaves one of them.
+        Two casts to the type that a tensor has are such nodes: common-subexpression elimination
+        leaves one of them.
         """
         node = self.before.nodes[self.before.maker[origin]]
         copies = []
-        for member in self.known.numbers.members[self.known.numbers.current(self.known.counterpart[value])]:
+        for member in self.known.numbers.members[
+            self.known.numbers.current(self.known.counterpart[value])
+        ]:
             maker = self.before.maker[member]
-            if maker == NOTHING or member == origin or member in self._taken or not self.known.numbers.idle[maker]:
+            if (
+                maker == NOTHING
+                or member == origin
+                or member in self._taken
+                or not self.known.numbers.idle[maker]
+            ):
                 continue
             other = self.before.nodes[maker]
             if (other.op, other.attributes) == (node.op, node.attributes):
@@ -340,9 +384,17 @@ class _Division:
 
     def _read_by_counterparts(self, value: int, originals: list[int]) -> list[int]:
         """The original tensors among some that the counterparts of a value's consumers read."""
-        outputs = (output for reader in self.after.readers[value] for output in self.after.nodes[reader].makes)
+        outputs = (
+            output
+            for reader in self.after.readers[value]
+            for output in self.after.nodes[reader].makes
+        )
         consumers = {*map(self.known.original, outputs)}
-        return [original for original in originals if not consumers.isdisjoint(self.before.readers[original])]
+        return [
+            original
+            for original in originals
+            if not consumers.isdisjoint(self.before.readers[original])
+        ]
 
     def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
         """Of equal tensors, those that the counterparts of its consumers read; all if that is not known of one."""

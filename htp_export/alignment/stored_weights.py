@@ -29,7 +29,8 @@ _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
 class WeightNumbers:
     """A weight of a file."""
 
-    values: Sequence[ir.Value]  # an initializer and, if a node only dequantizes it, the output of that
+    # an initializer and, if a node only dequantizes it, the output of that
+    values: Sequence[ir.Value]
     load: Callable[[], Array]  # reads its numbers
     plain: bool = False  # whether they are the numbers of the initializer, which are floats
 
@@ -44,8 +45,15 @@ def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
             yield found
     for value in graph.initializers.values():
         tensor = value.const_value
-        if value not in taken and tensor is not None and tensor.size >= _SMALLEST and holds_numbers(tensor.dtype):
-            yield WeightNumbers([value], functools.partial(_plain, tensor), tensor.dtype.is_floating_point())
+        if (
+            value not in taken
+            and tensor is not None
+            and tensor.size >= _SMALLEST
+            and holds_numbers(tensor.dtype)
+        ):
+            yield WeightNumbers(
+                [value], functools.partial(_plain, tensor), tensor.dtype.is_floating_point()
+            )
 
 
 def holds_numbers(dtype: ir.DataType) -> bool:
@@ -55,7 +63,8 @@ def holds_numbers(dtype: ir.DataType) -> bool:
 
 def _plain(tensor: ir.TensorProtocol) -> Array:
     array = np.asarray(tensor.numpy())
-    return array if array.dtype.kind in "fiu" else array.astype(np.float32)  # types that numpy does not have
+    # types that numpy does not have
+    return array if array.dtype.kind in "fiu" else array.astype(np.float32)
 
 
 def _quantized(node: ir.Node) -> WeightNumbers | None:
@@ -70,16 +79,24 @@ def _quantized(node: ir.Node) -> WeightNumbers | None:
     number = node.attributes.get_int
     if places is None:
         axis, block = number("axis", 1), number("block_size", 0)
-        return WeightNumbers([inputs[0], *node.outputs], lambda: _of_axis(levels, scales, zeros, axis, block))
+        return WeightNumbers(
+            [inputs[0], *node.outputs], lambda: _of_axis(levels, scales, zeros, axis, block)
+        )
     rows, bits, block = levels.shape.numpy()[0], number("bits", 4), number("block_size", 0)
     columns = number("K", 0)
     if bits not in (2, 4, 8) or block < 1 or scales.size * block < rows * columns:
         return None
-    return WeightNumbers([inputs[0]], lambda: _of_packed_blocks(levels, scales, zeros, bits, block, columns or None))
+    return WeightNumbers(
+        [inputs[0]], lambda: _of_packed_blocks(levels, scales, zeros, bits, block, columns or None)
+    )
 
 
 def _of_axis(
-    levels: ir.TensorProtocol, scales: ir.TensorProtocol, zeros: ir.TensorProtocol | None, axis: int, block: int
+    levels: ir.TensorProtocol,
+    scales: ir.TensorProtocol,
+    zeros: ir.TensorProtocol | None,
+    axis: int,
+    block: int,
 ) -> Array:
     """The weight of a ``DequantizeLinear``: scales for the whole, along one axis, or in blocks of it."""
     numbers, factors = levels.numpy().astype(np.float32), scales.numpy().astype(np.float32)
@@ -100,7 +117,8 @@ def _of_packed_blocks(
 ) -> Array:
     """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point; the end is filled up.
 
-    Bytes hold several levels, and several zero points; without these, packed levels are around half of their range.
+    Bytes hold several levels, and several zero points; without these, packed levels are around half
+    of their range.
     """
     rows = levels.shape.numpy()[0]
     numbers = _unpacked(levels, bits, rows)[:, :columns]
@@ -138,7 +156,11 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
     for graph in after.graphs():
         for name, value in graph.initializers.items():
             tensor = value.const_value
-            if tensor is None or not originals.may_be_weight(name, tensor) or originals.is_said_anew(name, tensor):
+            if (
+                tensor is None
+                or not originals.may_be_weight(name, tensor)
+                or originals.is_said_anew(name, tensor)
+            ):
                 continue
             recipe = originals.recipe(name, tensor)
             if recipe != name or tags.RECIPE in tensor.metadata_props:
@@ -151,9 +173,13 @@ class _Originals:
     def __init__(self, model: ir.Model | None) -> None:
         graphs = () if model is None else (model.graph, *model.graph.subgraphs())
         values = (value for graph in graphs for value in graph.initializers.values())
-        constants = (node.outputs[0] for graph in graphs for node in graph if is_standard(node, "Constant"))
+        constants = (
+            node.outputs[0] for graph in graphs for node in graph if is_standard(node, "Constant")
+        )
         stored = ((value, stored_tensor(value)) for value in (*values, *constants))
-        self._hashed: dict[tuple[ir.DataType, int], dict[bytes, list[tuple[tuple[int, ...], Recipe]]]] = {}
+        self._hashed: dict[
+            tuple[ir.DataType, int], dict[bytes, list[tuple[tuple[int, ...], Recipe]]]
+        ] = {}
         self._named = {
             str(value.name): (tensor, recipe_of(value))
             for value, tensor in stored
@@ -162,7 +188,9 @@ class _Originals:
 
     def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor holds numbers; integers of 32 bits are a quantized bias, or positions and sizes."""
-        return holds_numbers(tensor.dtype) or (tensor.dtype == ir.DataType.INT32 and bool(self._named_alike(name)))
+        return holds_numbers(tensor.dtype) or (
+            tensor.dtype == ir.DataType.INT32 and bool(self._named_alike(name))
+        )
 
     def is_said_anew(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor has a recipe that it did not have before, so that who made it has written it."""
@@ -178,9 +206,12 @@ class _Originals:
         with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone
             if original is not None and same_numbers(original[0], tensor):
                 is_cast = original[0].dtype != tensor.dtype
-                return step("cast", original[1], tensor.dtype.name.lower()) if is_cast else original[1]
+                return (
+                    step("cast", original[1], tensor.dtype.name.lower()) if is_cast else original[1]
+                )
         try:
-            if tensor.size > 1 and is_filled(tensor):  # zeros and ones of one origin are those of any other
+            # zeros and ones of one origin are those of any other
+            if tensor.size > 1 and is_filled(tensor):
                 return vague
             return self._elsewhere(tensor) or vague
         except (FileError, OSError):
@@ -199,18 +230,30 @@ class _Originals:
         array = np.asarray(tensor.numpy())
         if same := known.get(array_hash(array)):
             return merged(
-                each if shape == array.shape else step("reshape", each, [*array.shape]) for shape, each in same
+                each if shape == array.shape else step("reshape", each, [*array.shape])
+                for shape, each in same
             )
-        shapes = {shape for same in known.values() for shape, _ in same if sorted(shape) == sorted(array.shape)}
-        orders = itertools.islice(itertools.permutations(range(array.ndim)), 1, None)  # the first is as they are
+        shapes = {
+            shape
+            for same in known.values()
+            for shape, _ in same
+            if sorted(shape) == sorted(array.shape)
+        }
+        # the first is as they are
+        orders = itertools.islice(itertools.permutations(range(array.ndim)), 1, None)
         for axes in orders if shapes else ():
             shape = tuple(array.shape[axis] for axis in axes)
             turned = known.get(array_hash(array.transpose(axes)), ()) if shape in shapes else ()
             if turned and all(each == shape for each, _ in turned):
-                return merged(step("transpose", each, [*map(axes.index, range(array.ndim))]) for _, each in turned)
+                return merged(
+                    step("transpose", each, [*map(axes.index, range(array.ndim))])
+                    for _, each in turned
+                )
         return None
 
-    def _by_hash(self, dtype: ir.DataType, size: int) -> dict[bytes, list[tuple[tuple[int, ...], Recipe]]]:
+    def _by_hash(
+        self, dtype: ir.DataType, size: int
+    ) -> dict[bytes, list[tuple[tuple[int, ...], Recipe]]]:
         """Hash of the numbers of a weight with so many elements → its shape, and how it was made."""
         if (dtype, size) not in self._hashed:
             found = self._hashed.setdefault((dtype, size), {})

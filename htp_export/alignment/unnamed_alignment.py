@@ -18,10 +18,14 @@ class UnnamedAlignment(Alignment):
 
     by_consumers = True
 
-    def __init__(self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence) -> None:
+    def __init__(
+        self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence
+    ) -> None:
         super().__init__(before, after, evidence)
         if evidence.values and self._by_values():
-            self._settled = {value for value, number in enumerate(self.counterpart) if number != NOTHING}
+            self._settled = {
+                value for value, number in enumerate(self.counterpart) if number != NOTHING
+            }
             self._look()  # what is known now may tell more
 
     def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
@@ -41,7 +45,10 @@ class UnnamedAlignment(Alignment):
             self._take(index, like, Reason.INITIALIZER)
 
     def _forward(self, node: SummaryNode) -> None:
-        if self.numbers.passes_on(self.after, node) and self.counterpart[node.outputs[0]] == NOTHING:
+        if (
+            self.numbers.passes_on(self.after, node)
+            and self.counterpart[node.outputs[0]] == NOTHING
+        ):
             source = node.inputs[0]
             self.match(node.outputs[0], self.counterpart[source], self.exact[source])
         else:
@@ -67,7 +74,10 @@ class UnnamedAlignment(Alignment):
         if len(weights) != 1 or len(live) != 1:
             return
         like = self.evidence.weights[weights[0]]
-        products = [self._product(node, each) for each in (like.originals if like.joined else like.originals[:1])]
+        products = [
+            self._product(node, each)
+            for each in (like.originals if like.joined else like.originals[:1])
+        ]
         if products and NOTHING not in products and not self._has_absorbed(node, products[0]):
             number = self.numbers.number
             if len({self.read_by(self.before.maker[product]) for product in products}) == 1:
@@ -79,7 +89,8 @@ class UnnamedAlignment(Alignment):
     def _has_absorbed(self, node: SummaryNode, product: int) -> bool:
         """Whether a node of the operator of an original product reads a further weight that the original has not.
 
-        It is the bias that a BatchNormalization left: the node does the work of what follows the product, too.
+        It is the bias that a BatchNormalization left: the node does the work of what follows the
+        product, too.
         """
         if self.before.nodes[self.before.maker[product]].op != node.op:
             return False
@@ -94,7 +105,11 @@ class UnnamedAlignment(Alignment):
 
     def _take(self, value: int, like: Likeness, reason: str) -> None:
         number = self.numbers.number
-        originals = like.originals if like.joined or like.same_shape else self._in_chain(value, like.originals)
+        originals = (
+            like.originals
+            if like.joined or like.same_shape
+            else self._in_chain(value, like.originals)
+        )
         first = number[originals[0]]
         self.match(value, first, like.same_shape, reason)
         if like.joined:

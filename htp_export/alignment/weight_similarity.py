@@ -1,7 +1,7 @@
 """Numbers of one file among those of another: equal, in another layout, joined, cut out, scaled or rounded.
 
-Equal contents are found by hashes. For the rest, samples of the originals select candidates, which are then compared in
-full. Nothing matches if another original is nearly as close.
+Equal contents are found by hashes. For the rest, samples of the originals select candidates, which
+are then compared in full. Nothing matches if another original is nearly as close.
 """
 
 from __future__ import annotations
@@ -29,12 +29,15 @@ _AMPLIFIED = 4.0
 """How many times larger the error of a tensor may be than that of the outputs."""
 
 _FEWEST = 4  # different numbers; tensors with fewer, such as masks, are equal by chance
-_PLACES = 128  # elements of a sample; the error of two random tensors in a sample is 1.4, and never below 0.9
+# elements of a sample; the error of two random tensors in a sample is 1.4, and never below 0.9
+_PLACES = 128
 _SAMPLED = 1.5  # error in a sample, per error of the whole
 _MOST_PARTS = 8  # projections that are joined are three, gates of an LSTM four
-_SORTED = 1e-3  # relative error of sorted numbers: those of two tensors with one distribution differ by more
+# relative error of sorted numbers: those of two tensors with one distribution differ by more
+_SORTED = 1e-3
 _MOST_AXES = 5  # whose permutations are tried
-_FEW, _FITTED = 256, 0.05  # a fit may bring few numbers near others by chance, and has to be closer for these
+# a fit may bring few numbers near others by chance, and has to be closer for these
+_FEW, _FITTED = 256, 0.05
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,8 @@ class Part:
 class Likeness:
     """The originals that have the numbers of one tensor."""
 
-    originals: tuple[int, ...]  # they are all equal to it; or, if it is ``joined``, its parts, in order
+    # they are all equal to it; or, if it is ``joined``, its parts, in order
+    originals: tuple[int, ...]
     same_shape: bool = True  # whether they have its shape and its order of elements
     parts: tuple[Part, ...] = ()  # what it is made of, if it is not the whole of an original
     scale: float = 1.0  # what the original was multiplied with
@@ -78,7 +82,11 @@ def relative_error(array: Array, original: Array) -> float:
         return math.inf
     scale = float(np.linalg.norm(theirs - theirs.mean()))
     difference = float(np.linalg.norm(mine - theirs))
-    return difference / scale if scale and math.isfinite(difference) else (0.0 if not difference else math.inf)
+    return (
+        difference / scale
+        if scale and math.isfinite(difference)
+        else (0.0 if not difference else math.inf)
+    )
 
 
 def is_distinctive(array: Array) -> bool:
@@ -86,13 +94,19 @@ def is_distinctive(array: Array) -> bool:
     if array.size < _FEWEST or array.dtype.kind in "OUScb":
         return False
     flat = array.reshape(-1)
-    return len(np.unique(flat[:: max(1, flat.size // _PLACES)])) >= _FEWEST or len(np.unique(flat)) >= _FEWEST
+    return (
+        len(np.unique(flat[:: max(1, flat.size // _PLACES)])) >= _FEWEST
+        or len(np.unique(flat)) >= _FEWEST
+    )
 
 
-def largest_error(outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]) -> float:
+def largest_error(
+    outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]
+) -> float:
     """The tolerance for tensors of two files, by the errors of their outputs; infinite if no output is recognised.
 
-    ``outputs``: Output, and the outputs of the original. ``find``: Recognises a tensor with the largest tolerance.
+    ``outputs``: Output, and the outputs of the original. ``find``: Recognises a tensor with the
+    largest tolerance.
     """
     errors = []
     for array, originals in outputs:
@@ -117,7 +131,11 @@ class _Original:
     def __init__(self, index: int, array: Array, load: Callable[[], Array]) -> None:
         self.index, self.load, self.shape = index, load, array.shape
         self.facts = _facts(array)
-        self.std = math.sqrt(max(self.facts[1] ** 2 - self.facts[0] ** 2, 0.0)) if np.isfinite(self.facts).all() else 0
+        self.std = (
+            math.sqrt(max(self.facts[1] ** 2 - self.facts[0] ** 2, 0.0))
+            if np.isfinite(self.facts).all()
+            else 0
+        )
         flat = array.reshape(-1)
         places = np.linspace(0, flat.size - 1, min(_PLACES, flat.size)).astype(np.int64)
         self.places = np.unravel_index(places, self.shape)
@@ -196,14 +214,17 @@ class Originals:
                 if error <= limit:
                     yield error, entry, same and entry.shape == array.shape
 
-    def _nearest(self, array: Array, near: list[tuple[float, _Original, bool]], best: float) -> Likeness | None:
+    def _nearest(
+        self, array: Array, near: list[tuple[float, _Original, bool]], best: float
+    ) -> Likeness | None:
         if best > self.tolerance:
             return None
         limit = max(EXACT, best * _MARGIN)
         close = [(entry, same) for error, entry, same in near if error <= limit]
         same_shape = [entry for entry, same in close if same]
         chosen = same_shape or [entry for entry, _ in close]
-        if best > EXACT and len(close) > 1:  # rounded: others that are nearly as close must be the same tensor
+        # rounded: others that are nearly as close must be the same tensor
+        if best > EXACT and len(close) > 1:
             first = chosen[0].load()
             if any(_error_in_any_layout(first, entry, EXACT)[0] > EXACT for entry, _ in close):
                 return None
@@ -225,7 +246,10 @@ class Originals:
         if not found or found[0][0] > limit:
             return None
         error, index, same_shape, scale, offset = found[0]
-        if any(other <= max(EXACT, error * _MARGIN) and further != index for other, further, *_ in found[1:]):
+        if any(
+            other <= max(EXACT, error * _MARGIN) and further != index
+            for other, further, *_ in found[1:]
+        ):
             return None
         return Likeness((index,), same_shape, scale=scale, offset=offset, error=error)
 
@@ -236,14 +260,18 @@ class Originals:
         for axis in reversed(range(array.ndim)):
             parts, at = list[Part](), 0
             while at < array.shape[axis] and len(parts) < _MOST_PARTS:
-                found = min(self._parts_at(array, axis, at), key=lambda part: part.error, default=None)
+                found = min(
+                    self._parts_at(array, axis, at), key=lambda part: part.error, default=None
+                )
                 if found is None:
                     break
                 parts.append(found)
                 at = found.place[1]
             if len(parts) > 1 and at == array.shape[axis]:
                 error = max(part.error for part in parts)
-                return Likeness(tuple(part.original for part in parts), False, tuple(parts), error=error)
+                return Likeness(
+                    tuple(part.original for part in parts), False, tuple(parts), error=error
+                )
         return None
 
     def _parts_at(self, array: Array, axis: int, at: int) -> Iterator[Part]:
@@ -266,9 +294,14 @@ class Originals:
             size = array.shape[axis]
             for entry, transpose, length in self._fitting(array.shape, axis):
                 original = turned(entry.load(), transpose) if length > size else array
-                for start in _starts(original, array, axis, self.tolerance) if length > size else ():
+                for start in (
+                    _starts(original, array, axis, self.tolerance) if length > size else ()
+                ):
                     error = relative_error(array, _cut(original, axis, start, start + size))
-                    if error <= min(self.tolerance, found[entry.index].error if entry.index in found else math.inf):
+                    if error <= min(
+                        self.tolerance,
+                        found[entry.index].error if entry.index in found else math.inf,
+                    ):
                         place, of = (0, size), (start, start + size)
                         found[entry.index] = Part(entry.index, axis, place, of, transpose, error)
         if len(found) != 1:
@@ -281,7 +314,11 @@ class Originals:
         for entry in self._by_rank.get(len(shape), []):
             for transpose in (False, True) if self._weights and len(shape) == 2 else (False,):
                 theirs = entry.shape[::-1] if transpose else entry.shape
-                if all(one == two for k, (one, two) in enumerate(zip(shape, theirs, strict=True)) if k != axis):
+                if all(
+                    one == two
+                    for k, (one, two) in enumerate(zip(shape, theirs, strict=True))
+                    if k != axis
+                ):
                     yield entry, transpose, theirs[axis]
 
 
@@ -310,7 +347,9 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
     axes = range(len(entry.shape)) if len(entry.shape) <= _MOST_AXES else ()
     best = math.inf
     for order in itertools.islice(itertools.permutations(axes), 1, None):
-        places = np.ravel_multi_index([entry.places[k] for k in order], [entry.shape[k] for k in order])
+        places = np.ravel_multi_index(
+            [entry.places[k] for k in order], [entry.shape[k] for k in order]
+        )
         if entry.sampled(flat[places]) <= sampled:
             best = min(best, relative_error(flat, entry.load().transpose(order).reshape(-1)))
     if best <= limit or array.shape == entry.shape or (array.ndim == len(entry.shape) == 2):
@@ -341,4 +380,8 @@ def _starts(whole: Array, part: Array, axis: int, tolerance: float) -> Iterator[
     lines = np.moveaxis(whole, axis, 0).reshape(whole.shape[axis], -1).astype(np.float64)
     distance = np.linalg.norm(lines - first, axis=1)
     limit = max(tolerance, 1e-6) * 4 * max(float(np.linalg.norm(first)), 1e-12)
-    yield from (int(at) for at in np.flatnonzero(distance <= limit) if at + part.shape[axis] <= whole.shape[axis])
+    yield from (
+        int(at)
+        for at in np.flatnonzero(distance <= limit)
+        if at + part.shape[axis] <= whole.shape[axis]
+    )

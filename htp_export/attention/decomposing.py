@@ -1,7 +1,7 @@
 """`decomposed_attention`: the modules of a model run attention in steps, until the context ends.
 
-``nn.MultiheadAttention`` gets another ``forward``. In other modules, ``scaled_dot_product_attention`` or its parts are
-found by watching the calls of torch's functions.
+``nn.MultiheadAttention`` gets another ``forward``. In other modules,
+``scaled_dot_product_attention`` or its parts are found by watching the calls of torch's functions.
 """
 
 from __future__ import annotations
@@ -49,35 +49,41 @@ _WATCHED: weakref.WeakKeyDictionary[nn.Module, _StepsOfCalls] = weakref.WeakKeyD
 
 @checks_arguments
 @contextlib.contextmanager
-def decomposed_attention(model: nn.Module, *, exact: bool = False, keep_kernel: bool = False) -> Iterator[None]:
+def decomposed_attention(
+    model: nn.Module, *, exact: bool = False, keep_kernel: bool = False
+) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.
 
-    These are ``scores``, ``softmax`` and ``context``, and of an ``nn.MultiheadAttention`` ``q_proj``, ``k_proj`` and
-    ``v_proj`` too; ``docs/attention.md`` says which code becomes which. Afterwards the model is as before, also on
-    errors.
+    These are ``scores``, ``softmax`` and ``context``, and of an ``nn.MultiheadAttention``
+    ``q_proj``, ``k_proj`` and ``v_proj`` too; ``docs/attention.md`` says which code becomes which.
+    Afterwards the model is as before, also on errors.
 
-    Results differ from the original's by rounding; of a query that may see no key, they are what torch's operators
-    define: zeros from ``scaled_dot_product_attention``, NaN where weights are returned.
+    Results differ from the original's by rounding; of a query that may see no key, they are what
+    torch's operators define: zeros from ``scaled_dot_product_attention``, NaN where weights are
+    returned.
 
-    May be nested: modules whose attention runs in steps already stay as they are. Not thread-safe: no other thread may
-    use the model meanwhile.
+    May be nested: modules whose attention runs in steps already stay as they are. Not thread-safe:
+    no other thread may use the model meanwhile.
 
     Args:
-        model: The model. Subclasses of ``nn.MultiheadAttention`` with a ``forward`` of their own stay as they are.
-        exact: Whether query, key and value are projected in one product where the original does so (the step
-            ``in_proj`` or ``kv_proj``, of which ``q_proj``, ``k_proj`` and ``v_proj`` take their parts), and everything
-            is computed in the order of torch's slow path, so that results are equal bit for bit.
-        keep_kernel: Whether ``scores``, ``softmax`` and ``context`` are one call of ``scaled_dot_product_attention``,
-            whose operator belongs to all three: at opset 23, dynamo makes one ``Attention`` node of it. Attention that
-            a module computes from products has no kernel to keep, and runs in steps.
+        model: The model. Subclasses of ``nn.MultiheadAttention`` with a ``forward`` of their own
+            stay as they are.
+        exact: Whether query, key and value are projected in one product where the original does so
+            (the step ``in_proj`` or ``kv_proj``, of which ``q_proj``, ``k_proj`` and ``v_proj``
+            take their parts), and everything is computed in the order of torch's slow path, so that
+            results are equal bit for bit.
+        keep_kernel: Whether ``scores``, ``softmax`` and ``context`` are one call of
+            ``scaled_dot_product_attention``, whose operator belongs to all three: at opset 23,
+            dynamo makes one ``Attention`` node of it. Attention that a module computes from
+            products has no kernel to keep, and runs in steps.
 
     Returns:
         A context manager.
 
     Raises:
-        InputError: If a module has a submodule with the name of a step, or is given nested tensors; if a model of
-            transformers uses kernels of other libraries, such as ``flash_attention_2``; if both options are set,
-            because kernels round in their own way.
+        InputError: If a module has a submodule with the name of a step, or is given nested tensors;
+            if a model of transformers uses kernels of other libraries, such as
+            ``flash_attention_2``; if both options are set, because kernels round in their own way.
 
     Examples:
         >>> import torch
@@ -98,14 +104,17 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
     """Run the attention of a model in the steps that a file with these modules has; nothing changes if it has none."""
     steps: defaultdict[str | None, dict[str, str]] = defaultdict(dict)
     for path, info in hierarchy.items():
-        if info.synthetic and info.class_name.startswith(f"{Step.__module__}."):  # not those of LoRA
+        # not those of LoRA
+        if info.synthetic and info.class_name.startswith(f"{Step.__module__}."):
             steps[hierarchy.parent(path)][path.rpartition(".")[2]] = info.simple_class
     if not steps:
         yield
         return
     classes = {name for by_name in steps.values() for name in by_name.values()}
     callers = {
-        module: steps[path] for path, _, module in module_paths(model) if path in steps and not _is_plain(module)
+        module: steps[path]
+        for path, _, module in module_paths(model)
+        if path in steps and not _is_plain(module)
     }
     exact, keep_kernel = PackedProjection.__name__ in classes, KernelPart.__name__ in classes
     with _in_steps(model, exact=exact, keep_kernel=keep_kernel, callers=callers):
@@ -114,7 +123,11 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_steps(
-    model: nn.Module, *, exact: bool, keep_kernel: bool, callers: Mapping[nn.Module, Mapping[str, str]] | None = None
+    model: nn.Module,
+    *,
+    exact: bool,
+    keep_kernel: bool,
+    callers: Mapping[nn.Module, Mapping[str, str]] | None = None,
 ) -> Iterator[None]:
     """As `decomposed_attention`; ``callers`` have steps before their first call, see `_StepsOfCalls.hold`."""
     if exact and keep_kernel:
@@ -131,7 +144,9 @@ def _in_steps(
         yield
 
 
-def _install(changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool) -> None:
+def _install(
+    changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool
+) -> None:
     for path, _, attention in module_paths(model):
         if not _is_plain(attention):
             continue
@@ -139,7 +154,9 @@ def _install(changes: Changes, model: nn.Module, make_steps: Callable[[], Attent
         modules = projections_of(attention, exact=exact) | steps.modules
         taken = [name for name in modules if hasattr(attention, name)]
         if taken:
-            raise InputError(f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of attention")
+            raise InputError(
+                f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of attention"
+            )
         changes.will_undo(functools.partial(_remove, attention, tuple(modules)))
         for name, step in modules.items():
             attention.add_module(name, step.train(attention.training))
@@ -150,7 +167,8 @@ def _refuse_foreign_kernels(model: nn.Module) -> None:
     """Refuse a model of transformers whose attention is one call into another library."""
     for path, _, module in module_paths(model):
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
-        if isinstance(name, str) and ("flash" in name or "flex" in name or "/" in name):  # "owner/name" of a kernel
+        # "owner/name" of a kernel
+        if isinstance(name, str) and ("flash" in name or "flex" in name or "/" in name):
             raise InputError(
                 f"module {path!r} computes attention with {name!r}, in a kernel that has no steps; call "
                 'set_attn_implementation("eager") or ("sdpa") on the model first'
@@ -159,7 +177,9 @@ def _refuse_foreign_kernels(model: nn.Module) -> None:
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
     """Whether a module computes what ``nn.MultiheadAttention`` defines."""
-    own_forward = "forward" in vars(module) or type(module).forward is not nn.MultiheadAttention.forward
+    own_forward = (
+        "forward" in vars(module) or type(module).forward is not nn.MultiheadAttention.forward
+    )
     return isinstance(module, nn.MultiheadAttention) and not own_forward
 
 
@@ -186,11 +206,15 @@ class _StepsOfCalls(TorchFunctionMode):
         self._reported: set[nn.Module] = set()
 
     def hold(
-        self, changes: Changes, model: nn.Module, steps: Mapping[nn.Module, Mapping[str, str]] | None = None
+        self,
+        changes: Changes,
+        model: nn.Module,
+        steps: Mapping[nn.Module, Mapping[str, str]] | None = None,
     ) -> None:
         """Watch a model until the changes are taken back.
 
-        Modules in ``steps`` get theirs now, with the classes of the steps by name; others when they run.
+        Modules in ``steps`` get theirs now, with the classes of the steps by name; others when they
+        run.
         """
         self._paths = {module: path for path, _, module in module_paths(model)}
         for module in list(model.modules()):
@@ -205,7 +229,9 @@ class _StepsOfCalls(TorchFunctionMode):
         changes.will_undo(self._remove_steps)
         for module, classes in (steps or {}).items():
             watching = _WATCHED.get(module, self)
-            observed = [name for name, class_name in classes.items() if class_name == ObservedStep.__name__]
+            observed = [
+                name for name, class_name in classes.items() if class_name == ObservedStep.__name__
+            ]
             for name in observed:
                 watching._observe(module, name.rpartition("_")[2], name)
             if len(observed) < len(classes):
@@ -219,7 +245,8 @@ class _StepsOfCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # true where Dynamo traces this: what it compiles stays as it is
+        # true where Dynamo traces this: what it compiles stays as it is
+        if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
         call, stack = AttentionCall(func, args, kwargs or {}), self._stack
         if not stack or isinstance(stack[-1].module, Step):
@@ -291,8 +318,12 @@ class _StepsOfCalls(TorchFunctionMode):
 
     def _name(self, module: nn.Module, steps: Mapping[str, Step], word: str) -> None:
         """Give steps their names in a module; with a word before, if it has attributes of these names."""
-        prefixes = itertools.chain(["", f"{word}_"], (f"{word}_{number}_" for number in itertools.count(2)))
-        prefix = next(each for each in prefixes if not any(hasattr(module, each + name) for name in steps))
+        prefixes = itertools.chain(
+            ["", f"{word}_"], (f"{word}_{number}_" for number in itertools.count(2))
+        )
+        prefix = next(
+            each for each in prefixes if not any(hasattr(module, each + name) for name in steps)
+        )
         self._places.update((step, (module, prefix + name)) for name, step in steps.items())
 
     def _put_in_place(self, step: Step) -> None:
@@ -313,7 +344,11 @@ class _StepsOfCalls(TorchFunctionMode):
 def _recorded(call: AttentionCall, stack: Sequence[Recording]) -> Any:
     """Call a function, and note what it computes from products in modules that run."""
     innermost = stack[-1]
-    notes = [recording.watch(call, "a submodule computes") for recording in stack[:-1] if recording.reads(call)]
+    notes = [
+        recording.watch(call, "a submodule computes")
+        for recording in stack[:-1]
+        if recording.reads(call)
+    ]
     if innermost.reads(call) or innermost.is_attention_product(call):
         notes.append(innermost.watch(call))
     result = call()

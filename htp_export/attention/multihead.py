@@ -1,6 +1,7 @@
 """``nn.MultiheadAttention`` in steps: the same arguments, the same results.
 
-Source: ``torch.nn.functional.multi_head_attention_forward``, whose order of operations ``exact`` follows.
+Source: ``torch.nn.functional.multi_head_attention_forward``, whose order of operations ``exact``
+    follows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from htp_export.errors import InputError
 def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
     """Make the projections of an ``nn.MultiheadAttention``, by the names that they are registered under."""
     width, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
-    biases = [None if bias is None else bias[width * part : width * (part + 1)] for part in range(3)]
+    biases = [
+        None if bias is None else bias[width * part : width * (part + 1)] for part in range(3)
+    ]
     if weight is None:
         weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
     else:
@@ -29,7 +32,9 @@ def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str
     if exact and weight is not None:
         steps["in_proj"] = PackedProjection(weight[:], None if bias is None else bias[:])
         steps["kv_proj"] = PackedProjection(weight[width:], None if bias is None else bias[width:])
-    for name, own_weight, own_bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
+    for name, own_weight, own_bias in zip(
+        ("q_proj", "k_proj", "v_proj"), weights, biases, strict=True
+    ):
         steps[name] = Projection(own_weight[:], own_bias)
     return steps
 
@@ -54,10 +59,12 @@ def forward_in_steps(
                 f"module {path!r}: attention in steps takes no nested tensors; pass padded ones and a mask"
             )
         if is_causal and attn_mask is None:
-            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+            # as torch says it
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         call = _Call(attention, steps, exact, query.dim() == 3, need_weights)
         query, key, value = call.projected(query, key, value)
-        causal = is_causal and key_padding_mask is None and not need_weights  # then the mask is only implied
+        # then the mask is only implied
+        causal = is_causal and key_padding_mask is None and not need_weights
         mask = None if causal else call.mask(query, key, attn_mask, key_padding_mask)
         context, weights = call.attended(query, key, value, mask, causal)
         output = call.joined(context)
@@ -69,10 +76,13 @@ def forward_in_steps(
 class _Call:
     """One call of an attention; whether it returns the weights decides the order of operations."""
 
-    def __init__(self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool) -> None:
+    def __init__(
+        self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool
+    ) -> None:
         self.attention, self.steps, self.exact = attention, steps, exact
         self.batched, self.need_weights = batched, need_weights
-        # The original works on (length, batch, features); so does `exact`. Without a batch there is nothing to turn.
+        # The original works on (length, batch, features); so does `exact`. Without a batch there is
+        # nothing to turn.
         self.batch_first = attention.batch_first and batched and not exact
 
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
@@ -86,20 +96,32 @@ class _Call:
         packed = self.exact and self.batched and attention.in_proj_weight is not None and same_value
         if packed and same_key:
             together = attention.in_proj(query, 3)
-            tensors = [attention.q_proj(together, 0), attention.k_proj(together, 1), attention.v_proj(together, 2)]
+            tensors = [
+                attention.q_proj(together, 0),
+                attention.k_proj(together, 1),
+                attention.v_proj(together, 2),
+            ]
         elif packed:
             together = attention.kv_proj(key, 2)
-            tensors = [attention.q_proj(query), attention.k_proj(together, 0), attention.v_proj(together, 1)]
+            tensors = [
+                attention.q_proj(query),
+                attention.k_proj(together, 0),
+                attention.v_proj(together, 1),
+            ]
         else:
             tensors = [attention.q_proj(query), attention.k_proj(key), attention.v_proj(value)]
         if attention.bias_k is not None:
             tensors[1:] = [
                 self._longer(tensor, bias)
-                for tensor, bias in zip(tensors[1:], (attention.bias_k, attention.bias_v), strict=True)
+                for tensor, bias in zip(
+                    tensors[1:], (attention.bias_k, attention.bias_v), strict=True
+                )
             ]
         heads = [self._by_head(tensor) for tensor in tensors]
         if attention.add_zero_attn:
-            heads[1:] = [torch.cat([each, torch.zeros_like(each[..., :1, :])], dim=-2) for each in heads[1:]]
+            heads[1:] = [
+                torch.cat([each, torch.zeros_like(each[..., :1, :])], dim=-2) for each in heads[1:]
+            ]
         return heads
 
     def mask(
@@ -123,7 +145,11 @@ class _Call:
         scale = math.sqrt(1.0 / float(self.attention.head_dim))
         dropout = self.attention.dropout if self.attention.training else 0.0
         call = SdpaCall(query, key, value, mask, dropout, causal, scale)
-        return self.steps.attend_with_weights(call) if self.need_weights else (self.steps.attend(call), None)
+        return (
+            self.steps.attend_with_weights(call)
+            if self.need_weights
+            else (self.steps.attend(call), None)
+        )
 
     def joined(self, context: Tensor) -> Tensor:
         """The output, of the layout of the query."""
@@ -134,7 +160,9 @@ class _Call:
         joined = context.permute(2, 0, 1, 3)
         length, batch = joined.shape[:2]
         if self.exact:  # the original multiplies a matrix
-            output = attention.out_proj(joined.reshape(length * batch, attention.embed_dim)).view(length, batch, -1)
+            output = attention.out_proj(joined.reshape(length * batch, attention.embed_dim)).view(
+                length, batch, -1
+            )
         else:
             output = attention.out_proj(joined.flatten(2))
         if not self.batched:
@@ -149,18 +177,29 @@ class _Call:
         """``(batch, length, features)`` if `batch_first`, else ``(length, batch, features)``."""
         if not self.batched:
             return tensor.unsqueeze(1)
-        return tensor.transpose(0, 1) if self.attention.batch_first and not self.batch_first else tensor
+        return (
+            tensor.transpose(0, 1)
+            if self.attention.batch_first and not self.batch_first
+            else tensor
+        )
 
     def _longer(self, tensor: Tensor, bias: Tensor) -> Tensor:
         """One key or value more, the same for all examples."""
         dim = 1 if self.batch_first else 0
         return torch.cat(
-            [tensor, bias.expand(*(1 if axis == dim else size for axis, size in enumerate(tensor.shape)))], dim
+            [
+                tensor,
+                bias.expand(
+                    *(1 if axis == dim else size for axis, size in enumerate(tensor.shape))
+                ),
+            ],
+            dim,
         )
 
     def _by_head(self, tensor: Tensor) -> Tensor:
         heads, features = self.attention.num_heads, self.attention.head_dim
-        first, second = tensor.shape[:2]  # sizes and `view`: TorchScript makes six nodes of `unflatten`
+        # sizes and `view`: TorchScript makes six nodes of `unflatten`
+        first, second = tensor.shape[:2]
         if self.exact:
             by_head = tensor.view(first, second * heads, features).transpose(0, 1)
             return by_head.view(second, heads, first, features)

@@ -1,7 +1,8 @@
 """What a module computes from products of tensors: recorded while its ``forward`` runs, so that it can run again.
 
-Which product is the first operation of an attention shows later, at the softmax of what is computed from it. Then the
-operations between run a second time, inside a step. Tensors are the same if they are the same object in the same state.
+Which product is the first operation of an attention shows later, at the softmax of what is computed
+from it. Then the operations between run a second time, inside a step. Tensors are the same if they
+are the same object in the same state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from htp_export.exporter.capture.torchscript_internals import take_over_trace
 
 _PRODUCTS = {
     *(torch.matmul, torch.bmm, torch.mm, torch.baddbmm, torch.addmm, torch.einsum),
-    *(Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, Tensor.bmm, Tensor.mm, Tensor.baddbmm, Tensor.addmm),
+    *(
+        Tensor.matmul,
+        Tensor.__matmul__,
+        Tensor.__rmatmul__,
+        Tensor.bmm,
+        Tensor.mm,
+        Tensor.baddbmm,
+        Tensor.addmm,
+    ),
 }
 _SOFTMAXES = {torch.softmax, torch.special.softmax, Tensor.softmax, functional.softmax}
 
@@ -64,7 +73,9 @@ class AttentionCall:
     def with_tensors(self, tensors: Iterable[Tensor]) -> AttentionCall:
         """The call with other tensors, in the order of `tensors`."""
         others = iter(tensors)
-        args, kwargs = tree_map_only(Tensor, lambda _: next(others), (tuple(self.args), dict(self.kwargs)))
+        args, kwargs = tree_map_only(
+            Tensor, lambda _: next(others), (tuple(self.args), dict(self.kwargs))
+        )
         return AttentionCall(self.function, args, kwargs)
 
 
@@ -129,7 +140,8 @@ class Replay:
 class Recording:
     """What one run of a module's ``forward`` computes from products.
 
-    A product with a parameter, or with what is computed from parameters alone, is a linear map and does not count.
+    A product with a parameter, or with what is computed from parameters alone, is a linear map and
+    does not count.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -148,7 +160,9 @@ class Recording:
 
     def reads(self, call: AttentionCall) -> bool:
         """Return whether a call reads something that is computed from a product or from weights."""
-        return self.reads_weights(call) or any(id(tensor) in self._origins for tensor in call.tensors)
+        return self.reads_weights(call) or any(
+            id(tensor) in self._origins for tensor in call.tensors
+        )
 
     def reads_weights(self, call: AttentionCall) -> bool:
         """Return whether a call reads something that is computed from the result of a softmax, see `note_weights`."""
@@ -178,11 +192,17 @@ class Recording:
                 self._weights.update((id(tensor), tensor) for tensor in _tensors(result))
             if not product and not any(origins):
                 return
-            changed = [changes_of(tensor) != state for tensor, state in zip(tensors, states, strict=True)]
+            changed = [
+                changes_of(tensor) != state for tensor, state in zip(tensors, states, strict=True)
+            ]
             found = problem or _problem(call, outcome, origins, states, changed)
             self._number += 1
-            places = tuple(place for place in range(len(outcome)) if place >= len(tensors) or changed[place])
-            operation = _Operation(self._number, call, origins, states, tuple(outcome), places, found, product)
+            places = tuple(
+                place for place in range(len(outcome)) if place >= len(tensors) or changed[place]
+            )
+            operation = _Operation(
+                self._number, call, origins, states, tuple(outcome), places, found, product
+            )
             for place in places:
                 tensor = outcome[place]
                 self._origins[id(tensor)] = (tensor, _Origin(operation, place, changes_of(tensor)))
@@ -227,11 +247,18 @@ def _problem(
     """Why a call cannot run again with the same result; empty if it can."""
     if any(tensor.is_inference() for tensor in outcome):
         return "in inference mode, torch does not count changes in place"
-    if any(origin is not None and origin.state != state for origin, state in zip(origins, states, strict=True)):
+    if any(
+        origin is not None and origin.state != state
+        for origin, state in zip(origins, states, strict=True)
+    ):
         return _CHANGED
     if any(origin is None and written for origin, written in zip(origins, changed, strict=True)):
         return "a tensor that is not computed from the product is changed in place"
-    return f"{call.function.__name__} draws random numbers, or may" if _may_be_random(call.function) else ""
+    return (
+        f"{call.function.__name__} draws random numbers, or may"
+        if _may_be_random(call.function)
+        else ""
+    )
 
 
 def _may_be_random(function: Callable[..., Any]) -> bool:
@@ -239,7 +266,10 @@ def _may_be_random(function: Callable[..., Any]) -> bool:
     operator = getattr(torch.ops.aten, function.__name__, None)
     if operator is None:
         return getattr(function, "__module__", "") == functional.__name__
-    return any(torch.Tag.nondeterministic_seeded in getattr(operator, name).tags for name in operator.overloads())
+    return any(
+        torch.Tag.nondeterministic_seeded in getattr(operator, name).tags
+        for name in operator.overloads()
+    )
 
 
 def _between(last: _Operation) -> set[_Operation]:
@@ -247,7 +277,11 @@ def _between(last: _Operation) -> set[_Operation]:
     found, open_operations = {last}, [last]
     while open_operations:
         operation = open_operations.pop()
-        sources = () if operation.product else (origin.operation for origin in operation.origins if origin is not None)
+        sources = (
+            ()
+            if operation.product
+            else (origin.operation for origin in operation.origins if origin is not None)
+        )
         new = set(sources) - found
         found |= new
         open_operations += new

@@ -39,7 +39,8 @@ class Projection(Step):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # Exporters take buffers for constants, which have no gradients; in training, the originals get theirs.
+        # Exporters take buffers for constants, which have no gradients; in training, the originals
+        # get theirs.
         self.weight: Tensor
         self.bias: Tensor | None
         self.register_buffer("weight", weight.detach(), persistent=False)
@@ -78,12 +79,16 @@ class Scores(Step):
         causal: bool = False,
     ) -> Tensor:
         if causal:
-            mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+            mask = torch.ones(
+                query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device
+            ).tril()
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
         if arithmetic is _Arithmetic.BADDBMM:
             scaled, turned = query * scale, key.transpose(-2, -1)
-            return torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
+            return (
+                torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
+            )
         if arithmetic is _Arithmetic.SDPA:
             root = math.sqrt(abs(scale))
             scores = torch.matmul(query * math.copysign(root, scale), key.transpose(-2, -1) * root)
@@ -98,7 +103,8 @@ class Softmax(Step):
     def forward(self, scores: Tensor, dropout: float, empty_rows: bool) -> Tensor:
         """The weights of scores ``(..., queries, keys)``; ``dropout`` is the probability with which one becomes zero.
 
-        With ``empty_rows``, queries that may see no key get zeros, as in ``scaled_dot_product_attention``, and not NaN.
+        With ``empty_rows``, queries that may see no key get zeros, as in
+        ``scaled_dot_product_attention``, and not NaN.
         """
         weights = functional.softmax(scores, dim=-1)
         if empty_rows and _is_exporting():  # the nodes that exporters write for a mask of flags
@@ -138,7 +144,8 @@ class SdpaCall(NamedTuple):
 class SeparateSteps:
     """Each step computes its part; with ``exact``, operations have torch's order.
 
-    ``attend_with_weights`` has the order of ``nn.MultiheadAttention``: a query that may see no key gets NaN.
+    ``attend_with_weights`` has the order of ``nn.MultiheadAttention``: a query that may see no key
+    gets NaN.
     """
 
     def __init__(self, exact: bool) -> None:
@@ -153,7 +160,8 @@ class SeparateSteps:
         """Source: the implementation in the documentation of ``scaled_dot_product_attention``."""
         query, key, value, mask, dropout, causal, _, grouped = call
         if causal and mask is not None:
-            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")  # as torch says it
+            # as torch says it
+            raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         if grouped:
             groups = query.shape[-3] // key.shape[-3]
             key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
@@ -170,7 +178,9 @@ class SeparateSteps:
             mask = None if mask is None else mask.expand(batch, heads, queries, keys).flatten(0, 1)
             query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
         arithmetic = _Arithmetic.BADDBMM if self._exact else _Arithmetic.SHORT
-        weights = self.softmax(self.scores(query, key, mask, _scale(call), arithmetic), call.dropout_p, False)
+        weights = self.softmax(
+            self.scores(query, key, mask, _scale(call), arithmetic), call.dropout_p, False
+        )
         context = self.context(weights, value)
         return context.view(batch, heads, queries, -1), weights.view(batch, heads, queries, keys)
 
@@ -183,19 +193,25 @@ class KernelSteps:
     """One call of ``scaled_dot_product_attention`` does the work of all three steps."""
 
     def __init__(self) -> None:
-        self.modules: dict[str, Step] = {name: KernelPart() for name in ("scores", "softmax", "context")}
+        self.modules: dict[str, Step] = {
+            name: KernelPart() for name in ("scores", "softmax", "context")
+        }
 
     def attend(self, call: SdpaCall) -> Tensor:
         *arguments, scale, grouped = call
         attention: Callable[..., Tensor] = functional.scaled_dot_product_attention
-        return self._in_all(functools.partial(attention, *arguments, scale=scale, enable_gqa=grouped))
+        return self._in_all(
+            functools.partial(attention, *arguments, scale=scale, enable_gqa=grouped)
+        )
 
     def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
         """The kernel returns no weights: what does the work of all steps is several operations."""
         weights: list[Tensor] = []
 
         def compute() -> Tensor:
-            scores = Scores().forward(call.query, call.key, call.attn_mask, _scale(call), _Arithmetic.SHORT)
+            scores = Scores().forward(
+                call.query, call.key, call.attn_mask, _scale(call), _Arithmetic.SHORT
+            )
             weights.append(Softmax().forward(scores, call.dropout_p, False))
             return torch.matmul(weights[-1], call.value)
 

@@ -1,15 +1,16 @@
 """The commands: every file ``NAME_command.py`` of a capability is one; `CommandModule` is its contract.
 
-It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its ``PLACE`` in the help: one
-of `GROUPS`, and a number. A command has ``-`` where its file has ``_``, and is found under both names. It is imported
-when it is called, or when the help lists it; the help leaves out what cannot be imported. The commands in a folder
-``commands`` of a capability are those of a command with its name: ``htp-export lora fuse``. Other packages add commands
-by entry points of the group ``htp_export.commands``: the name of a command → the module with its function.
+It has a function ``NAME_command``, an ``EXAMPLE`` of what is typed after the name, and its
+``PLACE`` in the help: one of `GROUPS`, and a number. A command has ``-`` where its file has ``_``,
+and is found under both names. It is imported when it is called, or when the help lists it; the help
+leaves out what cannot be imported. The commands in a folder ``commands`` of a capability are those
+of a command with its name: ``htp-export lora fuse``. Other packages add commands by entry points of
+the group ``htp_export.commands``: the name of a command → the module with its function.
 
-The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int, "What it is for."]``.
-Then it is an argument if it has no default, else an option; one that is False by default is a switch, ``output`` is
-``-o`` too, and ``as_json`` is ``--json``. What is more than that is declared with ``typer.Option`` or
-``typer.Argument`` in place of the text.
+The parameters of the function are what is typed. The type of one holds its help: ``Annotated[int,
+"What it is for."]``. Then it is an argument if it has no default, else an option; one that is False
+by default is a switch, ``output`` is ``-o`` too, and ``as_json`` is ``--json``. What is more than
+that is declared with ``typer.Option`` or ``typer.Argument`` in place of the text.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ def _added_names() -> dict[str, str]:
 
 def _all_names() -> dict[str, str]:
     """All commands: name → module; a command of another package does not replace one of ours."""
-    own = {name.replace("_", "-"): module for name, module in capability_modules("_command").items()}
+    own = {
+        name.replace("_", "-"): module for name, module in capability_modules("_command").items()
+    }
     return {**_added_names(), **own}
 
 
@@ -67,8 +70,15 @@ def command_groups() -> dict[str, list[str]]:
     for name in _all_names():
         with contextlib.suppress(ImportError, InputError):
             places[name] = getattr(_module(name), "PLACE", _ELSEWHERE)
-    listed = {group: [name for name in places if places[name][0] == group] for group in (*GROUPS, _ELSEWHERE[0])}
-    return {group: sorted(names, key=lambda name: places[name][1]) for group, names in listed.items() if names}
+    listed = {
+        group: [name for name in places if places[name][0] == group]
+        for group in (*GROUPS, _ELSEWHERE[0])
+    }
+    return {
+        group: sorted(names, key=lambda name: places[name][1])
+        for group, names in listed.items()
+        if names
+    }
 
 
 def command_names() -> list[str]:
@@ -129,7 +139,10 @@ class CommandGroup(TyperGroup):
         width = max(len(name) for names in groups.values() for name in names)
         for group, names in groups.items():
             lines = [
-                (name.ljust(width), self.get_command(context, name).get_short_help_str(formatter.width - width - 6))
+                (
+                    name.ljust(width),
+                    self.get_command(context, name).get_short_help_str(formatter.width - width - 6),
+                )
                 for name in names
             ]
             if lines:
@@ -148,9 +161,13 @@ def _module(name: str) -> Any:
         raise InputError(
             f"command {name!r}: {home} of another package cannot be imported: {described(error)}"
         ) from error
-    missing = [each for each in (_function_name(name), "EXAMPLE", "PLACE") if not hasattr(module, each)]
+    missing = [
+        each for each in (_function_name(name), "EXAMPLE", "PLACE") if not hasattr(module, each)
+    ]
     if missing:
-        raise InputError(f"command {name!r}: {home} of another package has no {missing[0]}; see docs/extending.md")
+        raise InputError(
+            f"command {name!r}: {home} of another package has no {missing[0]}; see docs/extending.md"
+        )
     return module
 
 
@@ -210,10 +227,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
         groups[parameter.name] = kind
         of_fields = get_type_hints(kind, include_extras=True)
         parameters += [
-            _declared(field.name, of_fields[field.name], field.default) for field in dataclasses.fields(kind)
+            _declared(field.name, of_fields[field.name], field.default)
+            for field in dataclasses.fields(kind)
         ]
 
-    writes = {parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)}
+    writes = {
+        parameter.name: mark for parameter in parameters for mark in _marks(parameter.annotation)
+    }
     replacing = {"force": FORCE} if writes else {}
     if any(mark.in_place for mark in writes.values()):
         replacing["in_place"] = IN_PLACE
@@ -226,7 +246,9 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
                 if mark.kind is not None and given[name] is not None:
                     check_output(given[name], mark.kind)
             for name, kind in groups.items():
-                given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
+                given[name] = kind(
+                    **{field.name: given.pop(field.name) for field in dataclasses.fields(kind)}
+                )
             with rules_as_typed(given.get("plan"), given.get("rule")):
                 command(**given)
 

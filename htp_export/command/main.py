@@ -1,7 +1,8 @@
 """``htp-export``: the commands, and what becomes of errors.
 
-Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input cannot be used; 3 for a
-fault of htp_export itself; 130 where it was interrupted, 143 where SIGTERM ended it.
+Exit status: 0; 1 where a check that was asked for fails or an export fails; 2 where the input
+cannot be used; 3 for a fault of htp_export itself; 130 where it was interrupted, 143 where SIGTERM
+ended it.
 """
 
 from __future__ import annotations
@@ -43,10 +44,17 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     debug: Annotated[
-        bool, typer.Option("--debug", help="Show tracebacks, and what libraries log; may stand after a command, too.")
+        bool,
+        typer.Option(
+            "--debug",
+            help="Show tracebacks, and what libraries log; may stand after a command, too.",
+        ),
     ] = False,
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
     """Options that stand before a command; what they do is done when they are read."""
@@ -74,7 +82,11 @@ def _status(arguments: list[str]) -> int:
     arguments = [argument for argument in arguments if argument != "--debug"]
     interrupts = Interrupts()
     try:
-        with interrupts, rare_collections(), contextlib.nullcontext() if debug else quiet_libraries():
+        with (
+            interrupts,
+            rare_collections(),
+            contextlib.nullcontext() if debug else quiet_libraries(),
+        ):
             status = app(args=arguments, prog_name="htp-export", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         status = interrupts.status
@@ -100,16 +112,19 @@ def _explained(error: Exception, debug: bool) -> tuple[str, int]:
         return str(error), 2
     if isinstance(error, CheckFailed | HtpExportError):
         return str(error), 1
-    # Usage errors of typer, which comes with its own copy of click or uses the installed one, by its version.
+    # Usage errors of typer, which comes with its own copy of click or uses the installed one, by
+    # its version.
     shown = getattr(error, "format_message", None)
     if shown is not None:
-        message = " ".join(shown().split()).replace("Value error, ", "")  # so typer says it of a choice
+        # so typer says it of a choice
+        message = " ".join(shown().split()).replace("Value error, ", "")
         message = message.removeprefix("Invalid value: ")
         example = getattr(getattr(getattr(error, "ctx", None), "command", None), "epilog", None)
         if message.startswith("Missing") and example:
             message = f"{message.rstrip('.')}; {example[0].lower()}{example[1:]}"
         return message, 2
-    if isinstance(error, OSError) and error.strerror is not None:  # without a name it is a stream: stdout
+    # without a name it is a stream: stdout
+    if isinstance(error, OSError) and error.strerror is not None:
         return f"{error.filename or 'the output cannot be written'}: {error.strerror}", 2
     if isinstance(error, MemoryError):
         return "there is not enough memory", 1

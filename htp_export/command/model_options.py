@@ -36,10 +36,12 @@ class SourceCall:
     Attributes:
         args: Its positional arguments; empty where all could be given by keyword.
         kwargs: Its keyword arguments, in the order of ``forward``'s signature.
-        example: What the task says of the call: names, dynamic axes, and runs to verify; None without a task; see
-            `htp_export.huggingface.ExampleCall`.
-        checkpoint: The files of its weights, where the weights are read from them only when they are used.
-        packed: The folder or file of its weights, where they are quantized already; the model has them as floats.
+        example: What the task says of the call: names, dynamic axes, and runs to verify; None
+            without a task; see `htp_export.huggingface.ExampleCall`.
+        checkpoint: The files of its weights, where the weights are read from them only when they
+            are used.
+        packed: The folder or file of its weights, where they are quantized already; the model has
+            them as floats.
     """
 
     model: nn.Module
@@ -71,7 +73,9 @@ class SourceCall:
         """The tensors that are arguments by keyword."""
         import torch
 
-        return {name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)}
+        return {
+            name: value for name, value in self.kwargs.items() if isinstance(value, torch.Tensor)
+        }
 
 
 def call_entry(entry: str, seed: int = 0) -> SourceCall:
@@ -81,17 +85,25 @@ def call_entry(entry: str, seed: int = 0) -> SourceCall:
     from htp_export.exporter.capture.modules import set_eval_mode
 
     returned = call_factory(entry, seed)
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], torch.nn.Module):
+    if (
+        not isinstance(returned, tuple)
+        or len(returned) != 2
+        or not isinstance(returned[0], torch.nn.Module)
+    ):
         raise ModelSourceError(entry, "must return (model, example inputs), the model an nn.Module")
     model, inputs = returned
     set_eval_mode(model)
     if isinstance(inputs, torch.Tensor):
         inputs = (inputs,)
     if not isinstance(inputs, (tuple, list, Mapping)):
-        raise ModelSourceError(entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}")
+        raise ModelSourceError(
+            entry, f"example inputs are a tuple or a dict, not {type(inputs).__name__}"
+        )
     if isinstance(inputs, Mapping):
         order = [name for name in inspect.signature(model.forward).parameters if name in inputs]
-        return SourceCall(model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))})
+        return SourceCall(
+            model, (), {name: inputs[name] for name in dict.fromkeys((*order, *inputs))}
+        )
     return _by_keyword(model, tuple(inputs))
 
 
@@ -137,15 +149,26 @@ _WHOLE = re.compile(r"\s*-?[0-9]+\s*")
 class ModelOptions:
     """Which model, with which weights and inputs: the options of every command that loads a PyTorch model."""
 
-    source: Annotated[str | None, typer.Argument(help="Hub id, local folder, or model type (bert).")] = None
-    entry: Annotated[str | None, "package.module:factory that returns (model, example inputs)."] = None
-    task: Annotated[str | None, "fill-mask, text-generation-with-past, ...; auto: what the model is for."] = None
-    random_weights: Annotated[bool, "Build from the config alone."] = False
-    seed: Annotated[int, seed_option("Of random weights and inputs: the same seed gives the same.")] = 0
-    settings: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated.")
+    source: Annotated[
+        str | None, typer.Argument(help="Hub id, local folder, or model type (bert).")
     ] = None
-    dtype: Annotated[Literal["float32", "float16", "bfloat16", "fp32", "fp16", "bf16"] | None, "Of the weights."] = None
+    entry: Annotated[str | None, "package.module:factory that returns (model, example inputs)."] = (
+        None
+    )
+    task: Annotated[
+        str | None, "fill-mask, text-generation-with-past, ...; auto: what the model is for."
+    ] = None
+    random_weights: Annotated[bool, "Build from the config alone."] = False
+    seed: Annotated[
+        int, seed_option("Of random weights and inputs: the same seed gives the same.")
+    ] = 0
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change the config; may be repeated."),
+    ] = None
+    dtype: Annotated[
+        Literal["float32", "float16", "bfloat16", "fp32", "fp16", "bf16"] | None, "Of the weights."
+    ] = None
     shapes: ShapesOption = None
     attention: Annotated[str | None, "transformers' attention: eager, sdpa."] = None
     revision: Annotated[str | None, "Branch, tag or commit on the hub."] = None
@@ -196,11 +219,16 @@ class ModelOptions:
                 raise InputError(f"{name} is for a model without a file; {self.source} is one")
 
     def call(
-        self, *, batch: int = 1, shapes: Mapping[str, Any] | None = None, stream_weights: bool = False
+        self,
+        *,
+        batch: int = 1,
+        shapes: Mapping[str, Any] | None = None,
+        stream_weights: bool = False,
     ) -> SourceCall:
         """The model, and example inputs; ``batch`` is for where nothing else says it.
 
-        Shapes are those of inputs of a file. The model takes those that it has; ``--shapes`` go before.
+        Shapes are those of inputs of a file. The model takes those that it has; ``--shapes`` go
+        before.
         """
         self.check(stream_weights)
         if self.entry is not None:
@@ -215,8 +243,8 @@ class ModelOptions:
     ) -> dict[str, SourceCall]:
         """The files of the task, and the call that each is exported from; empty where no task is given or guessed.
 
-        A task is guessed for folders and hub ids whose config names a class that generates. The settings are those of
-        ``provides_named_models.calls_by_task``.
+        A task is guessed for folders and hub ids whose config names a class that generates. The
+        settings are those of ``provides_named_models.calls_by_task``.
         """
         self.check(stream_weights)
         if not self.has_task:
@@ -263,7 +291,10 @@ class LookOptions(ModelOptions):
     """An ONNX file or a PyTorch model: the options of the commands that show what a model is like."""
 
     source: Annotated[
-        str | None, typer.Argument(metavar="file", help="The ONNX file; or a model: hub id, local folder, model type.")
+        str | None,
+        typer.Argument(
+            metavar="file", help="The ONNX file; or a model: hub id, local folder, model type."
+        ),
     ] = None
 
     @property
@@ -274,7 +305,9 @@ class LookOptions(ModelOptions):
         import onnx
 
         suffix = Path(self.source).suffix
-        if os.path.isfile(self.source) or onnx.serialization.registry.get_format_from_file_extension(suffix):  # noqa: PTH113 - it raises on no name
+        if os.path.isfile(self.source):  # noqa: PTH113 - it raises on no name
+            return True
+        if onnx.serialization.registry.get_format_from_file_extension(suffix):
             return True
         return not (os.path.isdir(self.source) or re.fullmatch(_MODEL_NAME, self.source))  # noqa: PTH112 - as above
 
@@ -285,7 +318,10 @@ class LookOptions(ModelOptions):
             return Looked(Path(str(self.source)), str(self.source), {})
         if self.source is None and self.entry is None:
             raise InputError("name an ONNX file, a model, or --entry package.module:factory")
-        with Steps(quiet=quiet).step(f"tracing {self.name}"), contextlib.redirect_stdout(sys.stderr):
+        with (
+            Steps(quiet=quiet).step(f"tracing {self.name}"),
+            contextlib.redirect_stdout(sys.stderr),
+        ):
             # stdout has the result, and not what the model itself prints
             inspected = provider("traced_models").traced(self.call())
         for line in str(inspected).splitlines():
@@ -295,7 +331,9 @@ class LookOptions(ModelOptions):
 
 def names_file(given: Mapping[str, Any]) -> bool:
     """Whether the values of `LookOptions` name an ONNX file."""
-    return LookOptions(**{name: given[name] for name in ("source", "entry", "random_weights")}).is_file
+    return LookOptions(
+        **{name: given[name] for name in ("source", "entry", "random_weights")}
+    ).is_file
 
 
 FILE_IDLE = Idle(("seed",), names_file, "it is for a model without a file")

@@ -1,7 +1,7 @@
 """Arguments and options that several commands have, in the same words, and which options have no effect.
 
-Options without effect are refused: given twice, empty, or beside others with which nothing reads them. A command says
-in ``IDLE`` when which of its options have none.
+Options without effect are refused: given twice, empty, or beside others with which nothing reads
+them. A command says in ``IDLE`` when which of its options have none.
 """
 
 from __future__ import annotations
@@ -52,7 +52,11 @@ def check_options(
     parameters: Iterable[Any], typed: Sequence[Any], given: Mapping[str, Any], idle: Sequence[Idle]
 ) -> None:
     """Refuse options without effect, of those that were typed, one entry each time, with the values that were given."""
-    options = {parameter.name: parameter for parameter in parameters if parameter.param_type_name == "option"}
+    options = {
+        parameter.name: parameter
+        for parameter in parameters
+        if parameter.param_type_name == "option"
+    }
     times = Counter(parameter.name for parameter in typed)
     for name, count in times.items():
         option = options.get(name)
@@ -60,15 +64,22 @@ def check_options(
         if any(isinstance(value, str) and not value.strip(" ,") for value in values):
             shown = f"{name.upper()} is empty: give a value"
             raise InputError(
-                shown if option is None else f"{_shown(option, given)} is empty: give a value, or leave it out"
+                shown
+                if option is None
+                else f"{_shown(option, given)} is empty: give a value, or leave it out"
             )
         if option is None:
             continue
         switch = option.is_flag and not option.secondary_opts
         if count > 1 and not option.multiple and not switch:
-            raise InputError(f"{_shown(option, given)} is given {count} times, and one value counts: give it once")
+            raise InputError(
+                f"{_shown(option, given)} is given {count} times, and one value counts: give it once"
+            )
     for rule in (*(rule for rule in _ALWAYS if {*rule.options} & {*options}), *idle):
-        found = next((name for name in rule.options if name in times and given[name] not in (None, [], ())), None)
+        found = next(
+            (name for name in rule.options if name in times and given[name] not in (None, [], ())),
+            None,
+        )
         if found is not None and rule.when(given):
             shown = _shown(options[found], given) if found in options else found.upper()
             raise InputError(f"{shown} has no effect: {rule.why}; leave it out")
@@ -76,7 +87,11 @@ def check_options(
 
 def _shown(option: Any, given: Mapping[str, Any]) -> str:
     """The option as it is typed; of a pair of switches the one that was."""
-    names = option.secondary_opts if option.secondary_opts and given[option.name] is False else option.opts
+    names = (
+        option.secondary_opts
+        if option.secondary_opts and given[option.name] is False
+        else option.opts
+    )
     return next((str(name) for name in names if name.startswith("--")), str(names[0]))
 
 
@@ -85,22 +100,30 @@ _OUTPUT = typer.Option("--output", "-o", help="The ONNX file to write.")
 OutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL, in_place=True)]
 NewOutputOption: TypeAlias = Annotated[Path, _OUTPUT, Writes(Kind.MODEL)]
 ShareOption: TypeAlias = Annotated[
-    bool, "Write no weights: refer to the data file of the model that is read. It must stay, in the folder of OUTPUT."
+    bool,
+    "Write no weights: refer to the data file of the model that is read. It must stay, in the folder of OUTPUT.",
 ]
 ModuleArgument: TypeAlias = Annotated[str, "Path of the module: encoder.layer.0; . is the root."]
 JsonOption: TypeAlias = Annotated[bool, "Write the result as JSON."]
 SelectOption: TypeAlias = Annotated[
-    list[str] | None, "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated."
+    list[str] | None,
+    "Only these modules: encoder.layer.*, class:Linear, re:..., !excluded. May be repeated.",
 ]
 DepthOption: TypeAlias = Annotated[int | None, typer.Option(min=0, help="Levels below the root.")]
 ProviderOption: TypeAlias = Annotated[
     list[str] | None,
     typer.Option(
-        "--provider", "--providers", help="Execution providers in order, also by comma: cuda,cpu.", show_default="cpu"
+        "--provider",
+        "--providers",
+        help="Execution providers in order, also by comma: cuda,cpu.",
+        show_default="cpu",
     ),
 ]
 MapOption: TypeAlias = Annotated[
-    bool, typer.Option("--embed-map", help="Write a map too: then carry brings tags back when this file is gone.")
+    bool,
+    typer.Option(
+        "--embed-map", help="Write a map too: then carry brings tags back when this file is gone."
+    ),
 ]
 
 
@@ -108,9 +131,13 @@ def read_providers(typed: list[str] | None) -> list[str]:
     """The full names of execution providers: ``cuda`` is short for ``CUDAExecutionProvider``."""
     import onnxruntime
 
-    known: dict[str, str] = {provider.lower(): provider for provider in onnxruntime.get_all_providers()}
+    known: dict[str, str] = {
+        provider.lower(): provider for provider in onnxruntime.get_all_providers()
+    }
     named = {name: name.lower() for name in split_names(typed) or ["cpu"]}
-    return [known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()]
+    return [
+        known.get(low) or known.get(f"{low}executionprovider", name) for name, low in named.items()
+    ]
 
 
 def count_option(what: str, least: int = 1) -> Any:
@@ -132,9 +159,13 @@ class TableOptions:
     sort: Annotated[str | None, "A column: a list, the largest first."] = None
     as_json: JsonOption = False
     as_csv: Annotated[bool, "Write CSV."] = False
-    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True
+    fold: Annotated[
+        bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")
+    ] = True
 
-    def report(self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]) -> None:
+    def report(
+        self, data: dict[str, Any], csv: Callable[[], str], draw: Callable[[], RenderableType]
+    ) -> None:
         """Write a result in the form that was asked for."""
         if self.as_json:
             print_json(data)
@@ -149,11 +180,15 @@ class TableOptions:
         from htp_export.reporting.module_table import render_modules
 
         rows, listed = result.by_module, {row.path for row in result.listed}
-        shown = [rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows]
+        shown = [
+            rows[path] for path in visible(tagged, self.depth, self.select or None) if path in rows
+        ]
         drawn = [row for row in shown if row.path in listed]
         self.report(
             {**facts, **result.to_dict()},
-            lambda: csv_text([MODULE, *result.columns], sorted_by(shown, result.columns, self.sort)),
+            lambda: csv_text(
+                [MODULE, *result.columns], sorted_by(shown, result.columns, self.sort)
+            ),
             lambda: render_modules(result, drawn, fold=self.fold, sort=self.sort),
         )
 
@@ -163,8 +198,12 @@ DataOption: TypeAlias = Annotated[
     "Inputs: an .npz file, a folder of these, or package.module:factory that returns mappings of input name and array. "
     "May be repeated.",
 ]
-DimsOption: TypeAlias = Annotated[list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."]
-ShapesOption: TypeAlias = Annotated[Path | None, 'Shapes of random inputs, a JSON file: {"input_ids": [2, 16]}.']
+DimsOption: TypeAlias = Annotated[
+    list[str] | None, "Open sizes of inputs, by comma: batch=1,sequence=16."
+]
+ShapesOption: TypeAlias = Annotated[
+    Path | None, 'Shapes of random inputs, a JSON file: {"input_ids": [2, 16]}.'
+]
 
 DATA_HAS_VALUES = Idle(
     ("seed",),
@@ -193,17 +232,27 @@ class DataOptions:
         from htp_export.runtime.data import Samples
 
         given = self.keywords
-        return Samples.of(**given, model=load(file).model, seed=seed).only(what).arrays if any(given.values()) else None
+        return (
+            Samples.of(**given, model=load(file).model, seed=seed).only(what).arrays
+            if any(given.values())
+            else None
+        )
 
 
-def runs_on(data: Sequence[str] | None, dims: list[str] | None, shapes: Path | None) -> dict[str, Any]:
+def runs_on(
+    data: Sequence[str] | None, dims: list[str] | None, shapes: Path | None
+) -> dict[str, Any]:
     """The arguments of `DataOptions.keywords`."""
     sizes = read_shapes(shapes)
     if shapes is not None and not sizes:
         raise FileError(shapes, "holds no shapes")
     for name, shape in sizes.items():
-        if not isinstance(shape, list) or not all(isinstance(size, int) and size >= 0 for size in shape):
-            raise FileError(str(shapes), f"the shape of {name!r} is no list of whole numbers: {shape!r}")
+        if not isinstance(shape, list) or not all(
+            isinstance(size, int) and size >= 0 for size in shape
+        ):
+            raise FileError(
+                str(shapes), f"the shape of {name!r} is no list of whole numbers: {shape!r}"
+            )
     return {"data": typed_data(data), "dims": parse_dims(dims or []), "shapes": sizes}
 
 
@@ -238,7 +287,9 @@ def read_shapes(path: Path | None) -> dict[str, Any]:
     if path is None:
         return {}
     if path.suffix == ".npz":
-        raise FileError(path, 'holds values: --shapes is for a JSON file of shapes, {"input_ids": [2, 16]}')
+        raise FileError(
+            path, 'holds values: --shapes is for a JSON file of shapes, {"input_ids": [2, 16]}'
+        )
     shapes = read_json(path)
     if not isinstance(shapes, dict):
         raise FileError(path, 'is no JSON object such as {"input_ids": [2, 16]}')

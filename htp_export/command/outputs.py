@@ -46,7 +46,8 @@ class Writes:
     """Marks an option that names what a command writes; such a command also has ``--force``.
 
     Attributes:
-        kind: What is written there, which is checked before the command runs; None if the command checks it.
+        kind: What is written there, which is checked before the command runs; None if the command
+            checks it.
         in_place: Whether the command has ``--in-place``, too.
     """
 
@@ -63,13 +64,19 @@ _check: ContextVar[Callable[[Path, Kind], None]] = ContextVar("_check")
 
 
 @contextlib.contextmanager
-def reading(values: Iterable[Any], *, force: bool = False, in_place: bool = False) -> Iterator[None]:
+def reading(
+    values: Iterable[Any], *, force: bool = False, in_place: bool = False
+) -> Iterator[None]:
     """Run a command, in which `check_output` refuses to replace files that the values of its options name.
 
     With ``force``, files of another kind may be replaced; with ``in_place``, a model that is read.
     """
     listed = list(values)
-    sources = (factory_file(word) for value in listed for word in (value if isinstance(value, list) else [value]))
+    sources = (
+        factory_file(word)
+        for value in listed
+        for word in (value if isinstance(value, list) else [value])
+    )
     files = (*files_named_in(listed), *(file for file in sources if file is not None))
     token = _check.set(partial(check_target, reads=files, in_place=in_place, replaces_others=force))
     try:
@@ -83,8 +90,8 @@ def check_output(output: Path, kind: Kind) -> None:
     """Refuse an output that cannot be written, that the command reads, or that is a file of another kind.
 
     Raises:
-        FileError: If it is one, or if the name of a new ONNX file has no extension. The weights of a model, which are
-            checked too, are written to ``<output>.data``.
+        FileError: If it is one, or if the name of a new ONNX file has no extension. The weights of
+            a model, which are checked too, are written to ``<output>.data``.
     """
     if kind is Kind.MODEL and not output.suffix and not os.path.lexists(output):
         raise FileError(output, f"has no extension; name the file {output.name}.onnx")
@@ -96,7 +103,8 @@ def written_files(output: Path) -> dict[str, int]:
     from htp_export.files.model_files import own_files
 
     beside = [(output.parent / file.name, file) for file in sorted(own_files(output))]
-    weights = [named if named.exists() else file for named, file in beside]  # else the output is a link
+    # else the output is a link
+    weights = [named if named.exists() else file for named, file in beside]
     return {str(file): file.stat().st_size for file in (output, *weights)}
 
 
@@ -114,7 +122,9 @@ def show_written(files: Mapping[str, int]) -> None:
     """Say which files were written, with their sizes."""
     listed = [f"{file} ({si(size, 'B')})" for file, size in files.items()]
     if listed:
-        show(f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}")
+        show(
+            f"wrote {' and '.join((', '.join(listed[:-1]), listed[-1]) if listed[:-1] else listed)}"
+        )
 
 
 def show_next(*step: str | Path) -> None:

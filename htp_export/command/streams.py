@@ -1,8 +1,8 @@
 """stdout and stderr of a command: characters that they can encode, and nothing that libraries print.
 
-A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII: signs of htp_export, rich and typer get a
-counterpart, other characters are escaped as in Python, and so are control characters in any encoding: terminals
-interpret some, and names in files are not trusted.
+A redirected stdout of Windows is cp1252, that of ``LC_ALL=C`` ASCII: signs of htp_export, rich and
+typer get a counterpart, other characters are escaped as in Python, and so are control characters in
+any encoding: terminals interpret some, and names in files are not trusted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _SIGNS = str.maketrans(
 _INTERPRETED = re.compile(
     "["
     "\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters but tab and line feed: ESC, and those of C1
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # they change the direction in which text is shown
+    # they change the direction in which text is shown
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
     "\u2028\u2029"  # further ends of lines
     "\ud800-\udfff"  # halves of characters, which no encoding has
     "]"
@@ -70,7 +71,9 @@ def _replace(error: UnicodeError) -> tuple[str, int]:
 def encodable_output() -> Iterator[None]:
     """Write to stdout and stderr what their encodings have, and `in_ascii` what they do not have."""
     codecs.register_error(_HANDLER, _replace)
-    streams = [stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)]
+    streams = [
+        stream for stream in (sys.stdout, sys.stderr) if isinstance(stream, io.TextIOWrapper)
+    ]
     before = [(stream, stream.errors) for stream in streams]
     try:
         for stream in streams:
@@ -78,7 +81,8 @@ def encodable_output() -> Iterator[None]:
         yield
     finally:
         for stream, errors in before:
-            with contextlib.suppress(ValueError, OSError):  # it was closed, or its file cannot be written
+            # it was closed, or its file cannot be written
+            with contextlib.suppress(ValueError, OSError):
                 stream.reconfigure(errors=errors)
 
 
@@ -103,15 +107,16 @@ def _drop() -> None:
         os.close(nowhere)
 
 
-# Severities of ONNX Runtime's log. What was set before cannot be asked: the first is what it starts with.
+# Severities of ONNX Runtime's log. What was set before cannot be asked: the first is what it starts
+# with.
 _WARNING, _FATAL = 2, 4
 
 
 class _Dropping(io.TextIOBase):
     """A stream that drops what is written, while libraries are to be quiet.
 
-    Handlers of Python's logging hold the stream that was there when they were made, for the rest of the program:
-    afterwards, what they write goes to whatever is stderr then.
+    Handlers of Python's logging hold the stream that was there when they were made, for the rest of
+    the program: afterwards, what they write goes to whatever is stderr then.
     """
 
     def __init__(self, shown: TextIO) -> None:
@@ -137,7 +142,9 @@ class _Warnings(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = f"htp-export: {record.levelname.lower()}: {printable(in_commands(record.getMessage()))}"
+        line = (
+            f"htp-export: {record.levelname.lower()}: {printable(in_commands(record.getMessage()))}"
+        )
         if line not in self._shown:  # a command may read a file several times
             self._shown.add(line)
             print(line, file=self._stream)
@@ -177,7 +184,8 @@ def quiet_libraries() -> Iterator[None]:
 def quiet_runtime() -> Iterator[None]:
     """Drop what ONNX Runtime logs in sessions that other tools make, while libraries are quiet.
 
-    It writes to the process's stderr by itself, in colours; sessions of htp_export set their own severity.
+    It writes to the process's stderr by itself, in colours; sessions of htp_export set their own
+    severity.
     """
     if not isinstance(sys.stderr, _Dropping):  # --debug
         yield

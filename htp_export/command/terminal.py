@@ -19,7 +19,8 @@ from htp_export.reporting.command_words import in_commands
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
-SCHEMA_VERSION = 1  # of what --json writes; a new one where a key is renamed, removed, or means something else
+# of what --json writes; a new one where a key is renamed, removed, or means something else
+SCHEMA_VERSION = 1
 _PATIENCE = 2.0  # seconds before progress is shown
 _PIPE_WIDTH = 1000  # lines for programs, and for files, are not folded
 

@@ -47,13 +47,27 @@ _FUSING: tuple[Column[Any], ...] = (
     Column("saved_traffic_bytes", "saved", unit="B", keep=9),
     Column("fused_peak_bytes", "model's peak, fused", unit="B", keep=9),
 )
-_OWN = ("nodes", "parameters", "weight_bytes", "macs", "flops", "other_flops", "activation_bytes", "traffic_bytes")
+_OWN = (
+    "nodes",
+    "parameters",
+    "weight_bytes",
+    "macs",
+    "flops",
+    "other_flops",
+    "activation_bytes",
+    "traffic_bytes",
+)
 _SELF: tuple[Column[Any], ...] = tuple(
     Column(f"self_{column.name}", f"self {column.title}", unit=column.unit)
     for column in chosen((*_COUNTS, *_FUSING), _OWN)
 )
 UNCOUNTED: Column[Any] = Column(
-    "uncounted", "not counted", lambda m: ", ".join(m.uncounted) or None, style="yellow", right=False, keep=9
+    "uncounted",
+    "not counted",
+    lambda m: ", ".join(m.uncounted) or None,
+    style="yellow",
+    right=False,
+    keep=9,
 )
 COST_COLUMNS = (*_COUNTS, UNCOUNTED, *_SELF, *_FUSING)
 """What can be shown of the costs of each module."""

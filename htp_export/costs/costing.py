@@ -32,29 +32,30 @@ def cost(
 ) -> Cost:
     """Compute parameters, FLOPs, bytes and peak memory of every module and node.
 
-    Nothing is run and no weight is read. FLOPs are two for each multiply-add of matrix products and convolutions; other
-    operations are counted separately, and operators without a formula are listed. ``docs/cost.md`` has the formulas and
-    the memory model.
+    Nothing is run and no weight is read. FLOPs are two for each multiply-add of matrix products and
+    convolutions; other operations are counted separately, and operators without a formula are
+    listed. ``docs/cost.md`` has the formulas and the memory model.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Without tags, the result has the whole model and its nodes.
-        data: The inputs of one run, as for `quantize`; not all have to be there. Their shapes are used, and the values
-            of a few integers.
-        dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed` lists them.
+        data: The inputs of one run, as for `quantize`; not all have to be there. Their shapes are
+            used, and the values of a few integers.
+        dims: Name of an open dimension → size. Dimensions that are not given are 1, and `assumed`
+            lists them.
         shapes: Input name → shape.
-        formulas: ``(domain, operator)`` → a function of one run of a node that gives `htp_export.Work`, for operators
-            that have no formula, or in place of theirs.
+        formulas: ``(domain, operator)`` → a function of one run of a node that gives
+            `htp_export.Work`, for operators that have no formula, or in place of theirs.
 
     Returns:
         Costs by module path, in elements, operations and bytes.
 
     Raises:
         FileError: The file cannot be read.
-        InputError: The arguments do not fit the model, the number of dimensions of an input is unknown, or a formula
-            does not return `htp_export.Work`.
+        InputError: The arguments do not fit the model, the number of dimensions of an input is
+            unknown, or a formula does not return `htp_export.Work`.
 
     Examples:
         >>> import torch, htp_export
@@ -101,7 +102,8 @@ def _nodes(run: Run, formulas: Formulas) -> list[NodeCost]:
                 flops=2 * done.macs * times,
                 other_flops=done.other * times,
                 shapes=tuple(tensor.shape for tensor in step.outputs),
-                activation_bytes=times * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
+                activation_bytes=times
+                * sum(t.bytes for t in step.outputs if t.viewed is None and t.origin == "made"),
                 traffic_bytes=times * sum(traffic(step).values()),
                 modules=step.modules if "" in step.modules else step.modules | {""},
             )
@@ -123,10 +125,14 @@ def _chosen(
 
 def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
     done = [(works[id(step)] or NOTHING, times) for step, times in _chosen(body.steps, works)]
-    return sum(work.macs * times for work, times in done), sum(work.other * times for work, times in done)
+    return sum(work.macs * times for work, times in done), sum(
+        work.other * times for work, times in done
+    )
 
 
-def _modules(run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents) -> dict[str, ModuleCost]:
+def _modules(
+    run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents
+) -> dict[str, ModuleCost]:
     total, own_total, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
     modules = {}
@@ -150,7 +156,8 @@ def _sums(nodes: Sequence[NodeCost]) -> tuple[_Sums, _Sums, _Sums]:
     total: _Sums = defaultdict(Counter)
     own_total: _Sums = defaultdict(Counter)
     uncounted: _Sums = defaultdict(Counter)
-    alike: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)  # sums over nodes of the same regions
+    # sums over nodes of the same regions
+    alike: defaultdict[AbstractSet[str], Counter[str]] = defaultdict(Counter)
     for node in nodes:
         for path in node.modules if not node.counted else ():
             uncounted[path][node.op_type] += 1
@@ -186,7 +193,9 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
     at = int(timeline.live.argmax())  # the first step at which it is reached
     step = run.steps[at]
     alive = [life for life in timeline.lives if life.size and life.start <= at <= life.end]
-    live = tuple((life.tensor.name, life.size) for life in sorted(alive, key=lambda life: -life.size))
+    live = tuple(
+        (life.tensor.name, life.size) for life in sorted(alive, key=lambda life: -life.size)
+    )
     return Peak(timeline.peak(), step.node.name or step.node.op_type, step.owners, live)
 
 
@@ -197,8 +206,14 @@ def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...
     elif tagged.untagged:
         notes.append("nodes of no module count in the whole")
     if not from_pytorch:
-        notes.append("parameters are the weights that the file has: it does not say which PyTorch had")
-    unknown = sum(t.shape is None and bool(t.name) for step, _ in walk(run.steps) for t in step.outputs)
+        notes.append(
+            "parameters are the weights that the file has: it does not say which PyTorch had"
+        )
+    unknown = sum(
+        t.shape is None and bool(t.name) for step, _ in walk(run.steps) for t in step.outputs
+    )
     if unknown:
-        notes.append(f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})")
+        notes.append(
+            f"{unknown} tensors have no known shape; they are missing from bytes and peaks ({run.unknown})"
+        )
     return tuple(notes)

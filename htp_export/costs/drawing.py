@@ -38,8 +38,8 @@ def render_cost(
 ) -> RenderableType:
     """A table with a line for each module, then what is known of the whole, in words.
 
-    With ``fold``, alike siblings that follow each other are drawn once. A column to ``sort`` by gives a list, the
-    largest first. ``columns`` are some of ``COST_COLUMNS``, in this order.
+    With ``fold``, alike siblings that follow each other are drawn once. A column to ``sort`` by
+    gives a list, the largest first. ``columns`` are some of ``COST_COLUMNS``, in this order.
     """
     usual = [*_USUAL, *(["uncounted"] if any(module.uncounted for module in modules) else [])]
     shown = chosen(cost.columns, usual if columns is None else columns)
@@ -53,7 +53,11 @@ def render_cost(
 
     # The peak of the model while alike modules run differs with what else is in memory.
     table = TreeTable(
-        rows, shown, alike if fold else None, partial(merged_row, most=_OF_THE_MODEL), flat=sort is not None
+        rows,
+        shown,
+        alike if fold else None,
+        partial(merged_row, most=_OF_THE_MODEL),
+        flat=sort is not None,
     )
     fusing = [Text(_ASSUMED, style="dim")] if set(FUSED[2:]) & set(names_of(shown)) else []
     return with_lines(table, (cost.summary, *cost.lines), *fusing)
@@ -67,10 +71,14 @@ def _tied(cost: Cost) -> Column[ModuleCost]:
         notes.setdefault(holders[0], f"with {', '.join(others)}")
         notes.update((path, f"counted in {first}") for path in holders[1:] if path not in notes)
     title = "tied" if cost.from_pytorch else "shared"
-    return Column("tied", title, lambda module: notes.get(module.path), style="yellow", right=False, keep=7)
+    return Column(
+        "tied", title, lambda module: notes.get(module.path), style="yellow", right=False, keep=7
+    )
 
 
-def modules_csv(table: Cost | ModuleTree, rows: Sequence[ModuleFacts], names: Sequence[str], sort: str | None) -> str:
+def modules_csv(
+    table: Cost | ModuleTree, rows: Sequence[ModuleFacts], names: Sequence[str], sort: str | None
+) -> str:
     """Some columns as CSV, a line for each module."""
     return csv_text([MODULE, *chosen(table.columns, names)], sorted_by(rows, table.columns, sort))
 
@@ -79,24 +87,35 @@ def nodes_csv(nodes: Sequence[NodeCost]) -> str:
     """Costs of nodes as CSV."""
 
     def shapes(node: NodeCost) -> str:
-        return " ".join("?" if shape is None else "x".join(map(str, shape)) for shape in node.shapes)
+        return " ".join(
+            "?" if shape is None else "x".join(map(str, shape)) for shape in node.shapes
+        )
 
     values = {"owners": lambda node: " ".join(node.owners), "shapes": shapes}
-    return csv_text([Column(name, name, values.get(name)) for name in NodeCost.__dataclass_fields__], nodes)
+    return csv_text(
+        [Column(name, name, values.get(name)) for name in NodeCost.__dataclass_fields__], nodes
+    )
 
 
 _ALWAYS = ("class_name", "nodes", "parameters")
 _WHERE_KNOWN = ("flops", "time_ms", "error")
-_FATE: Column[ModuleRow] = Column("fate", "fate", lambda row: row.fate.remark, style="yellow", right=False, keep=5)
+_FATE: Column[ModuleRow] = Column(
+    "fate", "fate", lambda row: row.fate.remark, style="yellow", right=False, keep=5
+)
 
 
 def render(
-    tree: ModuleTree, *, fold: bool = True, columns: Sequence[str] | None = None, sort: str | None = None
+    tree: ModuleTree,
+    *,
+    fold: bool = True,
+    columns: Sequence[str] | None = None,
+    sort: str | None = None,
 ) -> RenderableType:
     """A table with a line for each module: class, nodes, parameters, FLOPs, time and error where they are known.
 
-    With ``fold``, alike siblings that follow each other, ``layer.0`` to ``layer.11``, are drawn once: their times as
-    the mean, their errors as the largest. A column to ``sort`` by gives a list, the largest first.
+    With ``fold``, alike siblings that follow each other, ``layer.0`` to ``layer.11``, are drawn
+    once: their times as the mean, their errors as the largest. A column to ``sort`` by gives a
+    list, the largest first.
     """
     names = usual_columns(tree) if columns is None else columns
     shown = [_FATE if column.name == "fate" else column for column in chosen(tree.columns, names)]
@@ -110,11 +129,17 @@ def render(
 def usual_columns(tree: ModuleTree) -> list[str]:
     """The names of the columns that are drawn unless others are named."""
     columns = chosen(tree.columns, _WHERE_KNOWN)
-    return [*_ALWAYS, *(c.name for c in columns if any(c.data(row) is not None for row in tree.rows)), "fate"]
+    return [
+        *_ALWAYS,
+        *(c.name for c in columns if any(c.data(row) is not None for row in tree.rows)),
+        "fate",
+    ]
 
 
 def _alike(row: ModuleRow) -> Hashable:
-    return likeness(row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status)
+    return likeness(
+        row.class_name, row.calls, row.fate, row.nodes, row.parameters, row.flops, row.status
+    )
 
 
 def drawn(result: Cost | ModuleTree) -> RenderableType:

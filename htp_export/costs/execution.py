@@ -30,8 +30,9 @@ Origin: TypeAlias = Literal["input", "weight", "constant", "made"]
 class Tensor:
     """A tensor of one run. Two are the same if they are the same object.
 
-    Type and shape are None where they are not known. ``value`` is what is in it, where that is known from shapes and
-    small constants alone; ``viewed`` is the tensor whose memory it is, None where it has its own.
+    Type and shape are None where they are not known. ``value`` is what is in it, where that is
+    known from shapes and small constants alone; ``viewed`` is the tensor whose memory it is, None
+    where it has its own.
     """
 
     name: str
@@ -76,8 +77,9 @@ class Body:
 class RunStep:
     """One run of one node; its subgraphs are both branches of an ``If``, or the body of a ``Loop`` or ``Scan``.
 
-    ``owners`` are the modules that it computes, ``modules`` those in whose regions it is; inputs that are left out are
-    None. ``trips_known``: whether ``times`` of its bodies is known; where not, it is 1.
+    ``owners`` are the modules that it computes, ``modules`` those in whose regions it is; inputs
+    that are left out are None. ``trips_known``: whether ``times`` of its bodies is known; where
+    not, it is 1.
     """
 
     node: ir.Node
@@ -137,8 +139,8 @@ class RunStep:
 class Run:
     """One run of a model: its nodes in order, those of functions in place of the calls.
 
-    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown`` is the first tensor
-    whose shape is not known.
+    ``sizes`` are the open sizes that were used, ``notes`` what was assumed of them, and ``unknown``
+    is the first tensor whose shape is not known.
     """
 
     steps: Sequence[RunStep]
@@ -175,21 +177,32 @@ def run_by_shapes(
 ) -> Run:
     """What happens in one run of a model without functions; a function that cannot be dissolved is a step.
 
-    ``inputs``: input name → example, anything with a ``shape``, or nested lists. What nothing tells is 1, with a note.
-    An `InputError` if sizes contradict each other or the model, or the number of dimensions of an input is not known.
+    ``inputs``: input name → example, anything with a ``shape``, or nested lists. What nothing tells
+    is 1, with a note. An `InputError` if sizes contradict each other or the model, or the number of
+    dimensions of an input is not known.
     """
     examples = {
-        name: example if hasattr(example, "shape") else np.asarray(example) for name, example in (inputs or {}).items()
+        name: example if hasattr(example, "shape") else np.asarray(example)
+        for name, example in (inputs or {}).items()
     }
-    example_shapes = {name: tuple(int(size) for size in example.shape) for name, example in examples.items()}
+    example_shapes = {
+        name: tuple(int(size) for size in example.shape) for name, example in examples.items()
+    }
     wanted = Inputs.of(tagged.model)
-    bound, notes = wanted.assume(wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})}))
+    bound, notes = wanted.assume(
+        wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})})
+    )
     bound.check()
     tensors, impossible = {}, ""
     for declared in wanted:
-        known = _small(examples[declared.name]) if declared.name in examples and declared.type is not None else None
+        known = (
+            _small(examples[declared.name])
+            if declared.name in examples and declared.type is not None
+            else None
+        )
         shape = bound.shapes[declared.name]
-        sizes = None if shape is None else tuple(size for size in shape if size is not None)  # all are: see above
+        # all are: see above
+        sizes = None if shape is None else tuple(size for size in shape if size is not None)
         if sizes is not None and possible(sizes) is None:  # of a file
             sizes, impossible = None, impossible or f"first {declared.name!r}"
         tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", known)
@@ -204,8 +217,16 @@ def _small(array: Any) -> Any:
     """The values of an example that may say sizes: whole numbers, and few of them."""
     if hasattr(array, "detach"):
         array = array.detach().cpu()
-        array = array.numpy() if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint")) else None
-    if isinstance(array, np.ndarray | np.generic) and array.dtype.kind in "iub" and array.size <= MOST_ELEMENTS:
+        array = (
+            array.numpy()
+            if str(array.dtype).startswith(("torch.int", "torch.bool", "torch.uint"))
+            else None
+        )
+    if (
+        isinstance(array, np.ndarray | np.generic)
+        and array.dtype.kind in "iub"
+        and array.size <= MOST_ELEMENTS
+    ):
         return np.asarray(array)
     return None
 
@@ -213,7 +234,9 @@ def _small(array: Any) -> Any:
 class _Runner(Inference):
     """One run, of which each node of the main graph and of its subgraphs is a step."""
 
-    def __init__(self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+    def __init__(
+        self, tagged: TaggedModel, inputs: Mapping[str, Tensor], sizes: Mapping[str, int]
+    ) -> None:
         super().__init__(tagged.model.opset_imports, tagged.model.functions, sizes)
         self._tagged = tagged
         self._tensors: dict[ir.Value, Tensor] = {}
@@ -243,7 +266,11 @@ class _Runner(Inference):
         self._tensors.update(zip(node.outputs, outputs, strict=True))
         work = self._tagged.work_of(node)
         attributes = self.operation(node).attributes
-        self.steps.append(RunStep(node, work.owners, inputs, outputs, attributes, bodies, trips_known, work.modules))
+        self.steps.append(
+            RunStep(
+                node, work.owners, inputs, outputs, attributes, bodies, trips_known, work.modules
+            )
+        )
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Infer what a function makes; its nodes are no steps."""
@@ -251,7 +278,9 @@ class _Runner(Inference):
         super().call(function, operation)
         self.steps = steps
 
-    def body(self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None) -> list[Fact]:
+    def body(
+        self, name: str, graph: ir.Graph, facts: Sequence[Fact], times: int | None
+    ) -> list[Fact]:
         for value, fact in zip(graph.inputs, facts, strict=False):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
@@ -266,7 +295,9 @@ class _Runner(Inference):
 
     def either(self, first: Fact, second: Fact) -> Fact:
         """The larger of what two branches give: the one that costs more."""
-        return max(first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape))
+        return max(
+            first, second, key=lambda fact: -1 if fact.shape is None else _elements(fact.shape)
+        )
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
         """One run of the body stands for all."""
@@ -278,8 +309,11 @@ class _Runner(Inference):
 
     def tensor(self, value: ir.Value) -> Tensor:
         if value not in self._tensors:
-            # A weight, a constant that is an input, a value from outside of a function, or no valid model.
-            origin: Origin = "weight" if value.const_value is not None and value.producer() is None else "made"
+            # A weight, a constant that is an input, a value from outside of a function, or no valid
+            # model.
+            origin: Origin = (
+                "weight" if value.const_value is not None and value.producer() is None else "made"
+            )
             self._tensors[value] = self._new(value, origin)
         return self._tensors[value]
 
@@ -287,10 +321,14 @@ class _Runner(Inference):
         kind, shape = self.type(value), self.shape(value)
         sizes = None if shape is None else tuple(dim for dim in shape if isinstance(dim, int))
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
-        numbers = sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        numbers = (
+            sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        )
         if numbers is None and value.name and not self.first_unknown:
             node = value.producer()
-            self.first_unknown = f"first {value.name!r}" + ("" if node is None else f", made by {node.op_type}")
+            self.first_unknown = f"first {value.name!r}" + (
+                "" if node is None else f", made by {node.op_type}"
+            )
         return Tensor(value.name or "", dtype, numbers, origin, self.array(value), viewed)
 
 

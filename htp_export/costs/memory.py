@@ -39,7 +39,9 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
     for position, tensor in enumerate(step.inputs):
         if tensor is not None:
             picks = position == 0 and step.op[1] in _PICKING
-            moved[tensor.buffer] = max(moved[tensor.buffer], min(tensor.bytes, written) if picks else tensor.bytes)
+            moved[tensor.buffer] = max(
+                moved[tensor.buffer], min(tensor.bytes, written) if picks else tensor.bytes
+            )
     for tensor in step.outputs:
         moved[tensor.buffer] += tensor.bytes
     return moved
@@ -49,7 +51,8 @@ def traffic(step: RunStep) -> Mapping[Tensor, int]:
 class Life:
     """A tensor with memory of its own: the first and last step that need it, and its size in bytes.
 
-    ``touched`` are the steps that make, read or reshape it; ``leaves``: it is an input or output of the model.
+    ``touched`` are the steps that make, read or reshape it; ``leaves``: it is an input or output of
+    the model.
     """
 
     tensor: Tensor
@@ -79,7 +82,9 @@ class Timeline:
         lives: defaultdict[str, list[Life]] = defaultdict(list)
         for life in self.lives:
             if not life.leaves:
-                for path in set[str].intersection(*({"", *self._steps[t].modules} for t in life.touched)):
+                for path in set[str].intersection(
+                    *({"", *self._steps[t].modules} for t in life.touched)
+                ):
                     lives[path].append(life)
         return lives
 
@@ -176,7 +181,8 @@ def _type_of(sizes: Sequence[int]) -> type[Any]:
 class FusedCost:
     """Some modules of a model, and the same modules if each kept its intermediates on chip, all of them together.
 
-    Traffic is what their nodes read and write; the peak is that of the whole model while one of them runs.
+    Traffic is what their nodes read and write; the peak is that of the whole model while one of
+    them runs.
     """
 
     traffic_bytes: int
@@ -185,7 +191,9 @@ class FusedCost:
     fused_peak_bytes: int
 
 
-def cost_of_fusing(model: ModelSource, groups: Mapping[str, Collection[str]]) -> dict[str, FusedCost]:
+def cost_of_fusing(
+    model: ModelSource, groups: Mapping[str, Collection[str]]
+) -> dict[str, FusedCost]:
     """What a model saves if all modules of a group are fused: name → memory and traffic; open sizes are 1.
 
     Each module is fused alone, and the modules of a group at the same time.
@@ -195,8 +203,14 @@ def cost_of_fusing(model: ModelSource, groups: Mapping[str, Collection[str]]) ->
     timeline = Timeline(run)
     costs = {}
     for name, paths in groups.items():
-        internal = list(dict.fromkeys(life for path in paths for life in timeline.internal.get(path, ())))
-        steps = [place for place, step in enumerate(run.steps) if not {*step.modules, ""}.isdisjoint(paths)]
+        internal = list(
+            dict.fromkeys(life for path in paths for life in timeline.internal.get(path, ()))
+        )
+        steps = [
+            place
+            for place, step in enumerate(run.steps)
+            if not {*step.modules, ""}.isdisjoint(paths)
+        ]
         moved = sum(sum(traffic(run.steps[place]).values()) for place in steps)
         costs[name] = FusedCost(
             traffic_bytes=moved,

@@ -26,8 +26,10 @@ class NodeCost:
         name: The node's name.
         op_type: Its operator.
         owners: The modules that it computes.
-        times: How often it runs: more than once in a loop, not at all in a branch of an ``If`` that costs less.
-        counted: Whether its work is known. If not, its ``macs``, ``flops`` and ``other_flops`` are 0.
+        times: How often it runs: more than once in a loop, not at all in a branch of an ``If`` that
+            costs less.
+        counted: Whether its work is known. If not, its ``macs``, ``flops`` and ``other_flops`` are
+            0.
         macs: Multiply-adds of matrix products and convolutions, all runs together, as what follows.
         flops: Two for each of those.
         other_flops: Operations on single elements.
@@ -55,17 +57,21 @@ class NodeCost:
 class ModuleCost(ModuleFacts):
     """One module with all below it, and for ``self_…`` the same of it alone: its facts, and what it costs.
 
-    A node of several modules counts once in the total of each module above them. For ``self_…`` it is divided between
-    its owners, so that they add up to the whole.
+    A node of several modules counts once in the total of each module above them. For ``self_…`` it
+    is divided between its owners, so that they add up to the whole.
 
     Attributes:
-        macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers too.
+        macs: Multiply-adds of matrix products and convolutions, in attention and recurrent layers
+            too.
         flops: Two for each multiply-add: what torch's ``FlopCounterMode`` counts.
-        other_flops: Operations on single elements: activations, normalisation, softmax, reductions, additions.
+        other_flops: Operations on single elements: activations, normalisation, softmax, reductions,
+            additions.
         uncounted: Operator → nodes whose work is not known; it is in none of the numbers.
         activation_bytes: Size of all that its nodes make.
-        traffic_bytes: What its nodes read and write, one after another: weights, inputs, outputs, intermediates.
-        peak_bytes: The most activation memory that the whole model takes while one of its nodes runs.
+        traffic_bytes: What its nodes read and write, one after another: weights, inputs, outputs,
+            intermediates.
+        peak_bytes: The most activation memory that the whole model takes while one of its nodes
+            runs.
         fused_traffic_bytes: ``traffic_bytes`` if its intermediates stayed on chip.
         fused_peak_bytes: The peak of the whole model if its intermediates stayed on chip.
     """
@@ -104,7 +110,8 @@ class Peak:
         bytes: How much is live.
         node: The node that runs then, the first if there are several; "" for a model without nodes.
         modules: Its owners: the modules on top of the peak.
-        live: The tensors in memory, ``(tensor, bytes)``, the largest first; what subgraphs hold is not listed.
+        live: The tensors in memory, ``(tensor, bytes)``, the largest first; what subgraphs hold is
+            not listed.
     """
 
     bytes: int
@@ -118,17 +125,20 @@ class Cost(ModuleTable):
     """The result of `cost`.
 
     Attributes:
-        modules: Module path → its cost, in the order of ``named_modules()``; ``""`` is the whole model.
+        modules: Module path → its cost, in the order of ``named_modules()``; ``""`` is the whole
+            model.
         nodes: Every execution of a node, in order.
-        uncounted: Operator → number of nodes without known work in the whole model: the operator has no formula, or a
-            shape or the number of iterations of a loop is unknown.
+        uncounted: Operator → number of nodes without known work in the whole model: the operator
+            has no formula, or a shape or the number of iterations of a loop is unknown.
         peak: The maximum of activation memory, and where it occurs.
         shared: Name of each parameter that belongs to several modules → these modules.
         dims: Name of an open dimension → the size that was used.
-        from_pytorch: Whether ``parameters`` are those of PyTorch; otherwise they are the weights in the file.
+        from_pytorch: Whether ``parameters`` are those of PyTorch; otherwise they are the weights in
+            the file.
         limits: What these numbers leave out, a line each.
         tags: The tags of the model: source, reasons, untagged nodes.
-        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        assumed: A line for each open dimension whose size was not given, with the size that was
+            used.
     """
 
     columns = COST_COLUMNS
@@ -156,9 +166,8 @@ class Cost(ModuleTable):
     def summary(self) -> str:
         """The operations of the whole."""
         root = self.modules[""]
-        return (
-            f"{root.flops:,} FLOPs (2 for each multiply-add of matrix products), {root.other_flops:,} other operations"
-        )
+        products = f"{root.flops:,} FLOPs (2 for each multiply-add of matrix products)"
+        return f"{products}, {root.other_flops:,} other operations"
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -166,17 +175,25 @@ class Cost(ModuleTable):
         lines = []
         if self.peak.node:
             on_top = ", ".join(path or "(root)" for path in self.peak.modules) or "no module"
-            lines.append(f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {on_top}")
+            lines.append(
+                f"{self.peak.bytes:,} bytes of activations at the peak, at {self.peak.node!r} of {on_top}"
+            )
         if self.uncounted:
             listed = ", ".join(f"{op} × {count}" for op, count in self.uncounted.items())  # noqa: RUF001 - "times"
             lines.append(f"not counted: {listed}")
         if self.shared:
-            listed = ", ".join(f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3])
+            listed = ", ".join(
+                f"{name} ({', '.join(paths)})" for name, paths in list(self.shared.items())[:3]
+            )
             more = f" and {len(self.shared) - 3} more" if len(self.shared) > 3 else ""
             how = "tied" if self.from_pytorch else "shared"
-            lines.append(f"{how}, and counted once in modules that hold several of these: {listed}{more}")
+            lines.append(
+                f"{how}, and counted once in modules that hold several of these: {listed}{more}"
+            )
         if len(self.dims) > len(self.assumed):
-            lines.append("with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items()))
+            lines.append(
+                "with " + ", ".join(f"{name} = {size}" for name, size in self.dims.items())
+            )
         return (*lines, *self.assumed, *self.limits)
 
 
@@ -226,7 +243,9 @@ class ModuleTree(ModuleTable):
 
     def module_data(self, row: ModuleRow) -> dict[str, Any]:
         """What is known of a module."""
-        return {name: value for name, value in super().module_data(row).items() if value is not None}
+        return {
+            name: value for name, value in super().module_data(row).items() if value is not None
+        }
 
     @property
     def drawn(self) -> Sequence[Column[ModuleRow]]:

@@ -1,6 +1,7 @@
 """How much one node computes, by a formula for its operator; ``docs/cost.md`` lists them.
 
-``FLOPs`` are two for each multiply-add, as torch's ``FlopCounterMode`` counts them. Everything else is counted apart.
+``FLOPs`` are two for each multiply-add, as torch's ``FlopCounterMode`` counts them. Everything else
+is counted apart.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ class Work:
     """How much is computed.
 
     Attributes:
-        macs: Multiply-adds of matrix products and convolutions, those inside attention and recurrent layers included.
-        other: All other arithmetic, comparisons and logic, in operations on one element; ``exp``, ``tanh`` and ``erf``
-            are one operation each.
+        macs: Multiply-adds of matrix products and convolutions, those inside attention and
+            recurrent layers included.
+        other: All other arithmetic, comparisons and logic, in operations on one element; ``exp``,
+            ``tanh`` and ``erf`` are one operation each.
     """
 
     macs: int = 0
@@ -77,12 +79,17 @@ def _own_formulas() -> Formulas:
 def all_formulas(further: Formulas | None = None) -> Formulas:
     """``(domain, operator)`` → formula, of every file of ``costs/formulas``, and ``further`` ones that go before those.
 
-    The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``. What is none is an `InputError`.
+    The domain of ONNX's own operators is ``""``, in ``further`` also ``ai.onnx``. What is none is
+    an `InputError`.
     """
     known = dict(_own_formulas())
     for key, formula in (further or {}).items():
-        if not (isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)):
-            raise InputError(f"formulas: {key!r} is no pair of domain and operator, such as ('my.domain', 'Op')")
+        if not (
+            isinstance(key, tuple) and len(key) == 2 and all(isinstance(part, str) for part in key)
+        ):
+            raise InputError(
+                f"formulas: {key!r} is no pair of domain and operator, such as ('my.domain', 'Op')"
+            )
         if not callable(formula):
             raise InputError(f"formulas: that of {key!r} is no function, but {formula!r}")
         domain, op_type = key
@@ -93,8 +100,8 @@ def all_formulas(further: Formulas | None = None) -> Formulas:
 def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
     """What one run of a node computes, without its subgraphs; an `InputError` if a formula gives no `Work`.
 
-    None where there is no formula for its operator, or one that needs a shape that is not known. ``formulas`` are what
-    `all_formulas` gives; those of the package without.
+    None where there is no formula for its operator, or one that needs a shape that is not known.
+    ``formulas`` are what `all_formulas` gives; those of the package without.
     """
     if step.op[0] == "" and step.op[1] in CONTROL_FLOW:
         return NOTHING if step.trips_known else None
@@ -103,8 +110,11 @@ def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
         return None
     try:
         work = formula(step)
-    except (UnknownShapeError, IndexError, ValueError, ZeroDivisionError, OverflowError):  # the last: no valid node
+    except (UnknownShapeError, IndexError, ValueError, ZeroDivisionError, OverflowError):
+        # the last: no valid node
         return None
     if not isinstance(work, Work):
-        raise InputError(f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)")
+        raise InputError(
+            f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)"
+        )
     return work if max(abs(work.macs), abs(work.other)) < _TOO_MUCH else None

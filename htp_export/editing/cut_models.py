@@ -30,7 +30,9 @@ def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
     calls = _Calls(tagged, part)
     narrow_owners(tagged, model, calls.owners, calls.number, part.path, calls.tree)
     signatures = _signatures(tagged, calls.numbers, renamed)
-    write_part_metadata(tagged, model, calls.hierarchy, calls.tree, signatures, calls.modules.__contains__)
+    write_part_metadata(
+        tagged, model, calls.hierarchy, calls.tree, signatures, calls.modules.__contains__
+    )
     return model
 
 
@@ -44,7 +46,8 @@ def write_part_metadata(
 ) -> None:
     """Write into a part of a model what is known of its modules, as far as the whole says it.
 
-    ``inside`` tells whether the parameters of a module are the part's; the rest is that of the part.
+    ``inside`` tells whether the parameters of a module are the part's; the rest is that of the
+    part.
     """
     known = tagged.parameters
     write_model_metadata(
@@ -73,11 +76,17 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
         name=tagged.hierarchy[part.path].simple_class or model.graph.name,
     )
     graph = view.clone()
-    optional = [graph.initializers[str(value.name)] for value in part.initializers if value.is_graph_input()]
+    optional = [
+        graph.initializers[str(value.name)] for value in part.initializers if value.is_graph_input()
+    ]
     for value in graph.inputs:
         value.const_value = None  # of a weight that is given, not held
     for value in (*graph.inputs, *graph.outputs):  # where the file did not say it
-        known = tagged.typed.get(str(value.name)) if value.dtype is None or value.shape is None else None
+        known = (
+            tagged.typed.get(str(value.name))
+            if value.dtype is None or value.shape is None
+            else None
+        )
         if known is not None:
             value.type, value.shape = value.type or known.type, value.shape or known.shape
     _compute_sizes(graph, part)
@@ -92,7 +101,8 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
     """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
     source = tagged.model
-    way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}  # a part is no ONNX model either
+    # a part is no ONNX model either
+    way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
     model = ir.Model(
         graph,
         ir_version=source.ir_version,
@@ -135,16 +145,24 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
         if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
             places = same_dimensions(node, list(part.inputs.values()))
         if places is not None:
-            built = _read_dimensions(places, counterparts, graph.opset_imports.get("", 1), str(node.outputs[0].name))
+            built = _read_dimensions(
+                places, counterparts, graph.opset_imports.get("", 1), str(node.outputs[0].name)
+            )
             nodes.extend(built)
             result = [built[-1].outputs[0]]
         else:
             inputs = [
-                None if value is None else computed.get(value) or counterparts.get(value) or by_name[value.name]
+                None
+                if value is None
+                else computed.get(value) or counterparts.get(value) or by_name[value.name]
                 for value in node.inputs
             ]
             copy = ir.Node(
-                node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs)
+                node.domain,
+                node.op_type,
+                inputs,
+                list(node.attributes.values()),
+                num_outputs=len(node.outputs),
             )
             nodes.append(copy)
             result = list(copy.outputs)
@@ -162,22 +180,42 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
 
 
 def _read_dimensions(
-    places: Sequence[int | tuple[ir.Value, int]], counterparts: Mapping[ir.Value, ir.Value], opset: int, name: str
+    places: Sequence[int | tuple[ir.Value, int]],
+    counterparts: Mapping[ir.Value, ir.Value],
+    opset: int,
+    name: str,
 ) -> list[ir.Node]:
     """Nodes whose last one gives the dimensions as a vector of int64."""
     nodes: list[ir.Node] = []
     for place in places:
         if isinstance(place, int):
-            nodes.append(ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))}))
+            nodes.append(
+                ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))})
+            )
         elif opset >= _FIRST_SHAPE_WITH_RANGE:
-            nodes.append(ir.node("Shape", [counterparts[place[0]]], {"start": place[1], "end": place[1] + 1}))
+            nodes.append(
+                ir.node("Shape", [counterparts[place[0]]], {"start": place[1], "end": place[1] + 1})
+            )
         else:
             shape = ir.node("Shape", [counterparts[place[0]]])
-            axis = ir.node("Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))})
-            nodes += [shape, axis, ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0})]
-            shape.outputs[0].name, axis.outputs[0].name = f"{name}.{len(nodes)}.shape", f"{name}.{len(nodes)}.axis"
+            axis = ir.node(
+                "Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))}
+            )
+            nodes += [
+                shape,
+                axis,
+                ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0}),
+            ]
+            shape.outputs[0].name, axis.outputs[0].name = (
+                f"{name}.{len(nodes)}.shape",
+                f"{name}.{len(nodes)}.axis",
+            )
         nodes[-1].outputs[0].name = f"{name}.{len(nodes)}"
-    ends = [node.outputs[0] for node in nodes if not any(node.outputs[0] in reader.inputs for reader in nodes)]
+    ends = [
+        node.outputs[0]
+        for node in nodes
+        if not any(node.outputs[0] in reader.inputs for reader in nodes)
+    ]
     if len(ends) != 1:
         nodes.append(ir.node("Concat", ends, {"axis": 0}))
     return nodes
@@ -190,7 +228,9 @@ def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         holder = taken.get(name)
         if holder is not None:
-            fresh = next(new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken)
+            fresh = next(
+                new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken
+            )
             renamed[name] = fresh
             rename(holder, fresh)
             taken[fresh] = holder
@@ -218,7 +258,9 @@ class _Calls:
         self.numbers = {path: inside[path] for path in tree if path in inside}
         above = tags.all_above(self.modules)
         self.hierarchy = Hierarchy(
-            info.counted(len(inside.get(path, ()))) if path in self.modules else ModuleInfo(path, info.class_name)
+            info.counted(len(inside.get(path, ())))
+            if path in self.modules
+            else ModuleInfo(path, info.class_name)
             for path, info in tree.items()
             if path in self.modules or path in above or not path
         )
@@ -229,7 +271,9 @@ class _Calls:
         }
         callers: dict[str, list[Instance | None]] = {}
         for path, numbers in self.numbers.items():
-            callers_inside = [self._caller(tagged.calls, Instance(path, number), top) for number in numbers]
+            callers_inside = [
+                self._caller(tagged.calls, Instance(path, number), top) for number in numbers
+            ]
             if all(caller is None or caller.call >= 0 for caller in callers_inside):
                 callers[path] = callers_inside
         self.tree = CallTree(self.hierarchy, callers)
@@ -241,14 +285,18 @@ class _Calls:
     def owners(self, work: NodeCalls) -> Iterator[str]:
         """The owners of a node that are in the cut; of modules registered elsewhere, those whose calls are in it."""
         doing = {call.path for call in work.calls if call in self._calls}
-        return (owner for owner in work.owners if owner in doing or tags.is_under(owner, self._path))
+        return (
+            owner for owner in work.owners if owner in doing or tags.is_under(owner, self._path)
+        )
 
     def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
         """The call in the cut that a call ran in."""
         if call == top:
             return None
         around = tree.chain(call)[1:]
-        if any(caller.call < 0 for caller in around[: around.index(top) if top in around else None]):
+        if any(
+            caller.call < 0 for caller in around[: around.index(top) if top in around else None]
+        ):
             return Instance(top.path, -1)
         return next((self._calls[caller] for caller in around if caller in self._calls), None)
 
@@ -263,8 +311,8 @@ def narrow_owners(
 ) -> None:
     """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
 
-    ``inside`` gives those that are, and ``otherwise`` owns nodes without any. ``number`` gives what a call of the whole
-    is among the ``calls`` of the part's modules.
+    ``inside`` gives those that are, and ``otherwise`` owns nodes without any. ``number`` gives what
+    a call of the whole is among the ``calls`` of the part's modules.
     """
     called = tagged.hierarchy.called
     for node in all_nodes(model):
@@ -280,7 +328,10 @@ def _signatures(
     tagged: TaggedModel, numbers: Mapping[str, Sequence[int]], renamed: Mapping[str, str]
 ) -> dict[str, list[Signature]]:
     return {
-        path: [signatures[number].renamed(lambda name: renamed.get(name, name)) for number in numbers[path]]
+        path: [
+            signatures[number].renamed(lambda name: renamed.get(name, name))
+            for number in numbers[path]
+        ]
         for path, signatures in tagged.signatures.items()
         if path in numbers and len(signatures) == tagged.hierarchy[path].calls
     }

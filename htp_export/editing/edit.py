@@ -1,8 +1,8 @@
 """An edit of a tagged model: owners of new nodes are known when they are made, modules are described once, at the end.
 
-Whoever changes a graph knows of each new node which module call it works for. An `Edit` is told this when the node is
-made, so that nothing is inferred afterwards. It also has the signatures and the module tree, which follow the change,
-and writes both into the model's metadata when it ends.
+Whoever changes a graph knows of each new node which module call it works for. An `Edit` is told
+this when the node is made, so that nothing is inferred afterwards. It also has the signatures and
+the module tree, which follow the change, and writes both into the model's metadata when it ends.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ ROOT = Instance("")
 class Edit:
     """A change of a tagged model, in place.
 
-    The owners of new nodes are written when the nodes are made; modules and signatures are written when the ``with``
-    block ends without an error. The model is read again then (`TaggedModel.refresh`).
+    The owners of new nodes are written when the nodes are made; modules and signatures are written
+    when the ``with`` block ends without an error. The model is read again then
+    (`TaggedModel.refresh`).
 
     Args:
-        tagged: The model, a copy that nobody else has. `htp_export.editing.flattening.read_for_change` makes one.
+        tagged: The model, a copy that nobody else has.
+            `htp_export.editing.flattening.read_for_change` makes one.
 
     Attributes:
         tagged: The model.
@@ -65,7 +67,9 @@ class Edit:
 
     def __init__(self, tagged: TaggedModel) -> None:
         self.tagged, self.graph, self.names = tagged, tagged.model.graph, Names(tagged.model)
-        self.signatures: dict[str, list[Signature]] = {path: list(calls) for path, calls in tagged.signatures.items()}
+        self.signatures: dict[str, list[Signature]] = {
+            path: list(calls) for path, calls in tagged.signatures.items()
+        }
         self.changes: list[Change] = []
         self._hierarchy = tagged.hierarchy
         self._untagged = set(_untagged(tagged.model))
@@ -76,7 +80,10 @@ class Edit:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if error is None:
             self.finish()
@@ -100,9 +107,12 @@ class Edit:
     ) -> ir.Node:
         """A new node that does work of a module call; it is in no graph yet.
 
-        ``name`` gets a number if another node has it. ``outputs`` are new values without names if they are not given.
+        ``name`` gets a number if another node has it. ``outputs`` are new values without names if
+        they are not given.
         """
-        made = ir.node(op_type, inputs, attributes, outputs=outputs, name=self.names.nodes.unused(name))
+        made = ir.node(
+            op_type, inputs, attributes, outputs=outputs, name=self.names.nodes.unused(name)
+        )
         self.own(made, call)
         return made
 
@@ -129,7 +139,9 @@ class Edit:
         self.changes.append(Change("replaced", str(old.name), str(old.name)))
         take_place(old, new, readers, None if rest is None else self.names.tensors.unused(rest))
 
-    def rename(self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None) -> None:
+    def rename(
+        self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None
+    ) -> None:
         """Rename tensors in the signatures of modules, of all if no ``paths`` are given; None: the tensor is gone."""
         for path, calls in self.signatures.items():
             if paths is None or path in paths:
@@ -140,7 +152,8 @@ class Edit:
     def add_modules(self, modules: Mapping[str, Sequence[ModuleInfo]]) -> None:
         """Add modules, each behind all that lie at or below a path."""
         listed: list[ModuleInfo] = []
-        around: list[str] = []  # the paths that are to get modules, and whose last module has not come yet
+        # the paths that are to get modules, and whose last module has not come yet
+        around: list[str] = []
         for path, module in self._hierarchy.items():
             while around and not tags.is_under(path, around[-1]):
                 listed += modules[around.pop()]
@@ -150,11 +163,15 @@ class Edit:
         while around:
             listed += modules[around.pop()]
         self._hierarchy = Hierarchy(listed)
-        self.changes += [Change("module", module.path) for added in modules.values() for module in added]
+        self.changes += [
+            Change("module", module.path) for added in modules.values() for module in added
+        ]
 
     def remove_modules(self, paths: Collection[str]) -> None:
         """Remove modules and their signatures; their nodes are gone, or have other owners."""
-        self._hierarchy = Hierarchy(module for path, module in self._hierarchy.items() if path not in paths)
+        self._hierarchy = Hierarchy(
+            module for path, module in self._hierarchy.items() if path not in paths
+        )
         for path in paths:
             self.signatures.pop(path, None)
         self.changes += [Change("removed", path) for path in paths]
@@ -175,10 +192,14 @@ class Edit:
         if self._checked is not None:
             PassDifference.between(self._checked, Snapshot(self.tagged.model)).check_records()
         had = self.tagged.hierarchy
-        signatures_changed = {path: tuple(calls) for path, calls in self.signatures.items()} != self._before
+        signatures_changed = {
+            path: tuple(calls) for path, calls in self.signatures.items()
+        } != self._before
         if self._hierarchy is not had or signatures_changed:
             known = self.signatures if self._before else None
-            write_model_metadata(self.tagged.model.metadata_props, self._hierarchy, signatures=known)
+            write_model_metadata(
+                self.tagged.model.metadata_props, self._hierarchy, signatures=known
+            )
         return self.tagged.refresh(self._hierarchy)
 
     def _check_owners(self) -> None:

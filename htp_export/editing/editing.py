@@ -32,26 +32,39 @@ def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONS
     return add_initializer(graph, ir.tensor(array), name, recipe)
 
 
-def add_initializer(graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe) -> ir.Value:
+def add_initializer(
+    graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe
+) -> ir.Value:
     """The same of a tensor; integers without a recipe are constants."""
     if tensor.dtype.is_floating_point() or recipe != CONSTANT:
         tensor = recorded(tensor, recipe)
     shape = ir.Shape(tensor.shape.numpy())
-    value = ir.Value(name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor)
+    value = ir.Value(
+        name=_unique(graph, name), shape=shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
     graph.register_initializer(value)
     return value
 
 
 def _unique(graph: ir.Graph, name: str) -> str:
     numbered = (f"{name}_{count}" for count in itertools.count(1))
-    return next(candidate for candidate in itertools.chain([name], numbered) if candidate not in graph.initializers)
+    return next(
+        candidate
+        for candidate in itertools.chain([name], numbered)
+        if candidate not in graph.initializers
+    )
 
 
 def register_constants(graph: ir.Graph) -> None:
     """Register constants that nodes read as initializers: onnxscript's rules forget some."""
     for node in graph:
         for value in node.inputs:
-            if value is None or value.const_value is None or value.producer() is not None or value.graph is not None:
+            if (
+                value is None
+                or value.const_value is None
+                or value.producer() is not None
+                or value.graph is not None
+            ):
                 continue
             value.name = _unique(graph, value.name or "constant")
             graph.register_initializer(value)
@@ -59,7 +72,12 @@ def register_constants(graph: ir.Graph) -> None:
 
 def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
     """The elements of a small constant, else None; large constants are not read."""
-    if value is None or value.const_value is None or value.is_graph_input() or value.const_value.size > largest:
+    if (
+        value is None
+        or value.const_value is None
+        or value.is_graph_input()
+        or value.const_value.size > largest
+    ):
         return None
     array: Array = value.const_value.numpy()
     return array
@@ -69,7 +87,11 @@ def bytes_of(tensor: ir.TensorProtocol | None) -> int:
     """Bytes of the elements of a tensor; for strings, of their characters."""
     if tensor is None:
         return 0
-    return sum(map(len, tensor.string_data())) if isinstance(tensor, ir.StringTensor) else tensor.nbytes
+    return (
+        sum(map(len, tensor.string_data()))
+        if isinstance(tensor, ir.StringTensor)
+        else tensor.nbytes
+    )
 
 
 def is_constant(value: ir.Value | None) -> bool:
@@ -90,7 +112,9 @@ def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
         number, value = constant_array(node.inputs[place], 1), node.inputs[1 - place]  # type: ignore[union-attr]
         if number is None or value is None or number.dtype.kind != "f" or number.size != 1:
             continue
-        ranks = [None if tensor.shape is None else len(tensor.shape) for tensor in (value, node.outputs[0])]  # type: ignore[union-attr]
+        assert node is not None
+        tensors = (value, node.outputs[0])
+        ranks = [None if tensor.shape is None else len(tensor.shape) for tensor in tensors]
         if number.ndim == 0 or (ranks[0] == ranks[1] is not None):
             factor = number if is_standard(node, "Mul") else _reciprocal(number)
             return None if factor is None else (value, factor.reshape(()))
@@ -124,7 +148,8 @@ def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
 def stand_in(old: ir.Value, new: ir.Value) -> bool:
     """Replace a value by an equal one everywhere; False if that is impossible.
 
-    An output of the graph keeps its name: the value in its place is renamed, unless its own name is fixed.
+    An output of the graph keeps its name: the value in its place is renamed, unless its own name is
+    fixed.
     """
     if old.is_graph_output():
         fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
@@ -146,12 +171,16 @@ def _keep_boundary(old: ir.Value, new: ir.Value) -> None:
 
 
 def take_place(
-    old: ir.Value, new: ir.Value, readers: Iterable[tuple[ir.Node, int]] | None = None, rest: str | None = None
+    old: ir.Value,
+    new: ir.Value,
+    readers: Iterable[tuple[ir.Node, int]] | None = None,
+    rest: str | None = None,
 ) -> None:
     """Let a value have the place of another one: its name, its place among the outputs of the graph, and its consumers.
 
-    Its type and shape are those of the other where it has none. If ``readers`` are given, only these consumers read it
-    from now on, each at the place of an input; ``rest`` is the name that the other one has then.
+    Its type and shape are those of the other where it has none. If ``readers`` are given, only
+    these consumers read it from now on, each at the place of an input; ``rest`` is the name that
+    the other one has then.
     """
     record_replacement(old, new)
     name, chosen = old.name, list(old.uses() if readers is None else readers)
@@ -193,7 +222,9 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
         node.name = old.name if place == 0 else f"{old.name}_{node.op_type}{-place}"
     _keep_boundary(old.outputs[0], result)
     record_replacement(old.outputs[0], result)
-    ir.convenience.replace_nodes_and_values(graph, old, [old], list(new), [old.outputs[0]], [result])
+    ir.convenience.replace_nodes_and_values(
+        graph, old, [old], list(new), [old.outputs[0]], [result]
+    )
 
 
 def release(node: ir.Node) -> None:

@@ -13,7 +13,14 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
 from htp_export.editing.editing import take_place
-from htp_export.editing.function_records import DOMAIN, Expectations, Record, Records, entry_of, restore
+from htp_export.editing.function_records import (
+    DOMAIN,
+    Expectations,
+    Record,
+    Records,
+    entry_of,
+    restore,
+)
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance
@@ -34,8 +41,9 @@ _CALLER = "htp.caller"  # never written to files
 def read_flat(source: ModelSource, *, others: bool = True) -> TaggedModel:
     """A model whose functions are dissolved, each node in the module whose work it does; as it is where it has none.
 
-    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A warning says so.
-    Functions that were not made of modules are dissolved with ``others`` only. A model in memory is not changed.
+    Functions that cannot be dissolved stay: one that calls itself, or has graphs as attributes. A
+    warning says so. Functions that were not made of modules are dissolved with ``others`` only. A
+    model in memory is not changed.
 
     Raises:
         FileError: If a file cannot be read.
@@ -80,22 +88,30 @@ def dissolve(
         Identifier of each function → how often it was called.
 
     Raises:
-        InputError: If a function calls itself, or if what the model says of its functions cannot be read.
+        InputError: If a function calls itself, or if what the model says of its functions cannot be
+            read.
     """
-    functions = {key: function for key, function in model.functions.items() if function.domain == DOMAIN}
+    functions = {
+        key: function for key, function in model.functions.items() if function.domain == DOMAIN
+    }
     dissolver = _Dissolver(functions, Expectations(hierarchy, calls), model.graph, inlined)
     try:
         written = Records.from_json(model.metadata_props.get(tags.FUNCTIONS, "{}"))
         for call in [node for node in model.graph.all_nodes() if node.op_identifier() in functions]:
             dissolver.dissolve(call, entry_of(written.calls, str(call.name)))
     except ValueError as error:
-        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+        raise InputError(
+            f"model {model.graph.name!r}: its functions cannot be inlined: {error}"
+        ) from error
     _reorder(model.graph, written.order)
     for key in functions:
         del model.functions[key]
     model.metadata_props.pop(tags.FUNCTIONS, None)
     if functions and all(node.domain != DOMAIN for node in all_nodes(model)):
-        for imports in (model.opset_imports, *(function.opset_imports for function in model.functions.values())):
+        for imports in (
+            model.opset_imports,
+            *(function.opset_imports for function in model.functions.values()),
+        ):
             imports.pop(DOMAIN, None)
     return dissolver.counts
 
@@ -115,8 +131,9 @@ _Call: TypeAlias = tuple[ir.Node, Record, Instance, tuple[ir.OperatorIdentifier,
 class _Dissolver:
     """Puts copies of functions' bodies in place of their calls, each as the flat graph had it.
 
-    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, gives every node and tensor a new name and merges
-    the metadata of the call into it; what a node was is written down by the names in the function's body.
+    ``onnx_ir``'s ``InlinePass``, which inlines all other functions, gives every node and tensor a
+    new name and merges the metadata of the call into it; what a node was is written down by the
+    names in the function's body.
     """
 
     def __init__(
@@ -127,7 +144,8 @@ class _Dissolver:
         inlined: list[InlinedCall] | None,
     ) -> None:
         self._functions, self._expected, self._inlined = functions, expected, inlined
-        self._given: dict[ir.Value, ir.Value | None] = {}  # input of a body in the graph → the argument
+        # input of a body in the graph → the argument
+        self._given: dict[ir.Value, ir.Value | None] = {}
         self.counts = {f"{domain}::{name}": 0 for domain, name, _ in functions}
         self._node_names = UsedNames(str(node.name) for node in graph.all_nodes())
         self._value_names = UsedNames(str(value.name) for value in all_values(graph))
@@ -139,7 +157,11 @@ class _Dissolver:
             waiting += reversed(self._replace(*waiting.pop()))
 
     def _replace(
-        self, call: ir.Node, record: Record, instance: Instance, running: tuple[ir.OperatorIdentifier, ...]
+        self,
+        call: ir.Node,
+        record: Record,
+        instance: Instance,
+        running: tuple[ir.OperatorIdentifier, ...],
     ) -> list[_Call]:
         """Replace one call, as the module call that it is; the calls that are in its place now."""
         identifier, graph = call.op_identifier(), call.graph
@@ -151,7 +173,9 @@ class _Dissolver:
         inner: list[_Call] = []
         values: dict[str, ir.Value] = {}
         for shared, node in list(zip(function.all_nodes(), body.all_nodes(), strict=True)):
-            values |= {str(one.name): made for one, made in zip(shared.outputs, node.outputs, strict=True)}
+            values |= {
+                str(one.name): made for one, made in zip(shared.outputs, node.outputs, strict=True)
+            }
             entry = entry_of(record, str(shared.name))
             restore(node, entry, self._expected.metadata(shared, instance))
             if node.op_identifier() in self._functions:
@@ -184,8 +208,16 @@ class _Dissolver:
             value.type, value.shape = result.type, result.shape
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
-            take_place(result, value, rest=result.name)  # the results of inner calls are looked up by their names
-        replace_inputs(call, {value: None for value in call.inputs if value is not None and value not in self._given})
+            # the results of inner calls are looked up by their names
+            take_place(result, value, rest=result.name)
+        replace_inputs(
+            call,
+            {
+                value: None
+                for value in call.inputs
+                if value is not None and value not in self._given
+            },
+        )
         graph.remove(call)
 
 
@@ -197,7 +229,9 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
     ordered = [node for _, node in sorted(zip(order, nodes, strict=True), key=lambda pair: pair[0])]
     placed: set[ir.Node] = set()
     for node in ordered:
-        before = (producer for value in reads_of(node) if (producer := value.producer()) is not None)
+        before = (
+            producer for value in reads_of(node) if (producer := value.producer()) is not None
+        )
         if any(producer.graph is graph and producer not in placed for producer in before):
             return
         placed.add(node)
@@ -208,7 +242,8 @@ def _reorder(graph: ir.Graph, order: Sequence[int]) -> None:
 def _inline_others(model: ir.Model) -> dict[str, int]:
     """Inline functions that were in the model as it was exported, or that another tool made.
 
-    A node keeps tags of its own, unless they lie outside the modules of the call: the function serves several modules.
+    A node keeps tags of its own, unless they lie outside the modules of the call: the function
+    serves several modules.
     """
     if not model.functions:
         return {}
@@ -216,17 +251,25 @@ def _inline_others(model: ir.Model) -> dict[str, int]:
     for node in all_nodes(model):
         node.metadata_props.pop(_CALLER, None)  # of a file that has the key
         if node.op_identifier() in model.functions:
-            entry = {key: node.metadata_props.pop(key) for key in tags.NODE_KEYS if key in node.metadata_props}
+            entry = {
+                key: node.metadata_props.pop(key)
+                for key in tags.NODE_KEYS
+                if key in node.metadata_props
+            }
             node.metadata_props[_CALLER] = json.dumps(entry)
             called[f"{node.domain}::{node.op_type}"] += 1
     try:
         InlinePass()(model)
     except (ValueError, ir.passes.PreconditionError) as error:
-        raise InputError(f"model {model.graph.name!r}: its functions cannot be inlined: {error}") from error
+        raise InputError(
+            f"model {model.graph.name!r}: its functions cannot be inlined: {error}"
+        ) from error
     model.functions.clear()
     for node in all_nodes(model):
         caller = json.loads(node.metadata_props.pop(_CALLER, "{}"))
         named, above = tags.owners_of(node.metadata_props), tags.owners_of(caller)
-        if above and not (named and all(any(tags.is_under(path, up) for up in above) for path in named)):
+        if above and not (
+            named and all(any(tags.is_under(path, up) for up in above) for path in named)
+        ):
             tags.tag_node(node.metadata_props, caller)
     return called

@@ -1,8 +1,9 @@
 """What a model with functions says of its flat graph, and what that makes of the nodes of functions' bodies.
 
-A node in a body stands for as many nodes as the function has calls. It bears the name of the first of them and the
-owners of all. What it is in one call follows from that call's tags; what does not follow (names, types, torch's own
-metadata) is written down in the model's metadata, as ``htp.functions``; see ``docs/format.md``.
+A node in a body stands for as many nodes as the function has calls. It bears the name of the first
+of them and the owners of all. What it is in one call follows from that call's tags; what does not
+follow (names, types, torch's own metadata) is written down in the model's metadata, as
+``htp.functions``; see ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ class Records:
     """What a model with functions says of the flat graph: ``htp.functions``.
 
     Attributes:
-        calls: Name of a call outside of functions → what its nodes were; calls that lose nothing are absent.
-        order: For each node, once all calls are dissolved, its place in the flat graph; empty if in that order.
+        calls: Name of a call outside of functions → what its nodes were; calls that lose nothing
+            are absent.
+        order: For each node, once all calls are dissolved, its place in the flat graph; empty if in
+            that order.
     """
 
     calls: Mapping[str, Record]
@@ -69,7 +72,8 @@ def entry_of(record: Mapping[str, Any], name: str) -> Record:
 class Expectations:
     """What the nodes of functions' bodies are in certain calls, as far as the calls' tags tell.
 
-    Each body is looked at once, however many calls there are; make a new one when tags have changed.
+    Each body is looked at once, however many calls there are; make a new one when tags have
+    changed.
     """
 
     def __init__(self, hierarchy: Hierarchy, calls: CallTree) -> None:
@@ -127,12 +131,16 @@ def restore(node: ir.Node, entry: Record, metadata: Mapping[str, str]) -> None:
             _change(value.metadata_props, written.get("metadata", {}))
             if "type" in written:
                 _set_type(value, written["type"])
-        for graph, (graph_name, *names) in zip(subgraphs(node), entry.get("graphs", ()), strict=False):
+        for graph, (graph_name, *names) in zip(
+            subgraphs(node), entry.get("graphs", ()), strict=False
+        ):
             graph.name = str(graph_name)
             for value, name in zip(given_values(graph), names, strict=True):
                 rename(value, str(name))
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}") from error
+        raise ValueError(
+            f"{tags.FUNCTIONS}: what it says of node {node.name!r} cannot be read: {error}"
+        ) from error
 
 
 def _change(metadata: dict[str, str], changes: Mapping[str, str | None]) -> None:
@@ -162,7 +170,9 @@ def written_type(value: ir.Value) -> Any:
         {'sequence': [1, None]}
     """
     shape = value.shape
-    dimensions = None if shape is None else [dim if isinstance(dim, int) else dim.value for dim in shape]
+    dimensions = (
+        None if shape is None else [dim if isinstance(dim, int) else dim.value for dim in shape]
+    )
     return _plain(value.type, dimensions)
 
 

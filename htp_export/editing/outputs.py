@@ -27,9 +27,13 @@ def add_output(edit: Edit, value: ir.Value, name: str, like: ir.Value) -> ir.Val
     return result
 
 
-def add_zeros_input(graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+def add_zeros_input(
+    graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int]
+) -> ir.Value:
     """Add an input that is zero where a run does not give it: an initializer of the same name (IR version 4 and up)."""
-    value = add_initializer(graph, ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name), name, CONSTANT)
+    value = add_initializer(
+        graph, ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name), name, CONSTANT
+    )
     graph.inputs.append(value)
     return value
 
@@ -61,8 +65,8 @@ def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
 def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, list[str]]:
     """Return a value out of branches and loop bodies: each becomes an output of its body, and of the node around it.
 
-    The other branch of an ``If`` gives an empty tensor. A ``Loop`` or ``Scan`` gives what each of its iterations had,
-    one after the other in a new first dimension.
+    The other branch of an ``If`` gives an empty tensor. A ``Loop`` or ``Scan`` gives what each of
+    its iterations had, one after the other in a new first dimension.
 
     Args:
         edit: The edit of the model; new nodes belong to no module.
@@ -70,14 +74,19 @@ def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, l
         name: The beginning of the names of new tensors.
 
     Returns:
-        The value in the main graph, and the names of all new tensors; an InputError, with the reason, if it cannot be.
+        The value in the main graph, and the names of all new tensors; an InputError, with the
+        reason, if it cannot be.
     """
     index, names = edit.tagged.index, edit.names
     by_graph = {value.graph: value for value in values}
     made: list[str] = []
 
     def new(
-        op: str, inputs: Sequence[ir.Value], graph: ir.Graph, like: ir.Value, **facts: ir.TensorProtocol
+        op: str,
+        inputs: Sequence[ir.Value],
+        graph: ir.Graph,
+        like: ir.Value,
+        **facts: ir.TensorProtocol,
     ) -> ir.Value:
         shape = ir.Shape(facts["value"].shape.numpy()) if facts else like.shape
         result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
@@ -90,17 +99,25 @@ def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, l
         deepest = max(inner, key=depths.__getitem__)
         holder = next(iter(index.holders(deepest)), None)
         if holder is None or holder.op_type not in CONTROL_FLOW or deepest not in subgraphs(holder):
-            raise InputError("it lies in a function, whose results cannot be extended; use inline(...) before")
+            raise InputError(
+                "it lies in a function, whose results cannot be extended; use inline(...) before"
+            )
         bodies, value = subgraphs(holder), by_graph[deepest]
         shape = None if value.shape is None else ir.Shape([None] * len(value.shape))
         if value.dtype is None or value.shape is None:
-            raise InputError(f"the file does not say the type and rank of {value.name!r} in its body")
+            raise InputError(
+                f"the file does not say the type and rank of {value.name!r} in its body"
+            )
         for body in bodies:
             own = by_graph.pop(body, None)
             if own is None:
                 own = new("Constant", [], body, value, value=_empty(value))
-            elif own.dtype != value.dtype or own.shape is None or len(own.shape) != len(value.shape):
-                raise InputError(f"the branches give tensors of different types: {own.name!r} and {value.name!r}")
+            elif (
+                own.dtype != value.dtype or own.shape is None or len(own.shape) != len(value.shape)
+            ):
+                raise InputError(
+                    f"the branches give tensors of different types: {own.name!r} and {value.name!r}"
+                )
             body.outputs.append(own if own.name in made else new("Identity", [own], body, own))
         _resize_outputs(holder, 1)
         outer = holder.outputs[-1]
@@ -108,7 +125,9 @@ def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, l
         outer.shape = shape if holder.op_type == "If" else ir.Shape([None, *value.shape])
         made.append(str(outer.name))
         if (graph := holder.graph) in by_graph or not isinstance(graph, ir.Graph):
-            raise InputError("it runs in a branch and outside of it in the same call; name one call of it")
+            raise InputError(
+                "it runs in a branch and outside of it in the same call; name one call of it"
+            )
         by_graph[graph] = outer
     if len(by_graph) != 1:
         raise InputError("its parts lie in several bodies; name one call of it")
@@ -137,7 +156,10 @@ def _empty(value: ir.Value) -> ir.TensorProtocol:
         raise InputError(
             f"{value.name!r} is one number: the branch without it could give none in its place, as every tensor has one"
         )
-    sizes = [0 if place == 0 or not isinstance(size, int) else size for place, size in enumerate(value.shape)]
+    sizes = [
+        0 if place == 0 or not isinstance(size, int) else size
+        for place, size in enumerate(value.shape)
+    ]
     return ir.Tensor(np.zeros(sizes, value.dtype.numpy()), dtype=value.dtype)
 
 
@@ -145,7 +167,9 @@ def remove_outputs(model: ir.Model, names: Sequence[str], made: Sequence[str]) -
     """Remove outputs of the graph, and what only they needed: tensors whose names are among ``made``."""
     gone, ours = set(names), {*made, *names}
     graph = model.graph
-    for place in reversed([place for place, value in enumerate(graph.outputs) if value.name in gone]):
+    for place in reversed(
+        [place for place, value in enumerate(graph.outputs) if value.name in gone]
+    ):
         graph.outputs.pop(place)  # ``del`` would not tell the value
     for node in reversed(list(graph)):
         if node.op_type not in CONTROL_FLOW and not _is_needed(node, ours):
@@ -156,14 +180,22 @@ def remove_outputs(model: ir.Model, names: Sequence[str], made: Sequence[str]) -
 
 
 def _is_needed(node: ir.Node, ours: set[str]) -> bool:
-    return any(value.name not in ours or value.uses() or value.is_graph_output() for value in node.outputs)
+    return any(
+        value.name not in ours or value.uses() or value.is_graph_output() for value in node.outputs
+    )
 
 
 def _shrink(node: ir.Node, ours: set[str]) -> None:
     """Remove the last outputs of a node, and of its bodies, that are among ``ours`` and that nothing reads."""
-    while (last := node.outputs[-1]).name in ours and not last.uses() and not last.is_graph_output():
+    while (
+        (last := node.outputs[-1]).name in ours and not last.uses() and not last.is_graph_output()
+    ):
         for body in subgraphs(node):
             producer = body.outputs.pop().producer()
-            if producer is not None and producer.op_type not in CONTROL_FLOW and not _is_needed(producer, ours):
+            if (
+                producer is not None
+                and producer.op_type not in CONTROL_FLOW
+                and not _is_needed(producer, ours)
+            ):
                 body.remove(producer, safe=True)
         _resize_outputs(node, -1)

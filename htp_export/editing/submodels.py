@@ -1,10 +1,12 @@
 """Nodes of a model as a model of their own, and what a tool made of them put back in their place.
 
-A tool that is given only the nodes that it may change cannot change others: a weight or a tensor that other nodes read
-too stays as it was for them. The model around keeps its nodes, their order, their names and their tensors.
+A tool that is given only the nodes that it may change cannot change others: a weight or a tensor
+that other nodes read too stays as it was for them. The model around keeps its nodes, their order,
+their names and their tensors.
 
-Tools name what they make after what they read (``w`` → ``w_scale``), and do not look whether the name is free. So
-tensors and nodes of a part have names of ours (`PartNames`), which are replaced when it is put back.
+Tools name what they make after what they read (``w`` → ``w_scale``), and do not look whether the
+name is free. So tensors and nodes of a part have names of ours (`PartNames`), which are replaced
+when it is put back.
 """
 
 from __future__ import annotations
@@ -61,7 +63,9 @@ class PartNames:
 
     def in_text(self, text: str) -> str:
         """The same of a text, such as a message of a tool."""
-        return _OURS.sub(lambda match: self._in_whole.get(match[0], match[0]) or "(without a name)", text)
+        return _OURS.sub(
+            lambda match: self._in_whole.get(match[0], match[0]) or "(without a name)", text
+        )
 
     def source(self, name: str) -> str | None:
         """The name inside the part from which a tool made a name; None if it made it of nothing."""
@@ -100,7 +104,11 @@ class Submodel:
             if isinstance(tensor, ir.ExternalTensor):
                 value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
         proto = ir.to_proto(self.model)
-        known = [said for said in proto.graph.value_info if said.name not in self.model.graph.initializers]
+        known = [
+            said
+            for said in proto.graph.value_info
+            if said.name not in self.model.graph.initializers
+        ]
         del proto.graph.value_info[:]
         proto.graph.value_info.extend(known)  # of weights, tools do not update it
         return proto
@@ -109,7 +117,8 @@ class Submodel:
 def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
     """The tensor of an initializer or of a ``Constant`` node, through ``Identity``; None for all other values.
 
-    TorchScript exports have an ``Identity`` between a weight and each further module that has an equal one.
+    TorchScript exports have an ``Identity`` between a weight and each further module that has an
+    equal one.
     """
     value = None if value is None else without_copies(value)
     return None if value is None or value.is_graph_input() else stored_tensor(value)
@@ -160,13 +169,19 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
     leaving = by_name(outputs)
     described = {name: types.described(value) for name, value in leaving.items()}
     results = by_name(value for value in inside if value.producer() in chosen)
-    return Submodel(part, named, by_name(graph_inputs), leaving, described, by_name(weights), results, names)
+    return Submodel(
+        part, named, by_name(graph_inputs), leaving, described, by_name(weights), results, names
+    )
 
 
 def _named_by_recipe(value: ir.Value) -> ir.TensorProtocol | None:
     """The tensor of a weight with its recipe: without one, its name says of which parameter it is, and that changes."""
     tensor = constant_of(value)
-    if tensor is None or tags.RECIPE in tensor.metadata_props or not tensor.dtype.is_floating_point():
+    if (
+        tensor is None
+        or tags.RECIPE in tensor.metadata_props
+        or not tensor.dtype.is_floating_point()
+    ):
         return tensor
     return recorded(tensor, recipe_of(without_copies(value)))
 
@@ -199,13 +214,16 @@ def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
 def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> list[ir.Node]:
     """Replace the nodes of a part by what a tool made of it, which is used up; the new nodes.
 
-    Each stands after the last one in the whole that it depends on, so that the others keep their order. What was made
-    of a weight for another part already, with the same name and the same numbers, is not there twice.
+    Each stands after the last one in the whole that it depends on, so that the others keep their
+    order. What was made of a weight for another part already, with the same name and the same
+    numbers, is not there twice.
     """
     graph = next(iter(part.nodes.values())).graph
     assert isinstance(graph, ir.Graph)
     new_nodes = list(made.graph)
-    values: dict[ir.Value, ir.Value | None] = {value: part.inputs[str(value.name)] for value in made.graph.inputs}
+    values: dict[ir.Value, ir.Value | None] = {
+        value: part.inputs[str(value.name)] for value in made.graph.inputs
+    }
     for name, value in list(made.graph.initializers.items()):
         wanted = part.names.in_whole(name) or name
         original = part.weights.get(name) or whole.graph.initializers.get(wanted)
@@ -267,7 +285,11 @@ def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None =
         if value.uses() or value.is_graph_output():
             continue
         node = value.producer()
-        if node is not None and isinstance(node.graph, ir.Graph) and (among is None or node in among):
+        if (
+            node is not None
+            and isinstance(node.graph, ir.Graph)
+            and (among is None or node in among)
+        ):
             if any(other.uses() or other.is_graph_output() for other in node.outputs):
                 continue
             node.graph.remove(node)
@@ -323,13 +345,20 @@ def _anchors(order: Mapping[ir.Node, int], new: Sequence[ir.Node]) -> dict[ir.No
         if all(value in still or constant_of(value) is not None for value in read):
             still.update(node.outputs)
             idle.append(node)
-        makers = [maker for value in read if value not in still and (maker := value.producer()) is not None]
+        makers = [
+            maker
+            for value in read
+            if value not in still and (maker := value.producer()) is not None
+        ]
         anchors[node] = max(
-            (anchors[maker] if maker in anchors else order.get(maker, -1) for maker in makers), default=-1
+            (anchors[maker] if maker in anchors else order.get(maker, -1) for maker in makers),
+            default=-1,
         )
     for node in reversed(idle):
         readers = (use.node for value in node.outputs for use in value.uses())
-        anchors[node] = min((anchors[reader] for reader in readers if reader in anchors), default=-1)
+        anchors[node] = min(
+            (anchors[reader] for reader in readers if reader in anchors), default=-1
+        )
     return anchors
 
 

@@ -25,7 +25,9 @@ _log = logging.getLogger(__name__)
 
 Run: TypeAlias = Callable[..., torch.onnx.ONNXProgram | None]
 
-ModulesAsFunctions: TypeAlias = bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
+ModulesAsFunctions: TypeAlias = (
+    bool | str | type[torch.nn.Module] | Collection[type[torch.nn.Module] | str]
+)
 """True for every module, classes of modules, or a selector; see ``TaggedModel.select``."""
 
 

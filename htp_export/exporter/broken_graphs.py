@@ -15,7 +15,12 @@ import torch
 
 from htp_export.exporter.capture import patches, running
 from htp_export.exporter.capture.torch_internals import is_compiled
-from htp_export.process.restoring import Changes, restored, set_variable, turn_attention_fast_path_off
+from htp_export.process.restoring import (
+    Changes,
+    restored,
+    set_variable,
+    turn_attention_fast_path_off,
+)
 
 _VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
 _SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (
@@ -43,7 +48,8 @@ class GraphBreak:
     """Where a graph ended before ``forward`` did."""
 
     reason: str  # the first line of what Dynamo said
-    frames: tuple[tuple[str, int], ...]  # file and line of each call on the way there, outermost first
+    # file and line of each call on the way there, outermost first
+    frames: tuple[tuple[str, int], ...]
     module: str = ""  # the module whose ``forward`` ran
 
 
@@ -57,14 +63,20 @@ class BrokenRun:
 
 
 def run_with_breaks(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], path_by_id: Mapping[int, str]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    path_by_id: Mapping[int, str],
 ) -> BrokenRun:
     """Run a model once by Dynamo, and keep the graphs that it makes; what the run changes of the model is not restored.
 
-    ``path_by_id`` gives ``id(module)`` → module path. A `RuntimeError` if the model, or a module in it, is compiled.
+    ``path_by_id`` gives ``id(module)`` → module path. A `RuntimeError` if the model, or a module in
+    it, is compiled.
     """
     if any(map(is_compiled, model.modules())):
-        raise RuntimeError("the model, or a module in it, is compiled: its graphs are the compiler's")
+        raise RuntimeError(
+            "the model, or a module in it, is compiled: its graphs are the compiler's"
+        )
     broken = BrokenRun()
 
     def compiled(graph: Any, _: Any) -> Callable[..., Any]:
@@ -116,8 +128,11 @@ def _prepared() -> Iterator[None]:
 
     from torch._dynamo import config
 
-    limits: dict[str, Any] = dict.fromkeys(("recompile_limit", "accumulated_recompile_limit"), 10_000)
-    with restored(make), config.patch(suppress_errors=True, **limits):  # graphs as large and as many as can be
+    limits: dict[str, Any] = dict.fromkeys(
+        ("recompile_limit", "accumulated_recompile_limit"), 10_000
+    )
+    # graphs as large and as many as can be
+    with restored(make), config.patch(suppress_errors=True, **limits):
         yield
 
 
@@ -146,7 +161,10 @@ def _break_of(module: Any) -> GraphBreak | None:
     found = getattr(module, "compile_subgraph_reason", None)
     if found is None or not found.graph_break:
         return None
-    return _break(str(found.reason), [(str(frame.filename), int(frame.lineno or 0)) for frame in found.user_stack])
+    return _break(
+        str(found.reason),
+        [(str(frame.filename), int(frame.lineno or 0)) for frame in found.user_stack],
+    )
 
 
 def _break(said: str, frames: Sequence[tuple[str, int]]) -> GraphBreak:
@@ -155,14 +173,17 @@ def _break(said: str, frames: Sequence[tuple[str, int]]) -> GraphBreak:
 
 
 def _dynamo_frames(
-    model: Any, backend: Callable[[Any, Any], Callable[..., Any]], lost: Callable[[Any, GraphBreak], None]
+    model: Any,
+    backend: Callable[[Any, Any], Callable[..., Any]],
+    lost: Callable[[Any, GraphBreak], None],
 ) -> Callable[..., Any]:
     """Return a function that runs a model by Dynamo, frame by frame, with breaks.
 
-    If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that depend on data can be the
-    cause: ``x[index, :2]`` with a tensor as index (``PendingUnbackedSymbolNotFound``), ``range(n)`` in a loop. Such a
-    frame is traced again with fewer symbols: the graph then breaks where a value is needed. ``lost`` is given a frame
-    that runs and is in no graph, and why.
+    If Dynamo gives up a frame, it makes no graph of the frame at all. Symbols for values that
+    depend on data can be the cause: ``x[index, :2]`` with a tensor as index
+    (``PendingUnbackedSymbolNotFound``), ``range(n)`` in a loop. Such a frame is traced again with
+    fewer symbols: the graph then breaks where a value is needed. ``lost`` is given a frame that
+    runs and is in no graph, and why.
     """
     import torch._dynamo
 
@@ -176,7 +197,9 @@ def _dynamo_frames(
 class _TriedAgain:
     """Dynamo's tracer of a frame; where it gives up, it runs again with fewer symbols for data."""
 
-    def __init__(self, convert: Callable[..., Any], lost: Callable[[Any, GraphBreak], None]) -> None:
+    def __init__(
+        self, convert: Callable[..., Any], lost: Callable[[Any, GraphBreak], None]
+    ) -> None:
         self._convert, self._lost = convert, lost
 
     def __getattr__(self, name: str) -> Any:
@@ -192,10 +215,16 @@ class _TriedAgain:
                     return self._convert(frame, *args, **kwargs)
             except Exception as error:  # Dynamo catches it, and runs the frame as it is
                 errors.append(error)
-        # The last one is of a trace without symbols: it names the line that needs the value of a tensor.
-        stack = [(str(each.filename), int(each.lineno or 0)) for each in getattr(errors[-1], "real_stack", None) or ()]
+        # The last one is of a trace without symbols: it names the line that needs the value of a
+        # tensor.
+        stack = [
+            (str(each.filename), int(each.lineno or 0))
+            for each in getattr(errors[-1], "real_stack", None) or ()
+        ]
         code = frame.f_code
-        self._lost(frame, _break(str(errors[-1]), stack or [(code.co_filename, code.co_firstlineno)]))
+        self._lost(
+            frame, _break(str(errors[-1]), stack or [(code.co_filename, code.co_firstlineno)])
+        )
         raise errors[-1]
 
 
@@ -206,9 +235,17 @@ def _leave_dynamo_as_it_was(changes: Changes) -> None:
 
     trackers = (convert_frame.input_codes, convert_frame.output_codes)
     seen = [set(tracker.seen_ids) for tracker in trackers]
-    entries = {id(entry.code) for code in _codes(trackers[0]) for entry in eval_frame._debug_get_cache_entry_list(code)}
+    entries = {
+        id(entry.code)
+        for code in _codes(trackers[0])
+        for entry in eval_frame._debug_get_cache_entry_list(code)
+    }
     counted = {name: counter.copy() for name, counter in utils.counters.items()}
-    profile = {name: getattr(pgo, name) for name in ("_CODE_STATE", "_INIT_CODE_STATE") if hasattr(pgo, name)}
+    profile = {
+        name: getattr(pgo, name)
+        for name in ("_CODE_STATE", "_INIT_CODE_STATE")
+        if hasattr(pgo, name)
+    }
 
     def put_back() -> None:
         for code in _codes(trackers[0]):

@@ -1,7 +1,7 @@
 """What an export is asked for that torch takes in one form alone, or not: key-value caches as arguments, and opsets.
 
-Caches of transformers are registered with torch by ``transformers.exporters``. That it writes another opset, torch only
-logs.
+Caches of transformers are registered with torch by ``transformers.exporters``. That it writes
+another opset, torch only logs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from htp_export.format.leaves import caches_in, is_cache
 def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
     """Register the caches among the arguments, and return the dynamic shapes in the structure that torch takes.
 
-    For a keyword argument that is a cache, they may have one entry for all of its keys and values, a pair for each
-    layer, a list of entries ``[key, value, key, ...]``, or the keys and the values, as
-    ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
+    For a keyword argument that is a cache, they may have one entry for all of its keys and values,
+    a pair for each layer, a list of entries ``[key, value, key, ...]``, or the keys and the values,
+    as ``{"key_cache": [...], "value_cache": [...]}`` or as two lists.
     """
     from torch.utils import _pytree
 
@@ -37,7 +37,9 @@ def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     for cache in caches_in([*args, *kwargs.values()]):
         if any(getattr(layer, "keys", None) is not None for layer in getattr(cache, "layers", ())):
             kind = type(cache).__name__
-            raise InputError(f"the TorchScript exporter takes no {kind} as an input; use dynamo=True")
+            raise InputError(
+                f"the TorchScript exporter takes no {kind} as an input; use dynamo=True"
+            )
 
 
 @contextlib.contextmanager
@@ -47,7 +49,11 @@ def advice_on_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
         yield
     except Exception as error:
         for cache in caches_in([*args, *kwargs.values()]):
-            layers = [layer for layer in getattr(cache, "layers", ()) if getattr(layer, "is_sliding", False)]
+            layers = [
+                layer
+                for layer in getattr(cache, "layers", ())
+                if getattr(layer, "is_sliding", False)
+            ]
             if layers:
                 error.add_note(
                     f"htp_export: layers of the {type(cache).__name__} are {type(layers[0]).__name__}s, which drop the "
@@ -73,7 +79,11 @@ def _structured(spec: Any, cache: Any) -> Any:
     if node is None or spec is None or not is_cache(cache) or not hasattr(cache, "layers"):
         return spec
     children = list(node.flatten_fn(cache)[0])
-    layers = [(layer.keys, layer.values) for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    layers = [
+        (layer.keys, layer.values)
+        for layer in cache.layers
+        if getattr(layer, "keys", None) is not None
+    ]
     entries = _of_layers(spec, len(layers))
     if entries is None:
         return spec
@@ -84,7 +94,11 @@ def _structured(spec: Any, cache: Any) -> Any:
     }
 
     def rebuilt(child: Any) -> Any:
-        return [rebuilt(each) for each in child] if isinstance(child, (list, tuple)) else given.get(id(child))
+        return (
+            [rebuilt(each) for each in child]
+            if isinstance(child, (list, tuple))
+            else given.get(id(child))
+        )
 
     return rebuilt(children)
 
@@ -99,7 +113,9 @@ def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
         return None
     if len(spec) == 2 and all(isinstance(part, list) and len(part) == count for part in spec):
         return list(zip(*spec, strict=True))
-    if len(spec) == count and all(isinstance(part, (list, tuple)) and len(part) == 2 for part in spec):
+    if len(spec) == count and all(
+        isinstance(part, (list, tuple)) and len(part) == 2 for part in spec
+    ):
         return list(spec)
     if len(spec) == 2 * count and not any(isinstance(part, (list, tuple)) for part in spec):
         return [spec[place : place + 2] for place in range(0, len(spec), 2)]
@@ -113,7 +129,9 @@ def check_opset(opset: int | None, *, dynamo: bool) -> None:
     lowest, highest = torch_internals.opset_range(dynamo=dynamo)
     if not lowest <= opset <= highest:
         exporter = "dynamo" if dynamo else "TorchScript"
-        raise InputError(f"opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}")
+        raise InputError(
+            f"opset {opset}: torch's {exporter} exporter writes opsets {lowest} to {highest}"
+        )
 
 
 def other_opset(asked: int | None, written: int | None) -> str | None:

@@ -15,8 +15,20 @@ from torch.onnx import OperatorExportTypes, TrainingMode
 
 from htp_export.discovery import provider
 from htp_export.errors import CaptureError, InputError, TorchChangedError
-from htp_export.exporter.after_export import AfterExport, ModulesAsFunctions, NamesOfModules, Run, around
-from htp_export.exporter.caches import advice_on_caches, check_opset, other_opset, prepare_caches, refuse_caches
+from htp_export.exporter.after_export import (
+    AfterExport,
+    ModulesAsFunctions,
+    NamesOfModules,
+    Run,
+    around,
+)
+from htp_export.exporter.caches import (
+    advice_on_caches,
+    check_opset,
+    other_opset,
+    prepare_caches,
+    refuse_caches,
+)
 from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.patching import Patches
 from htp_export.exporter.capture.running import export_untagged, seam
@@ -27,7 +39,10 @@ from htp_export.process.restoring import Changes, set_variable
 
 
 def export(
-    model: torch.nn.Module | torch.export.ExportedProgram | torch.jit.ScriptModule | torch.jit.ScriptFunction[Any, Any],
+    model: torch.nn.Module
+    | torch.export.ExportedProgram
+    | torch.jit.ScriptModule
+    | torch.jit.ScriptFunction[Any, Any],
     args: tuple[Any, ...] = (),
     f: str | os.PathLike[str] | None = None,
     *,
@@ -59,31 +74,34 @@ def export(
 ) -> torch.onnx.ONNXProgram | None:
     """Export a model to ONNX as ``torch.onnx.export`` does, and tag every node with the modules that compute it.
 
-    Every parameter has the meaning, the default and the position that it has in ``torch.onnx.export``, and the graph is
-    the same; with ``export_modules_as_functions``, which torch ignores under ``dynamo=True``, modules are functions.
-    ``names`` is a parameter that torch does not have. ``docs/format.md`` describes the tags.
+    Every parameter has the meaning, the default and the position that it has in
+    ``torch.onnx.export``, and the graph is the same; with ``export_modules_as_functions``, which
+    torch ignores under ``dynamo=True``, modules are functions. ``names`` is a parameter that torch
+    does not have. ``docs/format.md`` describes the tags.
 
-    With ``dynamo=False``, the model is called as torch calls it, or, if that fails or changes the result, with the
-    arguments as you passed them: ``docs/export.md``.
+    With ``dynamo=False``, the model is called as torch calls it, or, if that fails or changes the
+    result, with the arguments as you passed them: ``docs/export.md``.
 
-    Thread-safe: exports of several threads run one after the other. No other thread may use the model meanwhile.
+    Thread-safe: exports of several threads run one after the other. No other thread may use the
+    model meanwhile.
 
     Args:
-        model: The model. An ``nn.Module`` keeps its whole module tree; an ``ExportedProgram`` the modules in its graph;
-            a ``ScriptModule`` the modules of its inlined methods.
+        model: The model. An ``nn.Module`` keeps its whole module tree; an ``ExportedProgram`` the
+            modules in its graph; a ``ScriptModule`` the modules of its inlined methods.
         args: Example positional inputs.
         f: The file to write; None to only return the model (``dynamo=True``).
         kwargs: Example keyword inputs.
         verbose: As for ``torch.onnx.export``, like all that follow.
-        input_names: Names for the graph's inputs. With ``dynamo=False``, keyword inputs are in the order of
-            ``forward``'s signature if names are given, as in torch, and otherwise in the order in which you pass them.
+        input_names: Names for the graph's inputs. With ``dynamo=False``, keyword inputs are in the
+            order of ``forward``'s signature if names are given, as in torch, and otherwise in the
+            order in which you pass them.
         output_names: Names for the graph's outputs.
-        opset_version: ONNX opset to target. If torch writes another one, because it cannot convert the model, a
-            `UserWarning` names both.
+        opset_version: ONNX opset to target. If torch writes another one, because it cannot convert
+            the model, a `UserWarning` names both.
         dynamo: Whether to export with ``torch.export``; otherwise with TorchScript.
         external_data: Whether to write weights into a separate file (``dynamo=True``).
-        dynamic_shapes: Dynamic dimensions (``dynamo=True``). A key-value cache of transformers may have one entry for
-            all of its tensors; see ``docs/export.md``.
+        dynamic_shapes: Dynamic dimensions (``dynamo=True``). A key-value cache of transformers may
+            have one entry for all of its tensors; see ``docs/export.md``.
         custom_translation_table: Translations of your own operators (``dynamo=True``).
         report: Whether to write a report (``dynamo=True``).
         optimize: Whether to optimise the graph (``dynamo=True``).
@@ -98,24 +116,27 @@ def export(
         operator_export_type: Deprecated by torch.
         do_constant_folding: Deprecated by torch.
         custom_opsets: Deprecated by torch.
-        export_modules_as_functions: The modules that become ONNX functions, as with `functions`: True for every one,
-            classes of modules, or a selector, see ``TaggedModel.select``.
+        export_modules_as_functions: The modules that become ONNX functions, as with `functions`:
+            True for every one, classes of modules, or a selector, see ``TaggedModel.select``.
         autograd_inlining: Deprecated by torch.
-        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with `rename`; None for
-            torch's names.
+        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with
+            `rename`; None for torch's names.
 
     Returns:
-        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. As long as the model and the inputs are
-        alive, ``htp_export.verify(program)`` and ``htp_export.verify(model, f)`` know them.
+        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. As long as the model
+        and the inputs are alive, ``htp_export.verify(program)`` and ``htp_export.verify(model, f)``
+        know them.
 
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
-        Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No new file is left.
-        InputError: torch's exporter cannot write ``opset_version``; takes no key-value caches, or has no ``f`` to write
-            (``dynamo=False``); ``export_modules_as_functions`` names no module, or there is no such style of names;
-            nothing was exported. Or none of these modules can be a function; no file was written.
-        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging` with
-            ``strict=False``, the model is exported without tags instead.
+        Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No
+            new file is left.
+        InputError: torch's exporter cannot write ``opset_version``; takes no key-value caches, or
+            has no ``f`` to write (``dynamo=False``); ``export_modules_as_functions`` names no
+            module, or there is no such style of names; nothing was exported. Or none of these
+            modules can be a function; no file was written.
+        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging`
+            with ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
 
     Examples:
@@ -125,7 +146,11 @@ def export(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in program.model.graph]
         [('Gemm', '0'), ('Relu', '1')]
     """
-    options = {name: value for name, value in locals().items() if name not in ("model", "args", "f", "names")}
+    options = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("model", "args", "f", "names")
+    }
     if isinstance(f, str | os.PathLike):
         check_writable(f)
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
@@ -135,15 +160,20 @@ def export(
     if uses_dynamo:
         options["dynamic_shapes"] = prepare_caches(given, kwargs or {}, dynamic_shapes)
     elif f is None:
-        raise InputError("dynamo=False: the TorchScript exporter returns no model; give f, the file to write")
+        raise InputError(
+            "dynamo=False: the TorchScript exporter returns no model; give f, the file to write"
+        )
     else:
         refuse_caches(given, kwargs or {})
     exporter = running.wanted() or _Exporter()
     run: Run = advice_on_caches(given, kwargs or {})(torch.onnx.export)
     steps: list[AfterExport] = [] if names is None else [NamesOfModules(names)]
     if export_modules_as_functions:
-        steps.append(provider("module_functions").ModuleFunctions(export_modules_as_functions, model))
-        options["export_modules_as_functions"] = False  # made of the tagged graph, for both exporters
+        steps.append(
+            provider("module_functions").ModuleFunctions(export_modules_as_functions, model)
+        )
+        # made of the tagged graph, for both exporters
+        options["export_modules_as_functions"] = False
     for step in steps:
         exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
 
@@ -152,11 +182,16 @@ def export(
         set_variable(changes, running.exporter, exporter)
         return run(model, args, f, **options)
 
-    # All of it alone, not the trace only: torch reads its translations first, which parses sources, and CPython 3.11's
-    # parser fails now and then where two threads do that ("AST constructor recursion depth mismatch").
+    # All of it alone, not the trace only: torch reads its translations first, which parses sources,
+    # and CPython 3.11's parser fails now and then where two threads do that ("AST constructor
+    # recursion depth mismatch").
     program = running.alone(tagged)
     # The TorchScript exporter writes the opset that it is asked for, or fails.
-    other = other_opset(opset_version, program.model.opset_imports.get("")) if program is not None else None
+    other = (
+        other_opset(opset_version, program.model.opset_imports.get(""))
+        if program is not None
+        else None
+    )
     if other is not None:
         warnings.warn(f"{other}; torch's log says why", stacklevel=2)
     remember(model, args, kwargs, f, program)
@@ -167,16 +202,18 @@ def export(
 def tagging(*, strict: bool = True) -> Iterator[None]:
     """Tag the files of every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
 
-    Applies to the thread or task that enters it. Exports with tags in several threads run one after the other. May be
-    nested; the innermost one applies. Torch is restored afterwards, also on errors.
+    Applies to the thread or task that enters it. Exports with tags in several threads run one after
+    the other. May be nested; the innermost one applies. Torch is restored afterwards, also on
+    errors.
 
-    ``torch.export.export`` is watched too, and what was captured is kept with the program that it makes: exporting that
-    program, inside or later, gives the tags that exporting the model gives.
+    ``torch.export.export`` is watched too, and what was captured is kept with the program that it
+    makes: exporting that program, inside or later, gives the tags that exporting the model gives.
 
     Args:
-        strict: Whether an export fails if htp_export cannot follow it. If not, the model is exported without tags, and
-            an `htp_export.errors.UntaggedExportWarning` gives the reason. Errors of the model and of torch are raised
-            in both cases. Also applies to `export` inside.
+        strict: Whether an export fails if htp_export cannot follow it. If not, the model is
+            exported without tags, and an `htp_export.errors.UntaggedExportWarning` gives the
+            reason. Errors of the model and of torch are raised in both cases. Also applies to
+            `export` inside.
 
     Returns:
         A context manager.
@@ -246,10 +283,14 @@ class _Exporter:
     def program(self, export: Callable[[], Any], model: Any) -> Any:
         return self._run(export, functools.partial(Program, model))
 
-    def torchscript(self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool) -> Any:
+    def torchscript(
+        self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool
+    ) -> Any:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
-    def _run(self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]) -> Any:
+    def _run(
+        self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]
+    ) -> Any:
         """Run an export and watch it; without tags, where it cannot be watched and that is allowed."""
 
         def run(changes: Changes) -> Any:

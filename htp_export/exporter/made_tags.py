@@ -1,8 +1,8 @@
 """What is written into an exported model: the owners of its nodes, and the module tree with fates.
 
-What an export knows of the fates of modules are the captured tensors that passed in and out of their calls. These pass
-from one call of a module to another call of it, too; at the boundary of its *nodes* (`htp_export.model.boundaries`),
-that is inside.
+What an export knows of the fates of modules are the captured tensors that passed in and out of
+their calls. These pass from one call of a module to another call of it, too; at the boundary of its
+*nodes* (`htp_export.model.boundaries`), that is inside.
 """
 
 from __future__ import annotations
@@ -38,11 +38,13 @@ class CallBoundary:
 def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
     """Return the boundary of the calls of each module that ran.
 
-    Only tensors whose values depend on the model's inputs count, and only operations on which the result depends.
+    Only tensors whose values depend on the model's inputs count, and only operations on which the
+    result depends.
     """
     log, boundaries = record.log, {call.path: CallBoundary() for call in record.log.calls}
     producer = dict.fromkeys(record.inputs, NO_CALL)
-    source_of: dict[Key, Key] = {}  # result of an operation that passes its input on → what was passed on
+    # result of an operation that passes its input on → what was passed on
+    source_of: dict[Key, Key] = {}
 
     def passes(key: Key, reader: int) -> None:
         source = producer.get(key)
@@ -80,10 +82,14 @@ class ExportEvidence(FateEvidence[Key]):
     ``fused`` are the places of nodes that several modules were fused into.
     """
 
-    def __init__(self, record: Record, works: Sequence[NodeCalls], flow: Flow, fused: Collection[int]) -> None:
+    def __init__(
+        self, record: Record, works: Sequence[NodeCalls], flow: Flow, fused: Collection[int]
+    ) -> None:
         live = varying(record.nodes, record.graph_inputs)
         nodes = [(node.inputs, node.outputs) for node in record.nodes]
-        super().__init__(Boundaries(nodes, works, live.__contains__, record.graph_outputs, fused=fused))
+        super().__init__(
+            Boundaries(nodes, works, live.__contains__, record.graph_outputs, fused=fused)
+        )
         self._record = record
         self._passed = boundaries_of_calls(record, flow)
         self._useful = self._modules_that_count(flow.wanted)
@@ -94,7 +100,9 @@ class ExportEvidence(FateEvidence[Key]):
     def _measured(self) -> frozenset[str]:
         """Modules whose work is read for its sizes alone."""
         wanted = needed(self._record.operations, self._record.outputs, values_only=True)
-        return frozenset(path for path, is_read in self._modules_that_count(wanted).items() if not is_read)
+        return frozenset(
+            path for path, is_read in self._modules_that_count(wanted).items() if not is_read
+        )
 
     @cached_property
     def _calls_of(self) -> Mapping[str, Sequence[int]]:
@@ -121,7 +129,8 @@ class ExportEvidence(FateEvidence[Key]):
         marks: dict[int, bool] = {}
         for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
-        marks.update(dict.fromkeys(self._record.dead, False))  # of their operations, others need constants at most
+        # of their operations, others need constants at most
+        marks.update(dict.fromkeys(self._record.dead, False))
         for call, is_wanted in marks.items():
             for up in log.chain(call):
                 path = log.calls[up].path
@@ -154,12 +163,17 @@ class ExportEvidence(FateEvidence[Key]):
         if self._moved(path):
             return None
         if path not in self._useful and has_nodes:
-            return Outcome(Fate.COMPUTED)  # in a branch or loop body, where captured operations do not reach
+            # in a branch or loop body, where captured operations do not reach
+            return Outcome(Fate.COMPUTED)
         if path not in self._useful:
             if self._ran_in_dead_bodies(path):
                 return Outcome(Fate.DEAD)
-            return Outcome(Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT)
-        if not self._useful[path] or ((self._lost(path) or not has_nodes) and path in self._measured):
+            return Outcome(
+                Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT
+            )
+        if not self._useful[path] or (
+            (self._lost(path) or not has_nodes) and path in self._measured
+        ):
             return Outcome(Fate.DEAD)
         returned = self._returned(path)
         if (
@@ -224,13 +238,21 @@ class ExportEvidence(FateEvidence[Key]):
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
         boundary = self._passed[path]
-        lost = [key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final]
+        lost = [
+            key for key in (*boundary.inputs, *boundary.outputs) if key not in self._record.final
+        ]
         return self._beyond(boundary, lost)
 
     def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
         """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""
-        calls = {call for key in keys for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))}
-        paths = [path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",))]
+        calls = {
+            call
+            for key in keys
+            for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))
+        }
+        paths = [
+            path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",))
+        ]
         working = [path for path in paths if path not in self._passes_on or self.has_nodes(path)]
         return dict.fromkeys(working or paths)
 
@@ -245,10 +267,13 @@ class Tags:
     graph_name: str  # the main graph's name: the root's class
 
 
-def make_tags(record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None) -> Tags:
+def make_tags(
+    record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None
+) -> Tags:
     """Find owners and fates of a record, and say them in the file format's words.
 
-    ``hierarchy`` has no calls and fates yet; ``parameters``: module path → those it holds, where they are known.
+    ``hierarchy`` has no calls and fates yet; ``parameters``: module path → those it holds, where
+    they are known.
     """
     flow = Flow.of(record)
     owners = assign(record, flow)
@@ -276,12 +301,16 @@ def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
     return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
 
 
-def _works_of(log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy) -> tuple[CallTree, list[NodeCalls]]:
+def _works_of(
+    log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy
+) -> tuple[CallTree, list[NodeCalls]]:
     """The calls of a model's modules as they ran, and whose work each node does."""
     instances = [Instance(call.path, call.nth) for call in log.calls]
     callers: dict[str, list[Instance | None]] = {}
     for call in log.calls:
-        callers.setdefault(call.path, []).append(None if call.parent == NO_CALL else instances[call.parent])
+        callers.setdefault(call.path, []).append(
+            None if call.parent == NO_CALL else instances[call.parent]
+        )
     tree = CallTree(hierarchy, callers)
 
     @cache
@@ -298,14 +327,17 @@ def _owned(owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallT
     def encoded_calls(work: NodeCalls) -> str:
         return calls.encode_calls(work.owners, work.calls)
 
-    return [Owned(owner.paths, owner.reason, encoded_calls(work)) for owner, work in zip(owners, works, strict=True)]
+    return [
+        Owned(owner.paths, owner.reason, encoded_calls(work))
+        for owner, work in zip(owners, works, strict=True)
+    ]
 
 
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
     """Module path → its calls; only modules all of whose calls were seen from inside.
 
-    Every layer is given the whole cache; its signature has the parts that it reads or gives back. A number that the
-    model is given is named if it is an input of the file.
+    Every layer is given the whole cache; its signature has the parts that it reads or gives back. A
+    number that the model is given is named if it is an input of the file.
     """
     signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
@@ -315,12 +347,17 @@ def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Sign
             inputs = {
                 name: _name(record, key)
                 for name, key in tensors.inputs
-                if not call.path or key in read or key in tensors.outputs or not tensors.is_part(name)
+                if not call.path
+                or key in read
+                or key in tensors.outputs
+                or not tensors.is_part(name)
                 if name not in tensors.numbers or record.final.get(key) is not None
             }
             outputs = tuple(_name(record, key) for key in tensors.outputs)
             signatures.setdefault(call.path, []).append(Signature(inputs, outputs))
-    return {path: calls for path, calls in signatures.items() if len(calls) == record.log.count(path)}
+    return {
+        path: calls for path, calls in signatures.items() if len(calls) == record.log.count(path)
+    }
 
 
 def _name(record: Record, key: Key | None) -> str | None:

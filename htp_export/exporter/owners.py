@@ -1,8 +1,9 @@
 """Each node's owners, from what PyTorch ran and from what became of it.
 
-Where captured operations made the tensor that a node computes, the calls that ran them own the node: one as a rule,
-several where equal work was merged. Operations whose tensors are nowhere in the graph any more were absorbed: their
-calls own the merged node as well. A node that computes no captured tensor takes its owners from those that read it.
+Where captured operations made the tensor that a node computes, the calls that ran them own the
+node: one as a rule, several where equal work was merged. Operations whose tensors are nowhere in
+the graph any more were absorbed: their calls own the merged node as well. A node that computes no
+captured tensor takes its owners from those that read it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
     return set(dependence(reading, dict.fromkeys(inputs, 1)))
 
 
-def needed(operations: list[Operation], outputs: list[Key], *, values_only: bool = False) -> list[bool]:
+def needed(
+    operations: list[Operation], outputs: list[Key], *, values_only: bool = False
+) -> list[bool]:
     """Return for each operation whether the outputs depend on it; with ``values_only``, on more than its sizes."""
     wanted = set(outputs)
     marks = [False] * len(operations)
@@ -45,19 +48,24 @@ class Flow:
     @classmethod
     def of(cls, record: Record) -> Flow:
         """Compute the flow of a record, without its calls."""
-        return cls(varying(record.operations, record.inputs), needed(record.operations, record.outputs))
+        return cls(
+            varying(record.operations, record.inputs), needed(record.operations, record.outputs)
+        )
 
 
 def relocate_operations(record: Record, flow: Flow) -> set[int]:
     """Set the call of each operation that the exporter moved out of the module that uses it; their indices.
 
-    ``torch.export`` reads each size once, from an input of the model. Operations on sizes have the scope of one of the
-    modules that use them, or none. One without a call is assigned to the innermost call around its consumers; one that
-    reads the size of a tensor which its call neither produces nor reads otherwise, to the innermost call that does.
+    ``torch.export`` reads each size once, from an input of the model. Operations on sizes have the
+    scope of one of the modules that use them, or none. One without a call is assigned to the
+    innermost call around its consumers; one that reads the size of a tensor which its call neither
+    produces nor reads otherwise, to the innermost call that does.
     """
     if not record.log.calls:
         return set()
-    placed = {index for index, operation in enumerate(record.operations) if operation.call == NO_CALL}
+    placed = {
+        index for index, operation in enumerate(record.operations) if operation.call == NO_CALL
+    }
     if placed:
         _place_between(record, placed)
     return placed | _place_sizes(record, flow)
@@ -67,7 +75,8 @@ def _place_between(record: Record, unscoped: set[int]) -> None:
     """Assign each operation without a scope to the innermost call around its consumers."""
     log = record.log
     outermost = next(index for index, call in enumerate(log.calls) if call.parent == NO_CALL)
-    around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))  # tensor → calls around readers
+    # tensor → calls around readers
+    around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))
 
     def common(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
         return second if first is None else tuple(call for call in first if call in second)
@@ -87,10 +96,15 @@ def _place_between(record: Record, unscoped: set[int]) -> None:
 def _place_sizes(record: Record, flow: Flow) -> set[int]:
     """Assign operations that read sizes to the innermost call that has the tensor."""
     log = record.log
-    measured = {key for operation in record.operations if operation.shape_only for key in operation.inputs} & flow.live
-    near: dict[Key, set[int]] = {key: set() for key in measured}  # tensor → calls that make it or read its values
+    measured = {
+        key for operation in record.operations if operation.shape_only for key in operation.inputs
+    } & flow.live
+    # tensor → calls that make it or read its values
+    near: dict[Key, set[int]] = {key: set() for key in measured}
     for operation in record.operations:
-        touched = operation.outputs if operation.shape_only else (*operation.inputs, *operation.outputs)
+        touched = (
+            operation.outputs if operation.shape_only else (*operation.inputs, *operation.outputs)
+        )
         for key in touched:
             if key in near:
                 near[key].update(log.chain(operation.call))
@@ -99,7 +113,11 @@ def _place_sizes(record: Record, flow: Flow) -> set[int]:
         if not operation.shape_only or not any(key in near for key in operation.inputs):
             continue
         chain = log.chain(operation.call)
-        has = [call for call in chain if all(call in near[key] for key in operation.inputs if key in near)]
+        has = [
+            call
+            for call in chain
+            if all(call in near[key] for key in operation.inputs if key in near)
+        ]
         if chain and (call := has[0] if has else chain[-1]) != operation.call:
             operation.call = call
             placed.add(index)
@@ -109,12 +127,14 @@ def _place_sizes(record: Record, flow: Flow) -> set[int]:
 def calls_sharing(record: Record) -> dict[int, set[int]]:
     """Operation that computes a size of sizes → further calls that do, where torch does it once for all of them.
 
-    Torch represents sizes by symbols, and keeps the operation of the first module only. Another one that uses the
-    result computed it itself, unless the first runs around it, and gave it the size.
+    Torch represents sizes by symbols, and keeps the operation of the first module only. Another one
+    that uses the result computed it itself, unless the first runs around it, and gave it the size.
     """
     log = record.log
     shared: dict[int, set[int]] = {}
-    users: dict[Key, set[int]] = {key: set() for each in record.operations if each.symbolic for key in each.outputs}
+    users: dict[Key, set[int]] = {
+        key: set() for each in record.operations if each.symbolic for key in each.outputs
+    }
     for index in range(len(record.operations) - 1, -1, -1):
         operation = record.operations[index]
         calls = {operation.call}
@@ -141,7 +161,8 @@ class Ownership:
     """The owners of one node, and the evidence for them."""
 
     paths: tuple[str, ...]  # the owners' module paths in order of execution, never empty
-    reason: Reason  # ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``
+    # ``scope``, ``shared``, ``fused``, ``flow`` or ``parameters``; see ``docs/owners.md``
+    reason: Reason
     calls: tuple[int, ...]  # indices of the calls that the paths come from
 
 
@@ -149,11 +170,13 @@ class Origins:
     """The calls that computed each tensor of the exported graph, and the calls whose work was absorbed."""
 
     def __init__(self, record: Record, flow: Flow) -> None:
-        self.made: dict[Key, set[int]] = {}  # exported tensor → calls of the operations that produced the same tensor
+        # exported tensor → calls of the operations that produced the same tensor
+        self.made: dict[Key, set[int]] = {}
         self.placed: set[Key] = set()  # exported tensors whose calls are known by flow only
         # Exported tensor → calls of further operations whose own tensors are gone
         self.absorbed: dict[Key, set[int]] = {}
-        self.unneeded: dict[Key, set[int]] = {}  # exported tensor → calls of operations on which no result depends
+        # exported tensor → calls of operations on which no result depends
+        self.unneeded: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → operation that made it first
         self._maker: dict[Key, int] = {}
         self._final, self._live = record.final, flow.live
@@ -161,7 +184,8 @@ class Origins:
         self._nodes = {key: node for node in record.nodes for key in node.outputs}
         relocated, shared = relocate_operations(record, flow), calls_sharing(record)
         final, live = record.final, flow.live
-        lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}  # lost tensor → calls that it took, and what they read
+        # lost tensor → calls that it took, and what they read
+        lost: dict[Key, tuple[Calls, frozenset[Key]]] = {}
         for index, operation in enumerate(record.operations):
             if not flow.wanted[index]:
                 for key in final.keys() & operation.outputs:
@@ -175,7 +199,8 @@ class Origins:
                     reads |= more
                 elif key in final:
                     reads.add(final[key])
-            if operation.shape_only:  # what reads the size of a tensor does none of the work that made it
+            # what reads the size of a tensor does none of the work that made it
+            if operation.shape_only:
                 calls = _NOBODY
             self._maker.update(dict.fromkeys(operation.outputs, index))
             for key in operation.outputs:
@@ -183,9 +208,13 @@ class Origins:
                 if counterpart is None:  # work on constants and sizes is folded and not absorbed
                     works = key in live and operation.passed_on is None
                     lost[key] = (calls | {operation.call} if works else calls, frozenset(reads))
-                elif counterpart not in reads and not self._undoes(record.operations, index, counterpart):
+                elif counterpart not in reads and not self._undoes(
+                    record.operations, index, counterpart
+                ):
                     self._first.setdefault(counterpart, index)
-                    self.made.setdefault(counterpart, set()).update({operation.call}, shared.get(index, ()))
+                    self.made.setdefault(counterpart, set()).update(
+                        {operation.call}, shared.get(index, ())
+                    )
                     if index in relocated:
                         self.placed.add(counterpart)
                     absorbed = calls | self._done_again(record.operations, operation, counterpart)
@@ -195,9 +224,10 @@ class Origins:
     def _undoes(self, operations: list[Operation], index: int, counterpart: Key) -> bool:
         """Return whether an operation only returns the tensor from which its inputs were computed.
 
-        No node computes such an operation: a size that becomes a vector again, a transposition that is reversed. Its
-        inputs depend on the tensor that stands for its result. Equal work of two modules is different: neither depends
-        on the other, unless the tensor that both read was computed again in between, and not by the call itself.
+        No node computes such an operation: a size that becomes a vector again, a transposition that
+        is reversed. Its inputs depend on the tensor that stands for its result. Equal work of two
+        modules is different: neither depends on the other, unless the tensor that both read was
+        computed again in between, and not by the call itself.
         """
         origin = self._first.get(counterpart)
         if origin is None:
@@ -211,16 +241,22 @@ class Origins:
                 maker = self._maker.get(key, -1)
                 if maker == origin:
                     return True
-                if maker > origin and maker not in seen and (not repeats or operations[maker].call == call):
+                if (
+                    maker > origin
+                    and maker not in seen
+                    and (not repeats or operations[maker].call == call)
+                ):
                     seen.add(maker)
                     queue.append(maker)
         return False
 
-    def _done_again(self, operations: list[Operation], operation: Operation, counterpart: Key) -> Calls:
+    def _done_again(
+        self, operations: list[Operation], operation: Operation, counterpart: Key
+    ) -> Calls:
         """The calls of earlier operations whose work the node of an operation does once more.
 
-        The node reads what those read, in place of their result, which other nodes still read: of two transpositions
-        torch makes one, and keeps the first one as well.
+        The node reads what those read, in place of their result, which other nodes still read: of
+        two transpositions torch makes one, and keeps the first one as well.
         """
         node = self._nodes.get(counterpart)
         keys = (key for key in operation.inputs if key in self._live)
@@ -255,7 +291,9 @@ class Origins:
                 makers[maker] = None
                 reads = (each for each in operations[maker].inputs if each in self._live)
                 waiting.extend(each for each in reads if self._final.get(each) not in sources)
-        return frozenset(operations[maker].call for maker in makers if operations[maker].passed_on is None)
+        return frozenset(
+            operations[maker].call for maker in makers if operations[maker].passed_on is None
+        )
 
     def _reads(self, operation: Operation) -> frozenset[Key]:
         """Return the exported counterparts of the inputs of an operation, without those that do not vary."""
@@ -274,8 +312,8 @@ class _Entry:
 class _ExportedGraph:
     """The nodes of an exported graph by their places, as the rule of owners reads them.
 
-    A node that computes a captured tensor has owners by it: only the consumers of other tensors count for their
-    producers.
+    A node that computes a captured tensor has owners by it: only the consumers of other tensors
+    count for their producers.
     """
 
     def __init__(self, nodes: list[Node], captured: Collection[Key]) -> None:
@@ -308,12 +346,17 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
 
     def served(place: int, near: Sequence[_Entry]) -> _Entry | None:
         """The calls that a node without captured tensors works for; no result may need it."""
-        node, calls = record.nodes[place], _NOBODY.union(*(entry.works for entry in near)) - {NO_CALL}
+        node, calls = (
+            record.nodes[place],
+            _NOBODY.union(*(entry.works for entry in near)) - {NO_CALL},
+        )
         reason = Reason.FLOW if calls else Reason.SCOPE
         calls = calls or _calls_of(node, origins.unneeded)
         return _Entry(calls, reason, calls | _calls_of(node, origins.absorbed)) if calls else None
 
-    complete(range(len(record.nodes)), entries, _ExportedGraph(record.nodes, origins.made.keys()), served)
+    complete(
+        range(len(record.nodes)), entries, _ExportedGraph(record.nodes, origins.made.keys()), served
+    )
     nobodys = _Entry(_NOBODY, Reason.FLOW, _NOBODY)
     found = (entries.get(place, nobodys) for place in range(len(record.nodes)))
     return [_ownership(record.log, entry.calls, entry.reason) for entry in found]

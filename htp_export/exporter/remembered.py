@@ -22,7 +22,8 @@ class _Export:
     """An export of a model; nothing that it was made of is kept alive."""
 
     model: Callable[[], torch.nn.Module | None]
-    inputs: Any  # its example inputs, positional and by keyword, each replaced by a function that returns it
+    # its example inputs, positional and by keyword, each replaced by a function that returns it
+    inputs: Any
     # What the export returned, whose ``ExportedProgram`` keeps the example inputs alive
     program: Callable[[], torch.onnx.ONNXProgram | None]
 
@@ -32,7 +33,11 @@ class _Export:
             args, kwargs = _alive(self.inputs)
         except ReferenceError:
             program = self.program()
-            known = None if program is None else getattr(program.exported_program, "example_inputs", None)
+            known = (
+                None
+                if program is None
+                else getattr(program.exported_program, "example_inputs", None)
+            )
             if known is None:
                 raise InputError(
                     f"{name}: the example inputs of its export are gone, because they are not kept alive; give args, "
@@ -53,7 +58,9 @@ def remember(model: Any, args: Any, kwargs: Mapping[str, Any] | None, f: Any, pr
         return
     given = args if isinstance(args, tuple | list) else (args,)
     inputs = _weak((tuple(given), dict(kwargs or {})))
-    made = _Export(weakref.ref(model), inputs, (lambda: None) if program is None else weakref.ref(program))
+    made = _Export(
+        weakref.ref(model), inputs, (lambda: None) if program is None else weakref.ref(program)
+    )
     if program is not None:
         _programs[program] = made
     if isinstance(f, str | os.PathLike):

@@ -20,7 +20,8 @@ from htp_export.process.argument_types import checks_arguments
 from htp_export.reporting.result import Result
 
 Finding = tuple[str, str, str]
-_Border = dict[tuple[str, str, bool], int]  # (module, tensor, whether it leaves) → node on the other side
+# (module, tensor, whether it leaves) → node on the other side
+_Border = dict[tuple[str, str, bool], int]
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class Contamination(Result):
     """The tensors at module boundaries that are no inputs or outputs of the module in PyTorch.
 
     Attributes:
-        before: With torch's own scopes as owners, ``(module, tensor, kind)``. ``kind`` is the modules between which the
-            tensor passes, and the operator that produces it: ``layers.0 → layers.1, Unsqueeze``.
+        before: With torch's own scopes as owners, ``(module, tensor, kind)``. ``kind`` is the
+            modules between which the tensor passes, and the operator that produces it: ``layers.0 →
+            layers.1, Unsqueeze``.
         after: With the file's tags; empty if the tags are exact.
         nodes: Number of nodes in the file.
     """
@@ -47,25 +49,31 @@ class Contamination(Result):
     @property
     def summary(self) -> str:
         """The result in one line."""
-        return f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"
+        return (
+            f"{len(self.before)} contaminated border tensors before repair, {len(self.after)} after"
+        )
 
     @property
     def lines(self) -> tuple[str, ...]:
         """How many tensors there were and are, by kind."""
-        return tuple(f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items())
+        return tuple(
+            f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items()
+        )
 
 
 @checks_arguments
 def contamination(model: ModelSource) -> Contamination:
     """Compare torch's own module scopes with the tags of an exported model, at the boundaries of modules.
 
-    A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input or output of the
-    module. Torch's scopes are those in the file (dynamo: ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
+    A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input
+    or output of the module. Torch's scopes are those in the file (dynamo:
+    ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model`` that htp_export exported.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model`` that
+            htp_export exported.
 
     Returns:
         Contaminated tensors with torch's scopes, and with the tags.
@@ -94,7 +102,9 @@ def contamination(model: ModelSource) -> Contamination:
             nodes,
             lambda n: _torch_owner(n, tagged.hierarchy),
         ),
-        after=_findings({key: at for key, at in after.items() if key in unknown}, nodes, tagged.owners_of),
+        after=_findings(
+            {key: at for key, at in after.items() if key in unknown}, nodes, tagged.owners_of
+        ),
         nodes=len(nodes),
     )
 
@@ -107,7 +117,10 @@ def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
 
 
 def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _Border:
-    boundaries, hierarchy = GraphIndex(tagged.model, work_of, tagged.taps).boundaries_by_values, tagged.hierarchy
+    boundaries, hierarchy = (
+        GraphIndex(tagged.model, work_of, tagged.taps).boundaries_by_values,
+        tagged.hierarchy,
+    )
     found: _Border = {}
     for path in hierarchy:
         if hierarchy[path].calls and hierarchy[path].fate.is_exact:

@@ -1,7 +1,7 @@
 """Graphs of torch's operators from ``torch.export``, with tags: for models that ONNX has no translation of.
 
-They are in the classes that hold ONNX graphs: operators are nodes such as ``aten::linear``, tensors among the arguments
-are inputs, in the order of the operator's schema, and all else is an attribute.
+They are in the classes that hold ONNX graphs: operators are nodes such as ``aten::linear``, tensors
+among the arguments are inputs, in the order of the operator's schema, and all else is an attribute.
 """
 
 from __future__ import annotations
@@ -23,14 +23,23 @@ from htp_export.exporter.capture.dynamo_patches import prepare
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.watched import Captured, write_tags
 from htp_export.format import tags
-from htp_export.process.restoring import Changes, hold_collection, restored, set_variable, turn_attention_fast_path_off
+from htp_export.process.restoring import (
+    Changes,
+    hold_collection,
+    restored,
+    set_variable,
+    turn_attention_fast_path_off,
+)
 from htp_export.shapes.operator_kinds import VIEW
 
 _IR_VERSION = 10  # that of torch's own files
 _CONTROL_FLOW = 23  # ONNX's opset for ``If``, which a graph has for ``torch.cond``
-_STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own key; what draws nodes reads their lines there
+# torch's own key; what draws nodes reads their lines there
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"
 
-_IDENTITIES = {(tags.ATEN, name) for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")}
+_IDENTITIES = {
+    (tags.ATEN, name) for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")
+}
 """Operators of torch that give back their input; dropout is one of them when the model does not train."""
 
 _Values: TypeAlias = dict[Any, Any]
@@ -48,18 +57,28 @@ def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
         known = node.meta.get("val")
         if node.op != "placeholder" or not isinstance(known, torch.Tensor | torch.SymInt):
             continue
-        tensor = held.get(targets.get(node.name))  # a parameter, a buffer or a constant; None for what the user gives
-        value = body.values[node] = _value(str(node.name if tensor is None else targets[node.name]), known)
+        # a parameter, a buffer or a constant; None for what the user gives
+        tensor = held.get(targets.get(node.name))
+        value = body.values[node] = _value(
+            str(node.name if tensor is None else targets[node.name]), known
+        )
         (inputs if tensor is None else initializers).append(value)
         if isinstance(tensor, torch.Tensor) and value.dtype is not None:
             value.const_value = TorchTensor(tensor.detach(), name=value.name)
     returned = zip(body.translate(), program.graph_signature.output_specs, strict=False)
     graph = ir.Graph(
         inputs,  # what was changed of buffers is not among the outputs
-        [value for value, spec in returned if spec.kind.name == "USER_OUTPUT" and value is not None],
+        [
+            value
+            for value, spec in returned
+            if spec.kind.name == "USER_OUTPUT" and value is not None
+        ],
         nodes=body.nodes,
         initializers=initializers,
-        opset_imports={tags.ATEN: 1, **{domain: 1 if domain else _CONTROL_FLOW for domain in body.domains}},
+        opset_imports={
+            tags.ATEN: 1,
+            **{domain: 1 if domain else _CONTROL_FLOW for domain in body.domains},
+        },
     )
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="torch"), body.named
 
@@ -69,7 +88,8 @@ def drop_identities(
 ) -> list[ir.Node]:
     """Remove nodes that give back their input, as the optimiser of an ONNX export does; one between ends stays.
 
-    ``replaced`` is told of each value, and of the one that replaces it. Returns the nodes that were removed.
+    ``replaced`` is told of each value, and of the one that replaces it. Returns the nodes that were
+    removed.
     """
     removed = []
     for node in list(graph.all_nodes()):
@@ -120,12 +140,19 @@ class _Body:
         """``torch.cond`` is ONNX's ``If``: its branches read values from outside, as there."""
         condition, *_, operands = node.args
         branches = []
-        for name, body in zip(("then_branch", "else_branch"), bodies_of(self._module)[node], strict=True):
+        for name, body in zip(
+            ("then_branch", "else_branch"), bodies_of(self._module)[node], strict=True
+        ):
             formals = [each for each in body.graph.nodes if each.op == "placeholder"]
-            given = {formal: self._value(operand) for formal, operand in zip(formals, operands, strict=False)}
+            given = {
+                formal: self._value(operand)
+                for formal, operand in zip(formals, operands, strict=False)
+            }
             inner = _Body(body, given, f"{self._prefix}{node.name}.{name}.")
             returned = [value for value in inner.translate() if value is not None]
-            branches.append(ir.AttrGraph(name, ir.Graph([], returned, nodes=inner.nodes, name=name)))
+            branches.append(
+                ir.AttrGraph(name, ir.Graph([], returned, nodes=inner.nodes, name=name))
+            )
             self.domains |= inner.domains
         self._add(node, "", "If", [self._value(condition)], branches)
 
@@ -133,7 +160,9 @@ class _Body:
         domain, op_type, overload = torch_internals.operator_name(node.target)
         inputs, attributes = self._arguments(node)
         made = self._add(node, domain, op_type, inputs, attributes, overload)
-        if torch_internals.is_view(node) and _same_type(node.args[0].meta.get("val"), node.meta.get("val")):
+        if torch_internals.is_view(node) and _same_type(
+            node.args[0].meta.get("val"), node.meta.get("val")
+        ):
             made.meta[VIEW] = True
 
     def _add(
@@ -153,7 +182,13 @@ class _Body:
             for place, each in enumerate(known if several else [known])
         ]
         made = ir.Node(
-            domain, op_type, inputs, attributes, overload=overload, outputs=outputs, name=self._prefix + node.name
+            domain,
+            op_type,
+            inputs,
+            attributes,
+            overload=overload,
+            outputs=outputs,
+            name=self._prefix + node.name,
         )
         made.meta["node"] = node
         if node.meta.get("stack_trace"):
@@ -170,11 +205,16 @@ class _Body:
         for name, value, takes_tensors in torch_internals.arguments_of(node):
             items = value if isinstance(value, list | tuple) else [value]
             computed = [isinstance(each, torch.fx.Node) for each in items]
-            if any(computed) or (value is None and takes_tensors):  # those after it keep their places
-                inputs += [self._value(each) if isinstance(each, torch.fx.Node) else None for each in items]
+            # those after it keep their places
+            if any(computed) or (value is None and takes_tensors):
+                inputs += [
+                    self._value(each) if isinstance(each, torch.fx.Node) else None for each in items
+                ]
             if value is not None and not all(computed):
                 listed = any(computed) or not items
-                attributes.append(ir.AttrString(name, str(list(value))) if listed else _attribute(name, value))
+                attributes.append(
+                    ir.AttrString(name, str(list(value))) if listed else _attribute(name, value)
+                )
         while inputs and inputs[-1] is None:
             inputs.pop()
         return inputs, attributes
@@ -204,8 +244,16 @@ def _names_of_parts(node: Any) -> dict[int, str]:
 def _value(name: str, known: Any) -> ir.Value:
     """A value with the type and shape of what torch computed with while it traced."""
     if isinstance(known, torch.Tensor):
-        return ir.Value(name=name, type=_type(known.dtype), shape=ir.Shape([_size(size) for size in known.shape]))
-    kinds = {torch.SymInt: ir.DataType.INT64, int: ir.DataType.INT64, torch.SymBool: ir.DataType.BOOL}
+        return ir.Value(
+            name=name,
+            type=_type(known.dtype),
+            shape=ir.Shape([_size(size) for size in known.shape]),
+        )
+    kinds = {
+        torch.SymInt: ir.DataType.INT64,
+        int: ir.DataType.INT64,
+        torch.SymBool: ir.DataType.BOOL,
+    }
     kinds |= {torch.SymFloat: ir.DataType.DOUBLE, float: ir.DataType.DOUBLE, bool: ir.DataType.BOOL}
     kind = kinds.get(type(known))
     if kind is None:
@@ -245,7 +293,8 @@ class LoweredGraph:
 
     # The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
     model: ir.Model
-    inputs: tuple[str | None, ...]  # for each tensor that it was given, its name; None for what is no tensor
+    # for each tensor that it was given, its name; None for what is no tensor
+    inputs: tuple[str | None, ...]
     outputs: tuple[str | None, ...]  # the same for what it returns
 
 
@@ -254,24 +303,32 @@ def lowered_graph(
 ) -> LoweredGraph:
     """Translate the functions that an FX graph without breaks calls into torch's operators."""
     with torch.no_grad():
-        program = torch.export.export(module, inputs, dict(named or {}), strict=False).run_decompositions({})
+        program = torch.export.export(
+            module, inputs, dict(named or {}), strict=False
+        ).run_decompositions({})
     model, values = graph_of_program(program)
     signature = program.graph_signature
 
     def name_of(spec: Any) -> str | None:
-        value = values.get(spec.arg.name) if spec.kind.name in ("USER_INPUT", "USER_OUTPUT") else None
+        value = (
+            values.get(spec.arg.name) if spec.kind.name in ("USER_INPUT", "USER_OUTPUT") else None
+        )
         return str(value.name) if isinstance(value, ir.Value) else None
 
     given = tuple(name_of(spec) for spec in signature.input_specs if spec.kind.name == "USER_INPUT")
-    returned = tuple(name_of(spec) for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT")
+    returned = tuple(
+        name_of(spec) for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"
+    )
     return LoweredGraph(model, given, returned)
 
 
-def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ir.Model:
+def exported_graph(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> ir.Model:
     """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`) as a file would be.
 
-    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and ``print``. The graph is
-    functional and not decomposed.
+    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and
+    ``print``. The graph is functional and not decomposed.
     """
     try:
         return _attempt(model, args, kwargs, strict=False)
@@ -284,7 +341,9 @@ def exported_graph(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mappin
             raise error from error.__cause__
 
 
-def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool) -> ir.Model:
+def _attempt(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool
+) -> ir.Model:
     names = ModuleNames(model)
     capture = DynamoCapture.of(names)
 
@@ -305,7 +364,9 @@ def _attempt(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
         graph, values = graph_of_program(functional)
         capture.step("noting the values of an FX graph", capture.translated_nodes, values)
         capture.step("reading the graph as it was translated", capture.translated, graph)
-        capture.step("dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced)
+        capture.step(
+            "dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced
+        )
         known = Captured(capture, names.hierarchy, names.parameters)
         capture.step("tagging the nodes of the graph", write_tags, known, graph)
         capture.give_up()

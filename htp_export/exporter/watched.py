@@ -27,7 +27,12 @@ from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
 from htp_export.lineage.owner_rule import NOBODYS, node_metadata, write_owners
-from htp_export.process.restoring import Changes, hold_collection, set_variable, turn_attention_fast_path_off
+from htp_export.process.restoring import (
+    Changes,
+    hold_collection,
+    set_variable,
+    turn_attention_fast_path_off,
+)
 
 IR_VERSION = 10  # the first with metadata on nodes
 
@@ -37,14 +42,17 @@ class Captured:
     """What is known of one model for its tags; as of a capture that goes on later, it does not hold the model."""
 
     capture: DynamoCapture
-    hierarchy: Hierarchy | None  # the model's module tree; None if only the modules that ran are known
-    parameters: Mapping[str, ModuleParameters] | None  # module path → the parameters that it holds, where known
+    # the model's module tree; None if only the modules that ran are known
+    hierarchy: Hierarchy | None
+    # module path → the parameters that it holds, where known
+    parameters: Mapping[str, ModuleParameters] | None
 
     def __deepcopy__(self, _: Any) -> Captured:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a program that is pickled, and read elsewhere, is one that was made elsewhere
+        # a program that is pickled, and read elsewhere, is one that was made elsewhere
+        return type(None), ()
 
 
 def write_tags(known: Captured, model: ir.Model) -> None:
@@ -81,7 +89,9 @@ class Rewriting:
 
     def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
         """Note that ``new`` now stands where ``old`` stood, in whatever model."""
-        self._capture.step("following a value of a model that is rewritten", self._capture.replaced_later, old, new)
+        self._capture.step(
+            "following a value of a model that is rewritten", self._capture.replaced_later, old, new
+        )
 
     def settle(self) -> None:
         """Tag the model once more, if it changed; a `CaptureError` if that fails and the capture is strict."""
@@ -108,7 +118,13 @@ class Rewriting:
 def _state(model: ir.Model) -> list[Any]:
     """What tags depend on: nodes, values and their names. Values are compared by identity."""
     given = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
-    return [given, *((node, node.inputs, [value.name for value in node.outputs]) for node in nodes_of_model(model))]
+    return [
+        given,
+        *(
+            (node, node.inputs, [value.name for value in node.outputs])
+            for node in nodes_of_model(model)
+        ),
+    ]
 
 
 def _untag(model: ir.Model) -> None:
@@ -118,7 +134,8 @@ def _untag(model: ir.Model) -> None:
         model.metadata_props.pop(key, None)
 
 
-_CAPTURED = "htp.captured"  # key in the ``meta`` of FX nodes, which come along when a graph is copied or changed
+# key in the ``meta`` of FX nodes, which come along when a graph is copied or changed
+_CAPTURED = "htp.captured"
 
 
 class Dynamo:
@@ -126,7 +143,9 @@ class Dynamo:
 
     patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
 
-    def __init__(self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes) -> None:
+    def __init__(
+        self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes
+    ) -> None:
         self._changes, self._model, self._follow = changes, model, follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
         self.modules = captured or ModuleNames(model)
@@ -163,11 +182,17 @@ class Program:
         """Make the program."""
         capture = self.capture
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
-        # An exported graph calls no module: the stacks that its nodes have from the earlier export say more.
+        # An exported graph calls no module: the stacks that its nodes have from the earlier export
+        # say more.
         if not torch_internals.has_module_stacks(self._model):
             capture.step("keeping what was captured with the exported program", self._keep, program)
             write = capture.calls.write_stacks
-            capture.step("writing the modules of bodies into an exported program", write, program, self.names.hierarchy)
+            capture.step(
+                "writing the modules of bodies into an exported program",
+                write,
+                program,
+                self.names.hierarchy,
+            )
         capture.give_up()
         return program
 
@@ -181,12 +206,16 @@ class Program:
 def captured_with(program: Any) -> Captured | None:
     """What was captured while a program was made; None if nothing was, or if its nodes come from several models."""
     noted = (node.meta.get(_CAPTURED) for node in _nodes(program))
-    found: dict[int, Captured] = {id(captured): captured for captured in noted if captured is not None}
+    found: dict[int, Captured] = {
+        id(captured): captured for captured in noted if captured is not None
+    }
     return next(iter(found.values())) if len(found) == 1 else None
 
 
 def _nodes(program: Any) -> Iterator[Any]:
-    modules = (each for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule))
+    modules = (
+        each for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule)
+    )
     return (node for module in modules for node in module.graph.nodes)
 
 
@@ -227,7 +256,9 @@ class TorchScript:
         except CaptureError:
             raise
         except Exception as error:
-            refusal.add_note(f"htp_export: called as the arguments were given, it fails too: {described(error)}")
+            refusal.add_note(
+                f"htp_export: called as the arguments were given, it fails too: {described(error)}"
+            )
             raise refusal from error
 
     def _attempt(self, export: Callable[[], Any]) -> Any:
@@ -242,12 +273,19 @@ class TorchScript:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):
             record, nodes = self.capture.finish(file)
         with seam("finding the owners of each node"):
-            made = make_tags(record, self.names.hierarchy or Hierarchy([ModuleInfo("", "")]), self.names.parameters)
+            made = make_tags(
+                record,
+                self.names.hierarchy or Hierarchy([ModuleInfo("", "")]),
+                self.names.parameters,
+            )
         for node, metadata in zip(nodes, node_metadata(made.owners, made.called), strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
         for tensor in file.proto.graph.initializer:
-            if tensor.name in self.capture.recipes and ir.DataType(tensor.data_type).is_floating_point():
+            if (
+                tensor.name in self.capture.recipes
+                and ir.DataType(tensor.data_type).is_floating_point()
+            ):
                 recipe = recipe_to_text(self.capture.recipes[tensor.name])
                 tensor.metadata_props.add(key=tags.RECIPE, value=recipe)
         for key, value in made.model.items():
@@ -257,7 +295,9 @@ class TorchScript:
         return file.chunks()
 
 
-def _captured(export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]) -> Any:
+def _captured(
+    export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]
+) -> Any:
     """Run an export while captures watch it; the first one holds what is changed meanwhile, and names its failure."""
     capture = captures[0][1]
     capture.changes = changes.inner()

@@ -1,7 +1,7 @@
 """Checkpoints in safetensors files: one file, or several with an index. Only headers are read here.
 
-Files of others are not trusted: no pickle is opened, the index names no file outside of its folder, and each tensor is
-in one file.
+Files of others are not trusted: no pickle is opened, the index names no file outside of its folder,
+and each tensor is in one file.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ class Checkpoint:
 def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
     """Read the headers of a checkpoint: a file, its index, or a folder with ``model.safetensors`` or its index.
 
-    Refused are a pickle, a file outside of the folder, a broken header, and a tensor that its file does not have.
+    Refused are a pickle, a file outside of the folder, a broken header, and a tensor that its file
+    does not have.
     """
     path = _found(Path(source))
     names = _index(path) if path.suffix == ".json" else {}
-    shards = {name: _shard(path, name) for name in sorted(set(names.values()))} if names else {path.name: path}
+    shards = (
+        {name: _shard(path, name) for name in sorted(set(names.values()))}
+        if names
+        else {path.name: path}
+    )
     files: dict[str, Path] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for file in shards.values():
@@ -54,8 +59,12 @@ def read_checkpoint(source: str | os.PathLike[str]) -> Checkpoint:
             files[key], shapes[key] = file, shape
     for key, name in names.items():
         if files.get(key) != shards[name]:
-            raise FileError(shards[name], f"has no tensor {key!r}, which is there according to {path.name}")
-    return Checkpoint(path, files, shapes, {file: Identity.at(file.resolve()) for file in shards.values()})
+            raise FileError(
+                shards[name], f"has no tensor {key!r}, which is there according to {path.name}"
+            )
+    return Checkpoint(
+        path, files, shapes, {file: Identity.at(file.resolve()) for file in shards.values()}
+    )
 
 
 def _found(source: Path) -> Path:
@@ -77,8 +86,14 @@ def _found(source: Path) -> Path:
 def _index(path: Path) -> dict[str, str]:
     content = read_json(path, plain=True)
     names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not names or not all(isinstance(name, str) for name in names.values()):
-        raise FileError(path, 'is no index of safetensors files: it has no "weight_map" from tensors to files')
+    if (
+        not isinstance(names, dict)
+        or not names
+        or not all(isinstance(name, str) for name in names.values())
+    ):
+        raise FileError(
+            path, 'is no index of safetensors files: it has no "weight_map" from tensors to files'
+        )
     return names
 
 

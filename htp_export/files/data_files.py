@@ -1,7 +1,7 @@
 """Data files: the files beside a model with its external tensors.
 
-The file of a name is resolved once, when the model is read: in the folder of the model or, if the model is a symbolic
-link, in the folder of its target. No other file is opened.
+The file of a name is resolved once, when the model is read: in the folder of the model or, if the
+model is a symbolic link, in the folder of its target. No other file is opened.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ class DataFile:
     ``shown`` is its name in errors, if that is not its path.
     """
 
-    def __init__(self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None) -> None:
+    def __init__(
+        self, path: Path, model: Path, shown: Path | None = None, state: Identity | None = None
+    ) -> None:
         self.path, self.model, self._shown = path, model, shown or path
         self.needed = 0
         self._state = state
@@ -58,10 +60,18 @@ class DataFile:
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
-            replaced = " (it was there when the model was read; load the model again)" if self._state else ""
-            raise FileError(self._shown, f"is missing: weights of {self.model} lie in this file{replaced}") from None
+            replaced = (
+                " (it was there when the model was read; load the model again)"
+                if self._state
+                else ""
+            )
+            raise FileError(
+                self._shown, f"is missing: weights of {self.model} lie in this file{replaced}"
+            ) from None
         except OSError as error:
-            problem = f"cannot be read, and weights of {self.model} lie in it: {error.strerror or error}"
+            problem = (
+                f"cannot be read, and weights of {self.model} lie in it: {error.strerror or error}"
+            )
             raise FileError(self._shown, problem) from error
         with file:
             self._check(file)
@@ -76,13 +86,16 @@ class DataFile:
         if self._state is None:  # it was not there when the model was read
             self._state = Identity.of(status)
         if self._state != Identity.of(status):
-            raise FileError(self._shown, f"was changed after {self.model} was read; load the model again")
+            raise FileError(
+                self._shown, f"was changed after {self.model} was read; load the model again"
+            )
 
 
 class DataTensor(ir.ExternalTensor):
     """An external tensor whose file is checked before it is read.
 
-    onnx_ir refuses files with several hard links. Here, `find_data` has checked the folder of the file.
+    onnx_ir refuses files with several hard links. Here, `find_data` has checked the folder of the
+    file.
     """
 
     __slots__ = ("_numbers", "file")
@@ -99,13 +112,22 @@ class DataTensor(ir.ExternalTensor):
         base_dir: str | os.PathLike[str],
     ) -> None:
         base_dir = os.fspath(base_dir)
-        super().__init__(location, offset, length, dtype, shape=ir.Shape(shape), base_dir=base_dir, **facts)
+        super().__init__(
+            location, offset, length, dtype, shape=ir.Shape(shape), base_dir=base_dir, **facts
+        )
         self.file = file
         self._numbers: np.ndarray[Any, Any] | None = None
         file.needed = max(file.needed, (offset or 0) + (length or self.nbytes))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        fields = (self.location, self.offset, self.length, self.dtype, tuple(self.shape.numpy()), about(self))
+        fields = (
+            self.location,
+            self.offset,
+            self.length,
+            self.dtype,
+            tuple(self.shape.numpy()),
+            about(self),
+        )
         return DataTensor, (*fields, self.file, self.base_dir)
 
     def numpy(self) -> np.ndarray[Any, Any]:
@@ -115,7 +137,9 @@ class DataTensor(ir.ExternalTensor):
         if numbers is None:
             shape = tuple(self.shape.numpy())
             if self.dtype.bitwidth < 8:  # several in a byte
-                header = onnx.TensorProto(data_type=int(self.dtype), dims=shape, raw_data=self.tobytes())
+                header = onnx.TensorProto(
+                    data_type=int(self.dtype), dims=shape, raw_data=self.tobytes()
+                )
                 numbers = ir.TensorProtoTensor(header).numpy()
             else:
                 plain = self.dtype.numpy().newbyteorder("<")
@@ -144,7 +168,9 @@ class DataTensor(ir.ExternalTensor):
             while left:
                 part = source.read(min(left, CHUNK_BYTES))
                 if not part:
-                    raise FileError(self.file.path, f"cannot be read: it ends within tensor {self.name!r}")
+                    raise FileError(
+                        self.file.path, f"cannot be read: it ends within tensor {self.name!r}"
+                    )
                 file.write(part)
                 left -= len(part)
 
@@ -161,11 +187,13 @@ class DataTensor(ir.ExternalTensor):
 def find_data(model: Path, location: str, what: str = "external data") -> tuple[Path, str]:
     """Return the folder of a data file, and its path relative to it; ``what`` it is, for messages.
 
-    The model may be a symbolic link, as in the cache of the Hugging Face hub. A FileError if the location leads out of
-    the folder of the model, and out of the folder of the target of the model's link, through ``..``, an absolute path,
-    or a link.
+    The model may be a symbolic link, as in the cache of the Hugging Face hub. A FileError if the
+    location leads out of the folder of the model, and out of the folder of the target of the
+    model's link, through ``..``, an absolute path, or a link.
     """
-    outside = FileError(model, f"its {what} {location!r} lies outside its folder; it will not be read")
+    outside = FileError(
+        model, f"its {what} {location!r} lies outside its folder; it will not be read"
+    )
     if Path(location).is_absolute() or Path(os.path.normpath(location)).parts[:1] == ("..",):
         raise outside
     try:
@@ -174,11 +202,19 @@ def find_data(model: Path, location: str, what: str = "external data") -> tuple[
             target = (home / location).resolve()
             if not any(target.is_relative_to(allowed.resolve()) for allowed in homes):
                 raise outside
-            if target.exists() and not target.is_file() and not target.is_dir():  # a pipe would be waited for
-                raise FileError(model, f"its {what} {location!r} is no plain file; it will not be read")
+            # a pipe would be waited for
+            if target.exists() and not target.is_file() and not target.is_dir():
+                raise FileError(
+                    model, f"its {what} {location!r} is no plain file; it will not be read"
+                )
             if target.exists():
-                return (home, location) if target.is_relative_to(home.resolve()) else (target.parent, target.name)
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, names that no file can have
+                return (
+                    (home, location)
+                    if target.is_relative_to(home.resolve())
+                    else (target.parent, target.name)
+                )
+    except (OSError, RuntimeError, ValueError) as error:
+        # links in a circle, names that no file can have
         raise FileError(model, f"its {what} {location!r} cannot be found: {error}") from error
     return homes[0], location
 
@@ -189,7 +225,9 @@ def check_data(tensors: Iterable[ir.TensorProtocol | None]) -> None:
         file.check()
 
 
-def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path) -> list[DataTensor]:
+def place_data(
+    slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
+) -> list[DataTensor]:
     """Write tensors into a new data file, those with the same storage once, and return the same tensors in that file.
 
     ``data`` is the final path of ``stream``.
@@ -205,7 +243,16 @@ def place_data(slots: Sequence[Slot], stream: IO[bytes], data: Path, model: Path
     file = DataFile(data.absolute(), model, data, Identity.of(os.fstat(stream.fileno())))
     tensors = ((slot.tensor, *places[_place(slot.tensor)]) for slot in slots)
     return [
-        DataTensor(data.name, at, length, tensor.dtype, tensor.shape.numpy(), about(tensor), file, file.path.parent)
+        DataTensor(
+            data.name,
+            at,
+            length,
+            tensor.dtype,
+            tensor.shape.numpy(),
+            about(tensor),
+            file,
+            file.path.parent,
+        )
         for tensor, at, length in tensors
     ]
 

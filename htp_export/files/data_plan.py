@@ -1,8 +1,9 @@
 """The data files of a model that is written: which weights they take, and how its metadata describes them.
 
-``htp.weights`` describes the contents of a file that the model shares with another one: exporting the other model again
-would change this one. ``htp.data`` describes the model's own data files well enough to detect that one of the two files
-was replaced or copied without the other. ``docs/format.md`` has the format.
+``htp.weights`` describes the contents of a file that the model shares with another one: exporting
+the other model again would change this one. ``htp.data`` describes the model's own data files well
+enough to detect that one of the two files was replaced or copied without the other.
+``docs/format.md`` has the format.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ _SMALL_BYTES = 256
 class DataPlan:
     """The plan for the weights of a model: places whose tensors move into the data file, and those that stay.
 
-    ``free``: whether the name of the data file must not exist, because it was chosen here: one rename then replaces the
-    model. Names of files that stay are relative to the folder of the target; ``shared`` are those that are not the
-    target's own.
+    ``free``: whether the name of the data file must not exist, because it was chosen here: one
+    rename then replaces the model. Names of files that stay are relative to the folder of the
+    target; ``shared`` are those that are not the target's own.
     """
 
     target: Path
@@ -65,15 +66,24 @@ def plan_data(
 ) -> DataPlan:
     """Make the plan: all external tensors move, or none.
 
-    ``external_data`` names the data file for all weights; True to choose the name here; None to keep external what is
-    external. ``own`` returns the data files of the model that is replaced, without shared ones. At most ``most_inside``
-    bytes of weights in memory go into the ONNX file. ``share``: external weights stay where they are; a `FileError` if
-    they are in another folder. ``serial``: the plain name, ``<name>.data``, is not to be chosen.
+    ``external_data`` names the data file for all weights; True to choose the name here; None to
+    keep external what is external. ``own`` returns the data files of the model that is replaced,
+    without shared ones. At most ``most_inside`` bytes of weights in memory go into the ONNX file.
+    ``share``: external weights stay where they are; a `FileError` if they are in another folder.
+    ``serial``: the plain name, ``<name>.data``, is not to be chosen.
     """
     movable = [slot for slot in places if slot.tensor.dtype != ir.DataType.STRING]
     external = [slot for slot in movable if slot.external]
-    large = [slot for slot in movable if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES]
-    data = _free_name(target, serial=serial) if external_data in (None, True) else target.with_name(str(external_data))
+    large = [
+        slot
+        for slot in movable
+        if slot.initializer and not slot.external and slot.tensor.nbytes > _SMALL_BYTES
+    ]
+    data = (
+        _free_name(target, serial=serial)
+        if external_data in (None, True)
+        else target.with_name(str(external_data))
+    )
     free = external_data in (None, True)
     if external_data is not None:
         return DataPlan(target, data, free, [*external, *large], [], set())
@@ -85,10 +95,15 @@ def plan_data(
         for path, name in names.items():
             if name is None:
                 advice = "write into that folder, or copy the weights"
-                raise FileError(target, f"cannot share the weights in {path}: they lie in another folder; {advice}")
+                raise FileError(
+                    target,
+                    f"cannot share the weights in {path}: they lie in another folder; {advice}",
+                )
     usual = target.with_name(f"{target.name}.data").resolve()
     ours = {usual} if share or not names else {usual, *own()}
-    stays = all(name is not None and (share or Path(path).resolve() in ours) for path, name in names.items())
+    stays = all(
+        name is not None and (share or Path(path).resolve() in ours) for path, name in names.items()
+    )
     if not stays or (large and any(Path(path).resolve() == usual for path in names)):
         return DataPlan(target, data, free, [*external, *large], [], set())
     shared = {name for path, name in names.items() if name and Path(path).resolve() not in ours}
@@ -122,17 +137,24 @@ def is_named_by_us(target: Path, name: str) -> bool:
 def _name_from(home: Path, file: Path) -> str | None:
     """Return the path of a data file relative to a folder; None if it is elsewhere, or a link."""
     folder = file.parent.resolve()
-    return (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
+    return (
+        (folder / file.name).relative_to(home).as_posix() if folder.is_relative_to(home) else None
+    )
 
 
 def in_safe_order(model: Move, data: Sequence[Move]) -> list[Move]:
     """Return the files in an order in which every wrong pair of model and data is detected.
 
-    Data files come before a new model, and if their names are new: the rename of the model then switches from the old
-    files to the new ones. Others come after the model, because the new model describes that it does not match the data
-    that they replace (`data_notes`); the old model may have no description.
+    Data files come before a new model, and if their names are new: the rename of the model then
+    switches from the old files to the new ones. Others come after the model, because the new model
+    describes that it does not match the data that they replace (`data_notes`); the old model may
+    have no description.
     """
-    first = [move for move in data if not os.path.lexists(move.target) or not os.path.lexists(model.target)]
+    first = [
+        move
+        for move in data
+        if not os.path.lexists(move.target) or not os.path.lexists(model.target)
+    ]
     return [*first, model, *(move for move in data if move not in first)]
 
 
@@ -153,15 +175,21 @@ def describe_shared(file: Path) -> dict[str, Any]:
     return {"size": state.st_size, "modified_ns": state.st_mtime_ns, "sha256": sha256_of(file)}
 
 
-def describe_own(file: Path, tensors: Iterable[Place], replaced: Path | None = None) -> dict[str, Any]:
+def describe_own(
+    file: Path, tensors: Iterable[Place], replaced: Path | None = None
+) -> dict[str, Any]:
     """Return the entry of ``htp.data`` for a model's own data file: its size, and a serial computed from samples.
 
-    If the samples of the file that it replaces are equal, the first block that differs is sampled, too, so that the
-    model never matches the replaced file.
+    If the samples of the file that it replaces are equal, the first block that differs is sampled,
+    too, so that the model never matches the replaced file.
     """
     places = sorted(tensors)
     size = file.stat().st_size
-    note: dict[str, Any] = {"size": size, "serial": _serial(file, places, size), "tensors": _layout(places)}
+    note: dict[str, Any] = {
+        "size": size,
+        "serial": _serial(file, places, size),
+        "tensors": _layout(places),
+    }
     alike = replaced is not None and replaced.is_file() and replaced.stat().st_size >= size
     if replaced is not None and alike and _serial(replaced, places, size) == note["serial"]:
         at = _first_difference(file, replaced)
@@ -187,14 +215,18 @@ def shared_files(model: Path, metadata: Mapping[str, str]) -> dict[str, dict[str
 
 
 def check_notes(
-    model: Path, metadata: Mapping[str, str], files: Mapping[str, Path], tensors: Callable[[str], Iterable[Place]]
+    model: Path,
+    metadata: Mapping[str, str],
+    files: Mapping[str, Path],
+    tensors: Callable[[str], Iterable[Place]],
 ) -> None:
     """Refuse a model whose data files are not those with which it was written.
 
-    A shared file with the same size and modification time is accepted; otherwise it is hashed. Of the model's own
-    files, samples are read. If the model's tensors have other places in the file than described, another tool has
-    written both files, and the description is ignored. ``files``: the name by which the model knows a file → the file;
-    ``tensors`` returns the places of the tensors in a file of this name.
+    A shared file with the same size and modification time is accepted; otherwise it is hashed. Of
+    the model's own files, samples are read. If the model's tensors have other places in the file
+    than described, another tool has written both files, and the description is ignored. ``files``:
+    the name by which the model knows a file → the file; ``tensors`` returns the places of the
+    tensors in a file of this name.
     """
     shared = shared_files(model, metadata)
     own = _notes(model, metadata, tags.DATA, _OWN)
@@ -228,10 +260,14 @@ def _check_shared(model: Path, file: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[Place]) -> None:
     size = file.stat().st_size
-    if _layout(places) != facts["tensors"] or size < max((at + length for at, length in places), default=0):
+    if _layout(places) != facts["tensors"] or size < max(
+        (at + length for at, length in places), default=0
+    ):
         return  # written by another tool; or too short, which is said when a tensor is read
     if size < facts["size"]:
-        problem = f"the model was written with {facts['size']:,} bytes of data, and there are {size:,}"
+        problem = (
+            f"the model was written with {facts['size']:,} bytes of data, and there are {size:,}"
+        )
     elif _serial(file, places, facts["size"], facts.get("differs")) != facts["serial"]:
         problem = "it has other contents than the data that the model was written with"
     else:  # what follows in a file that is longer was appended by another tool
@@ -243,7 +279,9 @@ def _check_own(model: Path, file: Path, facts: Mapping[str, Any], places: list[P
     )
 
 
-def _notes(model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]) -> dict[str, dict[str, Any]]:
+def _notes(
+    model: Path, metadata: Mapping[str, str], key: str, kinds: Mapping[str, type]
+) -> dict[str, dict[str, Any]]:
     try:
         notes = parse_json(metadata.get(key, "{}"))
         if all(_is_note(facts, kinds) for facts in notes.values()):

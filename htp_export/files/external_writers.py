@@ -16,8 +16,19 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.data_plan import describe_own, in_safe_order, put_notes, with_serial
-from htp_export.files.filesystem import check_kind_of_target, is_plain_file, is_special, temporary_folder
-from htp_export.files.model_files import obsolete_files, places_of, read_model, replaceable_data, write_model
+from htp_export.files.filesystem import (
+    check_kind_of_target,
+    is_plain_file,
+    is_special,
+    temporary_folder,
+)
+from htp_export.files.model_files import (
+    obsolete_files,
+    places_of,
+    read_model,
+    replaceable_data,
+    write_model,
+)
 from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.protobuf_bytes import graph_protos
 from htp_export.files.replacing import Move, WorkFolder, work_folder
@@ -35,16 +46,18 @@ def written_whole(
 ) -> Iterator[Path]:
     """Provide a path to write a model and its data files; on success, they are moved to their places.
 
-    The model gets a description of its data files. If ``path`` is a symbolic link, the model replaces the target of the
-    link, and the data files are beside the link, as with ``torch.onnx.export``. If it is a device or a pipe, all
-    weights are in the model; a FileError if they are more than an ONNX file can hold.
+    The model gets a description of its data files. If ``path`` is a symbolic link, the model
+    replaces the target of the link, and the data files are beside the link, as with
+    ``torch.onnx.export``. If it is a device or a pipe, all weights are in the model; a FileError if
+    they are more than an ONNX file can hold.
 
-    A data file gets another name if something is in its place that has no data of the model which is replaced. Other
-    files beside the model replace one that exists only if ``replaces`` returns true for it. If it has the same
-    contents, it stays; otherwise it is a FileError, and nothing is replaced.
+    A data file gets another name if something is in its place that has no data of the model which
+    is replaced. Other files beside the model replace one that exists only if ``replaces`` returns
+    true for it. If it has the same contents, it stays; otherwise it is a FileError, and nothing is
+    replaced.
 
-    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files. A model with data files
-    that is not valid is an InputError, and no file is written.
+    ``metadata`` has that of initializers by name: onnx_ir writes none for those in data files. A
+    model with data files that is not valid is an InputError, and no file is written.
     """
     target = Path(path)
     check_kind_of_target(target)
@@ -77,7 +90,8 @@ def _place(
     if not beside:
         work.commit([Move(new, target)], lambda: obsolete_files(target, set()))
         return
-    # Not `read_model`, which judges models: torch leaves the weights out with ``export_params=False``.
+    # Not `read_model`, which judges models: torch leaves the weights out with
+    # ``export_params=False``.
     proto = onnx.load(new, load_external_data=False)
     tensors = _external_tensors(proto)
     owned = replaceable_data(target)
@@ -92,7 +106,12 @@ def _place(
         if serial or not owned(place):
             file, is_changed = _renamed(tensors[file.name], file, with_serial(target)), True
             if not serial:
-                _log.warning("%s is there, and has no data of %s: its data are in %s", place, target.name, file.name)
+                _log.warning(
+                    "%s is there, and has no data of %s: its data are in %s",
+                    place,
+                    target.name,
+                    file.name,
+                )
         data[file.name] = Move(file, target.with_name(file.name), like=target, may_replace=owned)
     _note(new, proto, data, metadata, is_changed=is_changed)
     places = {move.target.resolve() for move in data.values()}
@@ -100,12 +119,16 @@ def _place(
     work.commit(in_safe_order(Move(new, target), moves), lambda: obsolete_files(target, places))
 
 
-def _move_beside(file: Path, place: Path, model: Path, replaces: Callable[[Path], bool]) -> list[Move]:
+def _move_beside(
+    file: Path, place: Path, model: Path, replaces: Callable[[Path], bool]
+) -> list[Move]:
     """The move of a file that is none of the data; none if the file is there with the same contents."""
     if is_plain_file(place) and filecmp.cmp(file, place, shallow=False):
         return []
     if os.path.lexists(place) and not replaces(place):
-        raise FileError(place, f"is there, and belongs to no export of {model.name}; export into another folder")
+        raise FileError(
+            place, f"is there, and belongs to no export of {model.name}; export into another folder"
+        )
     return [Move(file, place, like=model, may_replace=replaces)]
 
 
@@ -123,9 +146,14 @@ def _external_tensors(proto: onnx.ModelProto) -> dict[str, list[onnx.TensorProto
     found: dict[str, list[onnx.TensorProto]] = {}
     for graph in graph_protos(proto.graph):
         attributes = (attribute for node in graph.node for attribute in node.attribute)
-        for tensor in (*graph.initializer, *(attribute.t for attribute in attributes if attribute.HasField("t"))):
+        for tensor in (
+            *graph.initializer,
+            *(attribute.t for attribute in attributes if attribute.HasField("t")),
+        ):
             if tensor.data_location == onnx.TensorProto.EXTERNAL:
-                location = next((entry.value for entry in tensor.external_data if entry.key == "location"), "")
+                location = next(
+                    (entry.value for entry in tensor.external_data if entry.key == "location"), ""
+                )
                 found.setdefault(location, []).append(tensor)
     return found
 
@@ -166,7 +194,9 @@ def _note(
     metadata: dict[str, str] = {}
     put_notes(metadata, notes)
     entries = [onnx.StringStringEntryProto(key=key, value=value) for key, value in metadata.items()]
-    missing = [each for each in proto.graph.initializer if each.name in about and not each.metadata_props]
+    missing = [
+        each for each in proto.graph.initializer if each.name in about and not each.metadata_props
+    ]
     for each in missing:
         onnx.helper.set_metadata_props(each, dict(about[each.name]))
     if is_protobuf(file) and tags.DATA not in model.metadata_props and not (missing or is_changed):

@@ -65,8 +65,8 @@ def removes_open_files() -> bool:
 class Lock:
     """A lock of a file or folder that one process holds, and that is released when the process ends in any way.
 
-    A child process that is forked meanwhile inherits the descriptor, and with it the lock: the child closes its own,
-    and `release` unlocks the file itself, for children that could not.
+    A child process that is forked meanwhile inherits the descriptor, and with it the lock: the
+    child closes its own, and `release` unlocks the file itself, for children that could not.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -107,7 +107,10 @@ class Lock:
             lock.release()
             return None
         except OSError:  # a file system without locks
-            if not unlocked_is_ours and time.time() - os.fstat(descriptor).st_mtime < _FOREIGN_LOCK_SECONDS:
+            if (
+                not unlocked_is_ours
+                and time.time() - os.fstat(descriptor).st_mtime < _FOREIGN_LOCK_SECONDS
+            ):
                 lock.release()
                 return None
         if fcntl is not None and Identity.at(path) != Identity.of(os.fstat(descriptor)):
@@ -155,7 +158,8 @@ def _forget_locks() -> None:
 def one_at_a_time(folder: Path) -> Iterator[None]:
     """Wait until no other process and no other thread is in such a block for this folder.
 
-    The folder itself is locked, so that no file is left. On Windows, and on file systems without locks, nobody waits.
+    The folder itself is locked, so that no file is left. On Windows, and on file systems without
+    locks, nobody waits.
     """
     lock = Lock.waited_for(folder)
     try:
@@ -168,24 +172,29 @@ def one_at_a_time(folder: Path) -> Iterator[None]:
 def check_kind_of_target(path: Path) -> None:
     """Refuse to write where something is that is neither a file nor written to like one: nothing takes its place.
 
-    A `FolderTargetError` for a folder, a `TargetError` for a socket and for a block device, whose contents would be
-    overwritten. Links are followed. What is written to: `is_special`.
+    A `FolderTargetError` for a folder, a `TargetError` for a socket and for a block device, whose
+    contents would be overwritten. Links are followed. What is written to: `is_special`.
     """
     try:
         mode = path.stat().st_mode
-    except (OSError, ValueError):  # it does not exist, or cannot: the error of writing it is clearer
+    except (OSError, ValueError):
+        # it does not exist, or cannot: the error of writing it is clearer
         return
     if stat.S_ISDIR(mode):
         raise FolderTargetError(path, "is a folder; name a file in it")
     if stat.S_ISSOCK(mode):
         raise TargetError(path, "is a socket, which cannot be written like a file; name a file")
     if stat.S_ISBLK(mode):
-        raise TargetError(path, "is a block device, whose contents would be overwritten; name a file")
+        raise TargetError(
+            path, "is a block device, whose contents would be overwritten; name a file"
+        )
 
 
 def opened_plain(path: str | os.PathLike[str]) -> IO[bytes]:
     """Open a file that somebody else named, for reading; an `OSError` if it is a pipe or a device, without waiting."""
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    descriptor = os.open(
+        path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    )
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)

@@ -24,7 +24,8 @@ from htp_export.files.replacing import (
 def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> None:
     """Refuse a folder that cannot be written, or that holds other files than an earlier one of its kind.
 
-    ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this path in it.
+    ``what`` it is to hold: ``"a partition"``; ``is_ours``: whether a file of such a folder has this
+    path in it.
     """
     _check_is_folder(folder, what)
     _check_files(folder, what, is_ours)
@@ -34,7 +35,8 @@ def check_folder(folder: Path, what: str, is_ours: Callable[[str], bool]) -> Non
 def check_whole_folder(folder: Path, what: str, earlier: Collection[str]) -> None:
     """Refuse a folder that `whole_folder` cannot write: it would not be able to, or would remove what is of others.
 
-    ``what`` it is to hold: ``"a partition"``; ``earlier``: the files of an earlier one, by their paths in the folder.
+    ``what`` it is to hold: ``"a partition"``; ``earlier``: the files of an earlier one, by their
+    paths in the folder.
     """
     _check_is_folder(folder, what)
     if is_filled(folder):
@@ -68,7 +70,9 @@ def _check_files(folder: Path, what: str, is_ours: Callable[[str], bool]) -> Non
 
 
 def _foreign(folder: Path, name: str, what: str) -> FileError:
-    return FileError(folder, f"holds {name!r}, which is not of {what}; name an empty or a new folder")
+    return FileError(
+        folder, f"holds {name!r}, which is not of {what}; name an empty or a new folder"
+    )
 
 
 def _check_writable(folder: Path, place: Path) -> None:
@@ -99,8 +103,9 @@ def _files_in(folder: Path) -> Iterator[str]:
 def new_folder(folder: Path) -> Iterator[None]:
     """Make a folder, and those above it, for a ``with`` block.
 
-    If the block fails and the folder was made, the files that were put into it are removed, and it and those above it
-    if nobody else has put anything into them. One that existed keeps all of its files.
+    If the block fails and the folder was made, the files that were put into it are removed, and it
+    and those above it if nobody else has put anything into them. One that existed keeps all of its
+    files.
     """
     is_new = not folder.exists()
     with _made(folder), removed_on_failure(folder) if is_new else contextlib.nullcontext():
@@ -122,16 +127,19 @@ def _made(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path, earlier: Callable[[Path], Collection[str]], last: str) -> Iterator[Path]:
+def whole_folder(
+    folder: Path, earlier: Callable[[Path], Collection[str]], last: str
+) -> Iterator[Path]:
     """Provide a folder to write, which then comes into its place: whole, or not at all.
 
-    A folder with files of an earlier one is replaced. One without files, which may be mounted, stays and is filled. An
-    `OSError` if that is not possible; nothing has changed then.
+    A folder with files of an earlier one is replaced. One without files, which may be mounted,
+    stays and is filled. An `OSError` if that is not possible; nothing has changed then.
 
     Args:
         folder: The place.
         earlier: Returns which files of a folder, by their paths in it, are those of an earlier one.
-        last: The path in the folder of the file that comes last if it is filled, because it names the others.
+        last: The path in the folder of the file that comes last if it is filled, because it names
+            the others.
     """
     fills = is_filled(folder)
     folder.absolute().parent.mkdir(parents=True, exist_ok=True)

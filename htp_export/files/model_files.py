@@ -1,8 +1,9 @@
 """Read ONNX files without their weights, and write them completely or not at all.
 
-External data and large weights stay in their files until they are used, and are written one at a time (`stored`).
-Everything is written into a work folder beside its target and renamed (`replacing`), from a copy that shares the
-tensors: other threads can read the model meanwhile. What is not valid is not written (`written_check`).
+External data and large weights stay in their files until they are used, and are written one at a
+time (`stored`). Everything is written into a work folder beside its target and renamed
+(`replacing`), from a copy that shares the tensors: other threads can read the model meanwhile. What
+is not valid is not written (`written_check`).
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ _ONE_AT_A_TIME = Mutex()
 def read_model(path: str | os.PathLike[str]) -> ir.Model:
     """Read an ONNX file; external data and large weights stay in their files until their values are used.
 
-    Its extension says the format, as in ``onnx.load``. The file may be replaced or deleted meanwhile, by `write_model`
-    and whoever else renames, but not written over. A data file has to be the one that is there now, inside the folder.
+    Its extension says the format, as in ``onnx.load``. The file may be replaced or deleted
+    meanwhile, by `write_model` and whoever else renames, but not written over. A data file has to
+    be the one that is there now, inside the folder.
     """
     file = Path(path)
     try:
@@ -64,7 +66,8 @@ def read_model(path: str | os.PathLike[str]) -> ir.Model:
         raise FileError(file, str(error)) from error
     except OSError as error:
         raise FileError.unreadable(file, error) from error
-    except Exception as error:  # parsers of four formats raise whatever they like on bytes that are not theirs
+    except Exception as error:
+        # parsers of four formats raise whatever they like on bytes that are not theirs
         raise FileError(file, f"not an ONNX model: {first_line(error)}") from error
     if model is None:  # what protobuf makes of an empty file, and of some that are not ONNX
         raise FileError(file, "not an ONNX model")
@@ -87,7 +90,11 @@ def _find_weights(model: ir.Model, file: Path) -> None:
             data_files[location] = (folder, name, DataFile(folder / name, file, shown))
         folder, name, data = data_files[location]
         shape = tensor.shape.numpy()
-        slot.put(DataTensor(name, tensor.offset, tensor.length, tensor.dtype, shape, about(tensor), data, folder))
+        slot.put(
+            DataTensor(
+                name, tensor.offset, tensor.length, tensor.dtype, shape, about(tensor), data, folder
+            )
+        )
         placed.setdefault(location, []).append(tensor)
     files = {location: data.path for location, (*_, data) in data_files.items()}
     check_notes(file, model.metadata_props, files, lambda location: places_of(placed[location]))
@@ -107,24 +114,28 @@ def write_model(
 ) -> None:
     """Write an ONNX file and its external data completely or not at all.
 
-    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside it, or, if there is
-    such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that it belongs to. Weights in memory go
-    into the file, unless together they are too large for one.
+    The file has its weights for itself. What is external is streamed into ``<name>.data`` beside
+    it, or, if there is such a file, into ``<name>.<serial>.data``, unless ``path`` is the file that
+    it belongs to. Weights in memory go into the file, unless together they are too large for one.
 
     Args:
-        model: The model; left as it was, except that weights whose file is overwritten are read from the new one, and
-            that nodes that stand in no order in which they can run are put in one.
-        path: The file to write; its extension says the format, as in ``onnx.save``. A symbolic link is followed; a
-            device or a pipe is written to, with all weights.
-        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes; True for a name
-            that is chosen as above.
-        share_weights: Leave external weights where they are, in the file of another model in the same folder. Its size
-            and contents are written down, and a model whose weights were changed meanwhile is not read any more.
+        model: The model; left as it was, except that weights whose file is overwritten are read
+            from the new one, and that nodes that stand in no order in which they can run are put in
+            one.
+        path: The file to write; its extension says the format, as in ``onnx.save``. A symbolic link
+            is followed; a device or a pipe is written to, with all weights.
+        external_data: Name of a file beside ``path`` that takes all weights of more than 256 bytes;
+            True for a name that is chosen as above.
+        share_weights: Leave external weights where they are, in the file of another model in the
+            same folder. Its size and contents are written down, and a model whose weights were
+            changed meanwhile is not read any more.
 
     Raises:
-        FileError: If either file cannot be written, external data cannot be read, weights in another folder are to
-            be shared, or the model is a graph for inspection; what was there is untouched.
-        ResultError: If the model is not valid ONNX, and that of which it was made is (`written_check`).
+        FileError: If either file cannot be written, external data cannot be read, weights in
+            another folder are to be shared, or the model is a graph for inspection; what was there
+            is untouched.
+        ResultError: If the model is not valid ONNX, and that of which it was made is
+            (`written_check`).
     """
     _write_model(model, Path(path), external_data, share_weights=share_weights, checked=True)
 
@@ -135,22 +146,41 @@ def write_for_tool(model: ir.Model, path: str | os.PathLike[str]) -> None:
 
 
 def _write_model(
-    model: ir.Model, target: Path, external_data: str | Literal[True] | None, *, share_weights: bool, checked: bool
+    model: ir.Model,
+    target: Path,
+    external_data: str | Literal[True] | None,
+    *,
+    share_weights: bool,
+    checked: bool,
 ) -> None:
     if way := model.metadata_props.get(tags.WAY):
-        raise FileError(target, f"is not written: this graph of torch's operators, by {way}, is for inspection only")
-    if isinstance(external_data, str) and (Path(external_data).name != external_data or external_data == target.name):
-        raise FileError(target, f"external data goes into another file in the same folder, not {external_data!r}")
+        raise FileError(
+            target,
+            f"is not written: this graph of torch's operators, by {way}, is for inspection only",
+        )
+    if isinstance(external_data, str) and (
+        Path(external_data).name != external_data or external_data == target.name
+    ):
+        raise FileError(
+            target,
+            f"external data goes into another file in the same folder, not {external_data!r}",
+        )
     if external_data is not None and share_weights:
-        raise FileError(target, "its weights are either written to external data or shared with another file")
+        raise FileError(
+            target, "its weights are either written to external data or shared with another file"
+        )
     check_target(target)
     if is_special(target) and (isinstance(external_data, str) or share_weights):
         raise FileError(target, "is no plain file; no weights can lie beside it")
     if isinstance(external_data, str):
         _check_data_target(real_path(target).with_name(external_data))
     with _ONE_AT_A_TIME.lock:
-        if any(slot.external and Path(slot.path).resolve() == target.resolve() for slot in slots(model)):
-            raise FileError(target, "holds the weights of this model; write the model under another name")
+        if any(
+            slot.external and Path(slot.path).resolve() == target.resolve() for slot in slots(model)
+        ):
+            raise FileError(
+                target, "holds the weights of this model; write the model under another name"
+            )
         try:
             copy = _copied(model)
             places = list(zip(slots(model), slots(copy), strict=True))
@@ -169,7 +199,8 @@ def _write_model(
         except (FileError, ResultError):
             raise
         except Exception as error:  # whatever it was, the caller's files are as they were
-            said = getattr(error, "strerror", None) or first_line(error)  # without the names of work folders
+            # without the names of work folders
+            said = getattr(error, "strerror", None) or first_line(error)
             problem = "; ".join((said, *getattr(error, "__notes__", ())))
             raise FileError(target, f"cannot be written: {problem}") from error
         for slot, tensor in moved:
@@ -183,11 +214,14 @@ def _check_data_target(data: Path) -> None:
         raise FileError(data, "is no plain file; name another file for the data")
 
 
-def _write_whole(copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool) -> None:
+def _write_whole(
+    copy: ir.Model, places: list[tuple[Slot, Slot]], target: Path, *, checked: bool
+) -> None:
     for slot, same in places:
         if slot.external:
             tensor, shape = slot.tensor, ir.Shape(slot.tensor.shape.numpy())
-            same.put(ir.LazyTensor(lambda tensor=tensor: tensor, tensor.dtype, shape, name=tensor.name))  # type: ignore[misc]
+            read: Callable[[], ir.TensorProtocol] = functools.partial(_itself, tensor)
+            same.put(ir.LazyTensor(read, tensor.dtype, shape, name=tensor.name))
     put_notes(copy.metadata_props, {})
     with replace_file(target) as new:
         _write(copy, new, target if checked else None)
@@ -211,17 +245,27 @@ def obsolete_files(target: Path, needed: Collection[Path]) -> list[Path]:
 
     A data file behind a link is not removed.
     """
-    names = [file for file in sorted(own_files(target)) if is_named_by_us(target, file.name) and file not in needed]
+    names = [
+        file
+        for file in sorted(own_files(target))
+        if is_named_by_us(target, file.name) and file not in needed
+    ]
     return [file for file in names if not (target.parent / file.name).is_symlink()]
+
+
+def _itself(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
+    return tensor
 
 
 def replaceable_data(target: Path) -> Callable[[Path], bool]:
     """Return a function that tells whether data of a new model at a target may replace a file.
 
-    It may if the file is empty, or has data of the model that is there. A model that does not fit its data, as an
-    interrupted export leaves it, names its data, too. Data that it shares with another model are those of the other.
+    It may if the file is empty, or has data of the model that is there. A model that does not fit
+    its data, as an interrupted export leaves it, names its data, too. Data that it shares with
+    another model are those of the other.
 
-    The model is read once, however many files are asked for, and again if it was replaced meanwhile.
+    The model is read once, however many files are asked for, and again if it was replaced
+    meanwhile.
     """
     known: dict[Identity | None, set[Path]] = {}
 
@@ -248,7 +292,9 @@ def _named_data(target: Path) -> set[Path]:
     except FileError:
         return set()
     tensors = [slot.tensor for slot in slots(model)]
-    names = {os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    names = {
+        os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)
+    }
     found: set[Path] = set()
     for name in names - shared.keys():
         with contextlib.suppress(FileError):  # it lies elsewhere
@@ -262,8 +308,9 @@ def _write_files(
 ) -> list[tuple[Slot, DataTensor]]:
     """Write a copy of a model, which may be changed, and a file with the weights that need a new place.
 
-    ``places``: each place of a tensor in the model, with the same place in the copy. Returned are the places in the
-    model whose tensors were in a file that was removed, with the tensors in the new file.
+    ``places``: each place of a tensor in the model, with the same place in the copy. Returned are
+    the places in the model whose tensors were in a file that was removed, with the tensors in the
+    new file.
     """
     copies = {id(slot): same for slot, same in places}
     with work_folder(plan.target) as work:
@@ -271,14 +318,22 @@ def _write_files(
         moved: list[tuple[Slot, DataTensor]] = []
         if plan.moving:
             with new_data.open("xb") as stream:
-                moved = list(zip(plan.moving, place_data(plan.moving, stream, plan.data, plan.target), strict=True))
+                moved = list(
+                    zip(
+                        plan.moving,
+                        place_data(plan.moving, stream, plan.data, plan.target),
+                        strict=True,
+                    )
+                )
         for slot, tensor in moved:
             copies[id(slot)].put(tensor)
         for slot, name in plan.staying:
             copies[id(slot)].put(_named(slot.tensor, name))
         own, shared = _notes_of_staying(plan)
         if moved:
-            own[plan.data.name] = describe_own(new_data, places_of(tensor for _, tensor in moved), plan.data)
+            own[plan.data.name] = describe_own(
+                new_data, places_of(tensor for _, tensor in moved), plan.data
+            )
         put_notes(copy.metadata_props, own, shared)
         _write(copy, new_file, plan.target if checked else None)
         gone = {plan.data.resolve()}
@@ -293,10 +348,16 @@ def _write_files(
         work.commit(in_safe_order(Move(new_file, plan.target), data), obsolete)
     if moved and plan.data.is_symlink():  # it may have been copied to another file system
         moved[0][1].file.note()
-    return moved if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved) else []
+    return (
+        moved
+        if any(slot.external and Path(slot.path).resolve() in gone for slot, _ in moved)
+        else []
+    )
 
 
-def _notes_of_staying(plan: DataPlan) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+def _notes_of_staying(
+    plan: DataPlan,
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
     check_data(slot.tensor for slot, _ in plan.staying)
     tensors: dict[str, list[ir.ExternalTensor]] = {}
     for slot, name in plan.staying:
@@ -315,7 +376,9 @@ def _named(tensor: ir.TensorProtocol, name: str) -> ir.TensorProtocol:
     if not isinstance(tensor, ir.ExternalTensor) or os.fspath(tensor.location) == name:
         return tensor
     shape = ir.Shape(tensor.shape.numpy())
-    return ir.ExternalTensor(name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about(tensor))
+    return ir.ExternalTensor(
+        name, tensor.offset, tensor.length, tensor.dtype, shape=shape, **about(tensor)
+    )
 
 
 def _copied(model: ir.Model) -> ir.Model:
@@ -350,13 +413,16 @@ def _write(copy: ir.Model, file: Path, target: Path | None) -> None:
 def _say_once(model: ir.Model) -> None:
     """Prevent onnx_ir from writing the shapes of weights a second time, into ``value_info``.
 
-    A tool that transposes a weight and does not update them, such as ONNX Runtime's quantizers, writes an invalid
-    model.
+    A tool that transposes a weight and does not update them, such as ONNX Runtime's quantizers,
+    writes an invalid model.
     """
     for graph in model.graphs():
         for value in graph.initializers.values():
             said_elsewhere = (
-                value.metadata_props or value.doc_string or value.is_graph_input() or value.is_graph_output()
+                value.metadata_props
+                or value.doc_string
+                or value.is_graph_input()
+                or value.is_graph_output()
             )
             if value.const_value is not None and not said_elsewhere:
                 value.shape = value.type = None

@@ -27,15 +27,18 @@ class ArrayHeader(NamedTuple):
 class NpzArrays(Mapping[str, "np.ndarray[Any, Any]"]):
     """The arrays of an ``.npz`` file by name; each is unpacked when it is used: a small file may hold large ones.
 
-    ``headers`` has the shape and element type of each; nothing is unpacked for them. A file that cannot be read or has
-    other contents is a `FileError`: pickles are not loaded, because they may run code.
+    ``headers`` has the shape and element type of each; nothing is unpacked for them. A file that
+    cannot be read or has other contents is a `FileError`: pickles are not loaded, because they may
+    run code.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = Path(path)
         self._arrays: dict[str, np.ndarray[Any, Any]] = {}
         with _opened(self._file) as archive:
-            self.headers = {name.removesuffix(".npy"): _header(archive, name) for name in archive.namelist()}
+            self.headers = {
+                name.removesuffix(".npy"): _header(archive, name) for name in archive.namelist()
+            }
         if not self.headers:
             raise FileError(self._file, "holds no arrays")
 
@@ -69,8 +72,17 @@ def _opened(file: Path) -> Iterator[zipfile.ZipFile]:
             yield archive
     except OSError as error:
         raise FileError.unreadable(file, error) from error
-    except (ValueError, zipfile.BadZipFile, zipfile.LargeZipFile, EOFError, NotImplementedError, zlib.error) as error:
-        raise FileError(file, "is no .npz file of plain arrays; write one with numpy.savez") from error
+    except (
+        ValueError,
+        zipfile.BadZipFile,
+        zipfile.LargeZipFile,
+        EOFError,
+        NotImplementedError,
+        zlib.error,
+    ) as error:
+        raise FileError(
+            file, "is no .npz file of plain arrays; write one with numpy.savez"
+        ) from error
 
 
 def _header(archive: zipfile.ZipFile, name: str) -> ArrayHeader:

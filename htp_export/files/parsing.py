@@ -42,7 +42,8 @@ def parsed_or_none(file: Path) -> ir.Model | None:
     """Return the model in a file, without its external data; None for what is no ONNX file, or a broken one."""
     try:
         return parsed(file)
-    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+    except Exception:
+        # parsers of four formats raise whatever they like on bytes that are not theirs
         return None
 
 
@@ -55,18 +56,22 @@ def message_of(file: Path) -> tuple[onnx.ModelProto, HollowModel | None] | None:
 
 def is_protobuf(file: Path) -> bool:
     """Return whether an extension stands for protobuf, or is unknown."""
-    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in ("protobuf", None)
+    return onnx.serialization.registry.get_format_from_file_extension(file.suffix) in (
+        "protobuf",
+        None,
+    )
 
 
 def model_from_proto(proto: onnx.ModelProto) -> ir.Model:
     """Return a model with its nodes in topological order, as the ONNX specification requires.
 
-    Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting them. ONNX Runtime
-    accepts this, but onnx_ir cannot copy such a model. A model that is not valid (`structure`), such as one with a
-    cycle, is refused.
+    Some tools, such as ``onnxruntime.transformers.float16``, append nodes instead of inserting
+    them. ONNX Runtime accepts this, but onnx_ir cannot copy such a model. A model that is not valid
+    (`structure`), such as one with a cycle, is refused.
     """
     model = deserialized(proto)
-    for value, tensor in _with_metadata(model).items():  # without a change of the message, which is the caller's
+    # without a change of the message, which is the caller's
+    for value, tensor in _with_metadata(model).items():
         value.const_value = viewed(tensor)
     return _checked(model)
 
@@ -86,7 +91,9 @@ def _with_metadata(model: ir.Model) -> dict[ir.Value, ir.TensorProtoTensor]:
     return {
         value: tensor
         for value, tensor in tensors
-        if isinstance(tensor, ir.TensorProtoTensor) and tensor.dtype != ir.DataType.STRING and tensor.metadata_props
+        if isinstance(tensor, ir.TensorProtoTensor)
+        and tensor.dtype != ir.DataType.STRING
+        and tensor.metadata_props
     }
 
 
@@ -96,7 +103,9 @@ def deserialized(proto: onnx.ModelProto) -> ir.Model:
         model = ir.from_proto(_with_dense_initializers(proto))
     except Exception as error:  # whatever it comes across
         where = at_fault(proto)
-        raise InputError(f"{_INVALID}: {where}{': ' if where else ''}{first_line(error)}") from error
+        raise InputError(
+            f"{_INVALID}: {where}{': ' if where else ''}{first_line(error)}"
+        ) from error
     return model
 
 
@@ -149,7 +158,10 @@ def _with_dense_initializers(proto: onnx.ModelProto) -> onnx.ModelProto:
 
 def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
     name, dims = sparse.values.name, tuple(sparse.dims)
-    values, indices = onnx.numpy_helper.to_array(sparse.values), onnx.numpy_helper.to_array(sparse.indices)
+    values, indices = (
+        onnx.numpy_helper.to_array(sparse.values),
+        onnx.numpy_helper.to_array(sparse.indices),
+    )
     if any(dim < 0 for dim in dims) or math.prod(dims) * values.itemsize > _MOST_SPARSE_BYTES:
         raise ValueError(f"the sparse initializer {name!r} is of size {list(dims)}")
     array = np.zeros(dims, values.dtype)
@@ -163,15 +175,16 @@ def _dense(sparse: onnx.SparseTensorProto) -> onnx.TensorProto:
 MOST_FLAT_NODES = 1_000_000
 """Ten times as many as commands are measured with (``docs/benchmarks.md``), which takes most of them half a minute."""
 
-_MOST_SAID = 10**15  # 60 functions that call one another twice make more; no number of any length is computed
+# 60 functions that call one another twice make more; no number of any length is computed
+_MOST_SAID = 10**15
 
 
 def check_flat_size(model: ir.Model) -> None:
     """Refuse a model whose flat graph has more than `MOST_FLAT_NODES` nodes because functions call one another.
 
-    Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node of that graph: of
-    40 functions that call one another twice, 3 kB in a file, for 549,755,813,888. A model that is written with as many
-    nodes is not refused.
+    Dissolving functions, ONNX's shape inference and ONNX Runtime take time and memory for each node
+    of that graph: of 40 functions that call one another twice, 3 kB in a file, for 549,755,813,888.
+    A model that is written with as many nodes is not refused.
     """
     if not model.functions:
         return
@@ -179,7 +192,9 @@ def check_flat_size(model: ir.Model) -> None:
         size = flat_size(model)
     except graphlib.CycleError:  # whatever needs the flat graph says so
         return
-    written = len(list(model.graph.all_nodes())) + sum(len(list(each.all_nodes())) for each in model.functions.values())
+    written = len(list(model.graph.all_nodes())) + sum(
+        len(list(each.all_nodes())) for each in model.functions.values()
+    )
     if size > max(written, MOST_FLAT_NODES):
         count = f"{size:,}" if size < _MOST_SAID else f"more than {_MOST_SAID:,}"
         raise InputError(
@@ -199,19 +214,25 @@ def flat_size(model: ir.Model) -> int:
         >>> flat_size(ir.from_proto(model))
         2
     """
-    contents = {key: _content(function.all_nodes(), model) for key, function in model.functions.items()}
+    contents = {
+        key: _content(function.all_nodes(), model) for key, function in model.functions.items()
+    }
     sizes: dict[ir.OperatorIdentifier, int] = {}
 
     def total(plain: int, calls: Counter[ir.OperatorIdentifier]) -> int:
         inside = sum(count * sizes[callee] for callee, count in calls.items())
         return min(plain + inside, _MOST_SAID)
 
-    for key in graphlib.TopologicalSorter({key: calls for key, (_, calls) in contents.items()}).static_order():
+    for key in graphlib.TopologicalSorter(
+        {key: calls for key, (_, calls) in contents.items()}
+    ).static_order():
         sizes[key] = total(*contents[key])
     return total(*_content(model.graph.all_nodes(), model))
 
 
-def _content(nodes: Iterable[ir.Node], model: ir.Model) -> tuple[int, Counter[ir.OperatorIdentifier]]:
+def _content(
+    nodes: Iterable[ir.Node], model: ir.Model
+) -> tuple[int, Counter[ir.OperatorIdentifier]]:
     """How many nodes call no function of the model, and which functions the others call."""
     calls: Counter[ir.OperatorIdentifier] = Counter()
     plain = 0

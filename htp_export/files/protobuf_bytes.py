@@ -1,8 +1,9 @@
 """Serialized ONNX models without the values of their large weights, and the values put back when they are written.
 
-Protobuf copies what it reads and writes: a model of 400 MB would take twice that. So large values are cut out of the
-bytes, and a mark of random bytes keeps the place of each. Only the outermost fields of messages are read here, see
-https://protobuf.dev/programming-guides/encoding/; field numbers are those of ``onnx.proto``.
+Protobuf copies what it reads and writes: a model of 400 MB would take twice that. So large values
+are cut out of the bytes, and a mark of random bytes keeps the place of each. Only the outermost
+fields of messages are read here, see https://protobuf.dev/programming-guides/encoding/; field
+numbers are those of ``onnx.proto``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ LARGE_BYTES = 1 << 16
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # protobuf's wire types
 
 _RAW_DATA = "raw_data"
-_INSIDE: Mapping[str, Mapping[int, str]] = {  # the fields of each message that lead to the bytes of tensors
+# the fields of each message that lead to the bytes of tensors
+_INSIDE: Mapping[str, Mapping[int, str]] = {
     "model": {7: "graph", 25: "function"},
     "graph": {1: "node", 5: "tensor"},
     "function": {7: "node"},
@@ -110,7 +112,11 @@ class Marks:
 
     def number(self, data: bytes) -> int | None:
         """Return the number of the tensor of a mark; None for bytes that are no mark."""
-        return int.from_bytes(data[24:], "little") if len(data) == 32 and data.startswith(self._mark) else None
+        return (
+            int.from_bytes(data[24:], "little")
+            if len(data) == 32 and data.startswith(self._mark)
+            else None
+        )
 
     def places(self, data: bytes) -> list[int]:
         """Return the offsets of marks."""
@@ -129,7 +135,9 @@ def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, lis
         return marks.new()
 
     try:
-        pieces = _rewrite(data, "model", 0, len(data), lambda start, end: end - start >= LARGE_BYTES, cut) or [data]
+        pieces = _rewrite(
+            data, "model", 0, len(data), lambda start, end: end - start >= LARGE_BYTES, cut
+        ) or [data]
         return onnx.ModelProto.FromString(b"".join(pieces)), places
     except IndexError as error:
         raise ValueError("it ends within a field") from error
@@ -137,7 +145,9 @@ def without_values(data: memoryview, marks: Marks) -> tuple[onnx.ModelProto, lis
         raise ValueError(str(error)) from error
 
 
-def with_values(proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]) -> list[bytes | memoryview | _Bytes]:
+def with_values(
+    proto: onnx.ModelProto, marks: Marks, values: Sequence[_Bytes]
+) -> list[bytes | memoryview | _Bytes]:
     """Return the bytes of a model in pieces, with the values of each mark, or what stands for them, in its place."""
     skeleton = proto.SerializeToString()
     places = marks.places(skeleton)
@@ -169,15 +179,21 @@ def _rewrite(
 ) -> list[bytes | memoryview | _Bytes]:
     """Replace the ``raw_data`` of tensors between two offsets of a message; empty if nothing changes.
 
-    Visits initializers and attributes of nodes, including those in subgraphs and functions. ``kind`` is the message
-    between the offsets, a key of ``_INSIDE``. ``wanted``: whether to visit the message between two offsets, or to
-    replace it if it is ``raw_data``; ``change`` returns the replacement.
+    Visits initializers and attributes of nodes, including those in subgraphs and functions.
+    ``kind`` is the message between the offsets, a key of ``_INSIDE``. ``wanted``: whether to visit
+    the message between two offsets, or to replace it if it is ``raw_data``; ``change`` returns the
+    replacement.
     """
     pieces: list[bytes | memoryview | _Bytes] = []
     done = start
     for part in _fields(data, start, end):
         inside = _INSIDE[kind].get(part.number)
-        if inside is None or data[part.start] & 7 != _BYTES or not wanted(part.payload, part.end) or depth > _DEEPEST:
+        if (
+            inside is None
+            or data[part.start] & 7 != _BYTES
+            or not wanted(part.payload, part.end)
+            or depth > _DEEPEST
+        ):
             continue
         new: list[bytes | memoryview | _Bytes] = []
         if inside == _RAW_DATA:
@@ -215,8 +231,8 @@ class Weight:
 class SerializedModel:
     """A serialized model that can be changed, while its large weights stay in its bytes.
 
-    ``proto`` has marks in place of weights; change it in place. ``weights``: name of an initializer → its contents, for
-    those whose ``raw_data`` in ``data`` is a placeholder.
+    ``proto`` has marks in place of weights; change it in place. ``weights``: name of an initializer
+    → its contents, for those whose ``raw_data`` in ``data`` is a placeholder.
     """
 
     def __init__(self, data: bytes, weights: Mapping[str, Weight] | None = None) -> None:
@@ -232,7 +248,9 @@ class SerializedModel:
                 self._values.append(weight)
                 if weight.dims is not None:
                     tensor.dims[:] = weight.dims
-        self.inputs, self.outputs = ([value.name for value in values] for values in (graph.input, graph.output))
+        self.inputs, self.outputs = (
+            [value.name for value in values] for values in (graph.input, graph.output)
+        )
         self.initializers = {tensor.name for tensor in graph.initializer}
 
     def chunks(self) -> Iterator[bytes | memoryview]:

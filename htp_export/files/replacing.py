@@ -1,11 +1,13 @@
 """Write files beside their targets, and rename them to their places together.
 
-What is written lies in a *work folder*, ``.htp-<random>``, with a lock that is free once the process has ended and,
-from before the first rename on, a journal of renames and removals. Whoever opens a work folder clears away those of
-killed processes: with a journal, what is left to do is done, unless somebody changed a target meanwhile.
+What is written lies in a *work folder*, ``.htp-<random>``, with a lock that is free once the
+process has ended and, from before the first rename on, a journal of renames and removals. Whoever
+opens a work folder clears away those of killed processes: with a journal, what is left to do is
+done, unless somebody changed a target meanwhile.
 
-Only plain files are replaced and removed. A folder is replaced by a folder if it holds nothing but files of an earlier
-one: this is known when it has been moved into the work folder, where nobody adds files to it any more.
+Only plain files are replaced and removed. A folder is replaced by a folder if it holds nothing but
+files of an earlier one: this is known when it has been moved into the work folder, where nobody
+adds files to it any more.
 """
 
 from __future__ import annotations
@@ -43,9 +45,10 @@ def _random_path(parent: Path) -> Path:
 class Move:
     """A new file or folder, and its target, of which a symbolic link is followed.
 
-    ``free``: the target must not exist. ``like``: a file whose owner and mode it gets if the target does not exist.
-    ``may_replace`` returns whether a file that exists may be replaced; None if any may. ``earlier`` returns the files,
-    by their paths in it, that a folder may hold which is replaced.
+    ``free``: the target must not exist. ``like``: a file whose owner and mode it gets if the target
+    does not exist. ``may_replace`` returns whether a file that exists may be replaced; None if any
+    may. ``earlier`` returns the files, by their paths in it, that a folder may hold which is
+    replaced.
     """
 
     new: Path
@@ -96,13 +99,15 @@ class WorkFolder:
         """Remove the folder and its contents; a folder with a journal is left for a later run."""
         if os.getpid() != self._process:  # the folder belongs to the process that forked this one
             return
-        if os.path.lexists(self._journal):  # a signal came when all was renamed, or a file cannot be removed now
+        # a signal came when all was renamed, or a file cannot be removed now
+        if os.path.lexists(self._journal):
             self.finish()
         if os.path.lexists(self._journal):
             self._release()
             return
         for folder in (self.new, *(() if self._keeps_old else (self._old,))):
-            if folder.is_dir() and not folder.is_symlink():  # of a pipe in its place, the end would be waited for
+            # of a pipe in its place, the end would be waited for
+            if folder.is_dir() and not folder.is_symlink():
                 shutil.rmtree(folder, ignore_errors=True)
         if not filesystem.removes_open_files():
             self._release()
@@ -119,16 +124,18 @@ class WorkFolder:
     def commit(self, moves: Sequence[Move], obsolete: Callable[[], Iterable[Path]] = list) -> None:
         """Rename the new files to their targets, directly one after the other: all of them, or none.
 
-        Processes that write into one folder do this one at a time. ``obsolete`` returns files that are removed
-        afterwards; called when no other process replaces the target. A FileExistsError if a target exists that must
-        not, or that is no plain file. After an OSError all targets are unchanged; a note names a target that cannot be
-        restored, and the file that has its contents.
+        Processes that write into one folder do this one at a time. ``obsolete`` returns files that
+        are removed afterwards; called when no other process replaces the target. A FileExistsError
+        if a target exists that must not, or that is no plain file. After an OSError all targets are
+        unchanged; a note names a target that cannot be restored, and the file that has its
+        contents.
         """
         with filesystem.one_at_a_time(self.path.parent), contextlib.ExitStack() as others:
             steps = [self._prepared(move, number, others) for number, move in enumerate(moves)]
             removed = [_Removal(path.absolute(), Identity.at(path)) for path in obsolete()]
             replaces = bool(removed) or any(step.old is not None for step in steps)
-            if replaces:  # without that, a crash of the machine could lose the old files and the new ones
+            # without that, a crash of the machine could lose the old files and the new ones
+            if replaces:
                 for step in steps:
                     _sync(step.new)
             self._old.mkdir(exist_ok=True)
@@ -155,7 +162,8 @@ class WorkFolder:
         """Do everything that can fail before the first rename."""
         target = real_path(move.target)
         new, folder = move.new, target.parent
-        if folder.stat().st_dev != self.path.stat().st_dev:  # behind a link: files are not renamed across file systems
+        # behind a link: files are not renamed across file systems
+        if folder.stat().st_dev != self.path.stat().st_dev:
             work = others.enter_context(work_folder(target))
             copied = work.new / new.name
             shutil.copytree(new, copied) if new.is_dir() else shutil.copy(new, copied)
@@ -171,15 +179,20 @@ class WorkFolder:
         if target.is_dir():
             foreign = foreign_entry(target, () if move.earlier is None else move.earlier(target))
             if foreign is not None:
-                raise FileExistsError(errno.EEXIST, f"it holds {foreign!r}, which stays", os.fspath(target))
+                raise FileExistsError(
+                    errno.EEXIST, f"it holds {foreign!r}, which stays", os.fspath(target)
+                )
             holds = _holdings(target)
-        return _Step(new, target, move.free, Identity.at(target), made, self._old / str(number), holds)
+        return _Step(
+            new, target, move.free, Identity.at(target), made, self._old / str(number), holds
+        )
 
     def _rename(self, steps: Sequence[_Step]) -> None:
         begun: list[_Step] = []
         try:
             for number, step in enumerate(steps):
-                if number < len(steps) - 1 or step.new.is_dir():  # a last file needs no copy: it is replaced, or is not
+                # a last file needs no copy: it is replaced, or is not
+                if number < len(steps) - 1 or step.new.is_dir():
                     begun.append(step)
                     step.keep()
                 step.do()
@@ -200,7 +213,10 @@ class WorkFolder:
             with filesystem.opened_plain(self._journal) as journal:
                 plan = json.load(journal)
             steps = [_step_of(entry) for entry in plan["steps"]]
-            removed = [_Removal(Path(entry["target"]), _identity(entry["old"])) for entry in plan["obsolete"]]
+            removed = [
+                _Removal(Path(entry["target"]), _identity(entry["old"]))
+                for entry in plan["obsolete"]
+            ]
             is_over = self._finish(steps, removed)
         except FileNotFoundError:
             return
@@ -228,7 +244,8 @@ class WorkFolder:
 class _Step:
     """One rename of a journal, and the identities of the file that it replaces and of the new one.
 
-    ``away``: the name in the work folder for what is replaced. ``holds``: of a folder that is replaced, what is in it.
+    ``away``: the name in the work folder for what is replaced. ``holds``: of a folder that is
+    replaced, what is in it.
     """
 
     new: Path
@@ -249,11 +266,19 @@ class _Step:
                 return
         os.replace(self.target, self.away)  # noqa: PTH105 - one function for all renames: tests make it fail
         if self.holds is not None and _holdings(self.away) != self.holds:
-            raise FileExistsError(errno.EEXIST, "files were put into the folder meanwhile", os.fspath(self.target))
+            raise FileExistsError(
+                errno.EEXIST, "files were put into the folder meanwhile", os.fspath(self.target)
+            )
 
     def do(self) -> None:
-        if self.holds is None and os.path.lexists(self.target) and not filesystem.is_plain_file(self.target):
-            raise FileExistsError(errno.EEXIST, "something else has taken its place", os.fspath(self.target))
+        if (
+            self.holds is None
+            and os.path.lexists(self.target)
+            and not filesystem.is_plain_file(self.target)
+        ):
+            raise FileExistsError(
+                errno.EEXIST, "something else has taken its place", os.fspath(self.target)
+            )
         if self.free:
             filesystem.place_new(self.new, self.target)
         else:
@@ -268,9 +293,13 @@ class _Step:
     def can_be_finished(self) -> bool:
         """Whether the new file is the one that was written, and nobody else has taken the place of the target.
 
-        A journal that came from elsewhere, in an archive, cannot know the identity: nothing is renamed for it.
+        A journal that came from elsewhere, in an archive, cannot know the identity: nothing is
+        renamed for it.
         """
-        is_ours = _NAME.fullmatch(self.new.parent.parent.name) is not None and Identity.at(self.new) == self.made
+        is_ours = (
+            _NAME.fullmatch(self.new.parent.parent.name) is not None
+            and Identity.at(self.new) == self.made
+        )
         return is_ours and Identity.at(self.target) in (self.old, self.made, None)
 
     def finish(self) -> bool:
@@ -429,7 +458,8 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 def real_path(path: Path) -> Path:
     """Return the path of a file after following symbolic links; an OSError if they form a cycle."""
     real = Path(os.path.realpath(path)) if path.is_symlink() else path.absolute()
-    if real.is_symlink():  # Path.resolve raises a RuntimeError, or nothing, as Python's version has it
+    # Path.resolve raises a RuntimeError, or nothing, as Python's version has it
+    if real.is_symlink():
         raise OSError(errno.ELOOP, "the symbolic links form a cycle", os.fspath(path))
     return real
 
@@ -452,7 +482,8 @@ def work_folder(target: Path) -> Iterator[WorkFolder]:
 def replace_file(target: Path) -> Iterator[Path]:
     """Provide a path to write a file, which then replaces the target. A device or a pipe is written to at the end.
 
-    A `TargetError` if the target is a folder, or something else that is neither replaced nor written to.
+    A `TargetError` if the target is a folder, or something else that is neither replaced nor
+    written to.
     """
     filesystem.check_kind_of_target(target)
     if filesystem.is_special(target):
@@ -477,13 +508,18 @@ def clear_killed(parent: Path) -> None:
     """Finish or remove the work folders of processes that were killed; see the docstring of this module."""
     try:
         with os.scandir(parent) as entries:
-            folders = [Path(entry.path) for entry in entries if _NAME.fullmatch(entry.name) and _is_ours(entry)]
+            folders = [
+                Path(entry.path)
+                for entry in entries
+                if _NAME.fullmatch(entry.name) and _is_ours(entry)
+            ]
     except OSError:
         return
     for path in folders:
         lock = filesystem.Lock.left(path / "lock")
         if lock is None:
-            with contextlib.suppress(OSError):  # killed before there was a lock; else it is not empty
+            # killed before there was a lock; else it is not empty
+            with contextlib.suppress(OSError):
                 path.rmdir()
             continue
         work = WorkFolder(path, lock)

@@ -1,6 +1,7 @@
 """The places of tensors in a model, and weights that stay in their ONNX file until their values are used.
 
-What else a tensor says, in whatever node, subgraph or function, protobuf reads and writes (`protobuf_bytes`).
+What else a tensor says, in whatever node, subgraph or function, protobuf reads and writes
+(`protobuf_bytes`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,13 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES
-from htp_export.files.protobuf_bytes import LARGE_BYTES, Marks, total_size, with_values, without_values
+from htp_export.files.protobuf_bytes import (
+    LARGE_BYTES,
+    Marks,
+    total_size,
+    with_values,
+    without_values,
+)
 
 
 @dataclass(frozen=True)
@@ -46,21 +53,35 @@ class Slot:
 
 def about(tensor: ir.TensorProtocol) -> dict[str, Any]:
     """What a tensor says besides its type and values, as arguments for another one."""
-    return {"name": tensor.name or "", "doc_string": tensor.doc_string, "metadata_props": {**tensor.metadata_props}}
+    return {
+        "name": tensor.name or "",
+        "doc_string": tensor.doc_string,
+        "metadata_props": {**tensor.metadata_props},
+    }
 
 
 def slots(model: ir.Model) -> Iterator[Slot]:
     """Iterate over the tensors of a model: initializers of all graphs, and tensors in node attributes."""
-    graphs = [*model.graphs(), *(graph for function in model.functions.values() for graph in function.subgraphs())]
+    graphs = [
+        *model.graphs(),
+        *(graph for function in model.functions.values() for graph in function.subgraphs()),
+    ]
     for graph in graphs:
         for value in graph.initializers.values():
             if value.const_value is not None:
-                yield Slot(value.const_value, functools.partial(setattr, value, "const_value"), True)
-    for nodes in (model.graph.all_nodes(), *(function.all_nodes() for function in model.functions.values())):
+                yield Slot(
+                    value.const_value, functools.partial(setattr, value, "const_value"), True
+                )
+    for nodes in (
+        model.graph.all_nodes(),
+        *(function.all_nodes() for function in model.functions.values()),
+    ):
         for node in nodes:
             for attribute in list(node.attributes.values()):
                 if attribute.type == ir.AttributeType.TENSOR and not attribute.is_ref():
-                    yield Slot(attribute.as_tensor(), _attribute_setter(node, attribute.name), False)
+                    yield Slot(
+                        attribute.as_tensor(), _attribute_setter(node, attribute.name), False
+                    )
 
 
 def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol], None]:
@@ -68,7 +89,9 @@ def _attribute_setter(node: ir.Node, name: str) -> Callable[[ir.TensorProtocol],
 
     def put(tensor: ir.TensorProtocol) -> None:
         same = tensor is first.value
-        node.attributes[name] = first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
+        node.attributes[name] = (
+            first if same else ir.AttrTensor(name, tensor, doc_string=first.doc_string)
+        )
 
     return put
 
@@ -94,7 +117,10 @@ class _OpenFile:
         """Read bytes from an offset into a buffer; a FileError if the file was written to since it was opened."""
         state = os.fstat(self.number)
         if (state.st_size, state.st_mtime_ns) != (self.size, self._written):
-            raise FileError(self.path, "was written over after it was read, and its weights are gone; load it again")
+            raise FileError(
+                self.path,
+                "was written over after it was read, and its weights are gone; load it again",
+            )
         done = 0
         try:
             while done < len(into):
@@ -109,8 +135,8 @@ class _OpenFile:
 class FileTensor(ir.TensorProtoTensor):
     """A tensor whose values are in an ONNX file, and are read each time they are used.
 
-    While an array of the values is in use, further requests return the same memory. The header is the tensor without
-    its values; these begin at ``offset`` of the file and end before ``end``.
+    While an array of the values is in use, further requests return the same memory. The header is
+    the tensor without its values; these begin at ``offset`` of the file and end before ``end``.
     """
 
     __slots__ = ("_array", "_file", "_length", "_offset")
@@ -169,12 +195,18 @@ class FileTensor(ir.TensorProtoTensor):
 
 def stand_in(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
     """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
-    if isinstance(tensor, ir.ExternalTensor) or tensor.dtype == ir.DataType.STRING or tensor.nbytes < LARGE_BYTES:
+    if (
+        isinstance(tensor, ir.ExternalTensor)
+        or tensor.dtype == ir.DataType.STRING
+        or tensor.nbytes < LARGE_BYTES
+    ):
         return None
     if isinstance(tensor, ir.TensorProtoTensor):
         return _hollow(tensor, marks)
     mark = ir.tensor(np.frombuffer(marks.new(), np.uint8))
-    return ir.LazyTensor(lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about(tensor))
+    return ir.LazyTensor(
+        lambda: mark, tensor.dtype, ir.Shape(tensor.shape.numpy()), **about(tensor)
+    )
 
 
 def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor | None:
@@ -185,7 +217,8 @@ def _hollow(tensor: ir.TensorProtoTensor, marks: Marks) -> ir.TensorProtoTensor 
         fields = {field.name: value for field, value in tensor.raw.ListFields()}
         if not fields.keys() <= _STANDARD or len(fields.pop("raw_data", b"")) != tensor.nbytes:
             return None
-        header = onnx.TensorProto(**fields)  # no copy that is cleared: protobuf would keep the memory
+        # no copy that is cleared: protobuf would keep the memory
+        header = onnx.TensorProto(**fields)
     header.raw_data = marks.new()
     return _tensor_of(header, tensor.metadata_props)
 
@@ -207,7 +240,9 @@ def viewed(tensor: ir.TensorProtocol) -> ir.TensorProtocol:
         message.CopyFrom(tensor.raw)
         return _tensor_of(message, tensor.metadata_props)
     if tensor.dtype == ir.DataType.STRING:
-        return ir.StringTensor(list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about(tensor))
+        return ir.StringTensor(
+            list(tensor.numpy().flat), shape=ir.Shape(tensor.shape), **about(tensor)
+        )
     return ir.LazyTensor(lambda: tensor, tensor.dtype, ir.Shape(tensor.shape), **about(tensor))
 
 
@@ -215,7 +250,11 @@ class HollowModel:
     """The model of a file without its large weights, and the start and end of the values of each mark in the file."""
 
     def __init__(
-        self, proto: onnx.ModelProto, marks: Marks, file: _OpenFile, places: Sequence[tuple[int, int]]
+        self,
+        proto: onnx.ModelProto,
+        marks: Marks,
+        file: _OpenFile,
+        places: Sequence[tuple[int, int]],
     ) -> None:
         self.proto = proto
         self._marks, self._file, self._places = marks, file, places
@@ -240,20 +279,26 @@ class HollowModel:
         tensor = FileTensor(header, self._file, *self._places[number])
         tensor.metadata_props.update(hollow.metadata_props)
         start, end = self._places[number]
-        if {field.name for field, _ in header.ListFields()} <= _STANDARD and tensor.nbytes == end - start:
+        if {
+            field.name for field, _ in header.ListFields()
+        } <= _STANDARD and tensor.nbytes == end - start:
             return tensor
-        return ir.TensorProtoTensor(tensor.raw)  # what it says of itself is not so; whoever uses it will see
+        # what it says of itself is not so; whoever uses it will see
+        return ir.TensorProtoTensor(tensor.raw)
 
 
 def read_hollow(path: Path) -> HollowModel | None:
     """Read an ONNX file without its large weights; None for a small file, or one that is no plain file."""
-    if not hasattr(os, "preadv") or not path.is_file():  # Windows, where no file that is open can be replaced, either
+    # Windows, where no file that is open can be replaced, either
+    if not hasattr(os, "preadv") or not path.is_file():
         return None
     file = _OpenFile(path)
     if file.size < LARGE_BYTES:
         return None
     marks = Marks()
-    proto, places = without_values(memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ)), marks)
+    proto, places = without_values(
+        memoryview(mmap.mmap(file.number, file.size, access=mmap.ACCESS_READ)), marks
+    )
     return HollowModel(proto, marks, file, places)
 
 
@@ -270,7 +315,9 @@ class _Values:
         start = stream.tell()
         write_values(self._tensor, stream)
         if stream.tell() - start != len(self):
-            raise ValueError(f"tensor {self._tensor.name!r} has {stream.tell() - start} bytes, not {len(self)}")
+            raise ValueError(
+                f"tensor {self._tensor.name!r} has {stream.tell() - start} bytes, not {len(self)}"
+            )
 
 
 def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
@@ -278,17 +325,22 @@ def write_values(tensor: ir.TensorProtocol, stream: IO[bytes]) -> None:
     if isinstance(tensor, ir.LazyTensor) and tensor.dtype.bitwidth >= 8:
         # It may be a view, and numpy writes what is not contiguous one element at a time.
         tensor = ir.Tensor(np.ascontiguousarray(tensor.numpy()), dtype=tensor.dtype)
-    if hasattr(tensor, "tofile"):  # not in the protocol, but every tensor of onnx_ir and torch has it
+    # not in the protocol, but every tensor of onnx_ir and torch has it
+    if hasattr(tensor, "tofile"):
         tensor.tofile(stream)
     else:
         stream.write(tensor.tobytes())
 
 
-def write_filled(proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]) -> None:
+def write_filled(
+    proto: onnx.ModelProto, marks: Marks, tensors: Sequence[ir.TensorProtocol], stream: IO[bytes]
+) -> None:
     """Write a model, and in place of each mark the values of its tensor; a ValueError if it is too large."""
     pieces = with_values(proto, marks, [*map(_Values, tensors)])
     if (size := total_size(pieces)) > _MESSAGE_BYTES:
-        raise ValueError(f"an ONNX file of {size} bytes is more than protobuf reads; give it external data")
+        raise ValueError(
+            f"an ONNX file of {size} bytes is more than protobuf reads; give it external data"
+        )
     for piece in pieces:
         if isinstance(piece, _Values):
             piece.write(stream)

@@ -1,7 +1,8 @@
 """The check of a model when it is read: edges, names, operators, attributes, tensors.
 
-onnx_ir reads models that no runtime loads, and a later step would fail with an error that names nothing. Only
-requirements of the ONNX specification that ONNX Runtime enforces are checked. One pass; no weights are read.
+onnx_ir reads models that no runtime loads, and a later step would fail with an error that names
+nothing. Only requirements of the ONNX specification that ONNX Runtime enforces are checked. One
+pass; no weights are read.
 """
 
 from __future__ import annotations
@@ -27,9 +28,18 @@ _FIELDS = {
     ir.DataType.UINT32: "uint64_data",
 }
 """Where values are that are not in ``raw_data``; of all other types, in ``int32_data``."""
-_ALL_FIELDS = ("float_data", "int32_data", "int64_data", "double_data", "uint64_data", "string_data")
+_ALL_FIELDS = (
+    "float_data",
+    "int32_data",
+    "int64_data",
+    "double_data",
+    "uint64_data",
+    "string_data",
+)
 _BITS = {
-    int(dtype): dtype.bitwidth for dtype in ir.DataType if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
+    int(dtype): dtype.bitwidth
+    for dtype in ir.DataType
+    if dtype not in (ir.DataType.UNDEFINED, ir.DataType.STRING)
 }
 _PARTS = {ir.DataType.COMPLEX64: 2, ir.DataType.COMPLEX128: 2}
 
@@ -66,15 +76,20 @@ def _check_function(function: ir.Function) -> None:
     _decode(function.metadata_props)
     passed_on = next((value for value in function.outputs if value.is_graph_input()), None)
     if passed_on is not None:
-        problem = f"has its input {_short(passed_on.name or '')} as an output; put an Identity between"
+        problem = (
+            f"has its input {_short(passed_on.name or '')} as an output; put an Identity between"
+        )
         raise ValueError(f"function {_short(function.name)} {problem}")
     if len(set(function.outputs)) < len(function.outputs):
-        raise ValueError(f"function {_short(function.name)} has an output twice; put an Identity between")
+        raise ValueError(
+            f"function {_short(function.name)} has an output twice; put an Identity between"
+        )
 
 
 def _check_recursion(functions: Iterable[ir.Function]) -> None:
     calls = {
-        (each.domain, each.name): {(node.domain, node.op_type) for node in each.graph.all_nodes()} for each in functions
+        (each.domain, each.name): {(node.domain, node.op_type) for node in each.graph.all_nodes()}
+        for each in functions
     }
     try:
         graphlib.TopologicalSorter(calls).prepare()
@@ -82,7 +97,9 @@ def _check_recursion(functions: Iterable[ir.Function]) -> None:
         raise ValueError(f"function {_short(error.args[1][0][1])} calls itself") from error
 
 
-def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]) -> None:
+def _check_graphs(
+    graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]
+) -> None:
     version = imports.get("", imports.get("ai.onnx", 0))
     waiting = [graph]
     while waiting:
@@ -103,7 +120,8 @@ def _check_graphs(graph: ir.Graph, imports: Mapping[str, int], called: Collectio
             for attribute in node.attributes.data.values():
                 if isinstance(attribute.ref_attr_name, bytes):
                     problem = f"refers to a name that is not UTF-8: {attribute.ref_attr_name!r}"
-                    raise ValueError(f"attribute {attribute.name!r} of {_node_text(node)} {problem}")  # noqa: TRY004
+                    described = f"attribute {attribute.name!r} of {_node_text(node)}"
+                    raise ValueError(f"{described} {problem}")  # noqa: TRY004
                 _decode_texts(attribute, "doc_string")
                 if attribute.value is None:
                     continue
@@ -134,8 +152,14 @@ def fault_of_names(model: ir.Model) -> str:
     """
     for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
         tensors = [(value, "an input") for value in graph.inputs]
-        tensors += [(value, "a weight") for value in graph.initializers.values() if not value.is_graph_input()]
-        tensors += [(value, f"a result of {_node_text(node)}") for node in graph for value in node.outputs]
+        tensors += [
+            (value, "a weight")
+            for value in graph.initializers.values()
+            if not value.is_graph_input()
+        ]
+        tensors += [
+            (value, f"a result of {_node_text(node)}") for node in graph for value in node.outputs
+        ]
         known: dict[str | None, str] = {}
         for value, what in tensors:
             if not value.name and (value.is_graph_input() or value.is_graph_output()):
@@ -189,9 +213,13 @@ def _check_ends(graph: ir.Graph) -> None:
     for value in graph.inputs:
         _check_value(value)
         if not value.name or isinstance(value.name, bytes):
-            raise ValueError(f"an input of graph {_short(graph.name or '')} has no name that is UTF-8: {value.name!r}")
+            raise ValueError(
+                f"an input of graph {_short(graph.name or '')} has no name that is UTF-8: {value.name!r}"
+            )
         if value.name in names:
-            raise ValueError(f"two inputs of graph {_short(graph.name or '')} are called {_short(value.name)}")
+            raise ValueError(
+                f"two inputs of graph {_short(graph.name or '')} are called {_short(value.name)}"
+            )
         names.add(value.name)
     for value in graph.outputs:
         if _is_dangling(value):
@@ -251,14 +279,22 @@ def _text(text: str | bytes) -> str:
 def _check_node(node: ir.Node) -> None:
     if not node.op_type:
         raise ValueError(f"{_node_text(node)} names no operator")
-    names = (node.op_type, node.domain, node.overload, node.name, *(value.name for value in node.outputs))
+    names = (
+        node.op_type,
+        node.domain,
+        node.overload,
+        node.name,
+        *(value.name for value in node.outputs),
+    )
     _check_names(lambda: f"{_node_text(node)} has", names)
     _decode_texts(node, "doc_string")
     if node.metadata_props:
         _decode(node.metadata_props)
     for value in node.inputs:
         if value is not None and _is_dangling(value):
-            raise ValueError(f"{_node_text(node)} reads {_short(value.name or '')}, which nothing produces")
+            raise ValueError(
+                f"{_node_text(node)} reads {_short(value.name or '')}, which nothing produces"
+            )
     for value in node.outputs:
         _check_value(value)
 
@@ -313,13 +349,21 @@ def _check_operator(node: ir.Node, version: int) -> None:
 
 
 def _how_many(node: ir.Node, what: str, count: int, fewest: int, most: int) -> str:
-    allowed = str(fewest) if fewest == most else f"{fewest} to {most}" if most < 1 << 30 else f"{fewest} or more"
+    allowed = (
+        str(fewest)
+        if fewest == most
+        else f"{fewest} to {most}"
+        if most < 1 << 30
+        else f"{fewest} or more"
+    )
     return f"{_node_text(node)} has {count} {what}, and the operator takes {allowed}"
 
 
 def _check_tensor(tensor: ir.TensorProtocol) -> None:
     entries = (text for entry in tensor.metadata_props.items() for text in entry)
-    _check_names(lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries))
+    _check_names(
+        lambda: f"{_tensor_text(tensor.name)} has", (tensor.name, tensor.doc_string, *entries)
+    )
     if type(tensor) is ir.TensorProtoTensor:
         _check_proto(tensor.raw)
         return
@@ -330,7 +374,11 @@ def _check_tensor(tensor: ir.TensorProtocol) -> None:
         raise ValueError(f"{_tensor_text(tensor.name)} has no element type")
     if isinstance(tensor, ir.StringTensor):
         _compare(tensor.name, len(tensor.string_data()), tensor.size, "values")
-    elif isinstance(tensor, ir.ExternalTensor) and tensor.length is not None and tensor.length < tensor.nbytes:
+    elif (
+        isinstance(tensor, ir.ExternalTensor)
+        and tensor.length is not None
+        and tensor.length < tensor.nbytes
+    ):
         problem = f"takes {tensor.nbytes:,} bytes, and its external data has {tensor.length:,}"
         raise ValueError(f"{_tensor_text(tensor.name)} {problem}")
 
@@ -343,7 +391,9 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     bits, dims = _BITS.get(proto.data_type), proto.dims
     if bits is None:
         problem = (
-            f"is of type {proto.data_type}, which ONNX does not have" if proto.data_type else "has no element type"
+            f"is of type {proto.data_type}, which ONNX does not have"
+            if proto.data_type
+            else "has no element type"
         )
         raise ValueError(f"{_tensor_text(proto.name)} {problem}")
     if dims and min(dims) < 0:
@@ -357,11 +407,20 @@ def _check_proto(proto: onnx.TensorProto) -> None:
     field = _FIELDS.get(dtype, "int32_data")
     for other_field in _ALL_FIELDS:
         if other_field != field and len(getattr(proto, other_field)):
-            raise ValueError(f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}")
+            raise ValueError(
+                f"{_tensor_text(proto.name)} is of type {dtype.name}, and has values in {other_field}"
+            )
     packed = bits in (2, 4)
-    _compare(proto.name, len(getattr(proto, field)), nbytes if packed else size * _PARTS.get(dtype, 1), "values")
+    _compare(
+        proto.name,
+        len(getattr(proto, field)),
+        nbytes if packed else size * _PARTS.get(dtype, 1),
+        "values",
+    )
 
 
 def _compare(name: str | None, actual: int, wanted: int, what: str) -> None:
     if actual != wanted:
-        raise ValueError(f"{_tensor_text(name)} has {actual:,} {what}, and its shape and type take {wanted:,}")
+        raise ValueError(
+            f"{_tensor_text(name)} has {actual:,} {what}, and its shape and type take {wanted:,}"
+        )

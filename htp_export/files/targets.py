@@ -1,7 +1,8 @@
 """The one check of a path that is to be written: before any work, by functions and commands alike.
 
-A file that the caller named as an input is not replaced, nor are the weights of such a model. A command also refuses an
-existing file that holds something else than what it writes: a source file, a plan, a page.
+A file that the caller named as an input is not replaced, nor are the weights of such a model. A
+command also refuses an existing file that holds something else than what it writes: a source file,
+a plan, a page.
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from htp_export.errors import FileError
-from htp_export.files.filesystem import check_kind_of_target, is_read_only, is_special, why_not_writable
+from htp_export.files.filesystem import (
+    check_kind_of_target,
+    is_read_only,
+    is_special,
+    why_not_writable,
+)
 from htp_export.files.replacing import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
@@ -41,9 +47,10 @@ def check_target(
 ) -> None:
     """Refuse a file that cannot be written, or that is read; None if nothing is written.
 
-    A device or a pipe is written to. Pages and JSON are not written to names that models have. Of a model in ``reads``,
-    its weights are read, too; what is no file does not count. ``in_place``: a model that is read may be replaced.
-    ``replaces_others``: so may an existing file that is neither empty nor of this kind.
+    A device or a pipe is written to. Pages and JSON are not written to names that models have. Of a
+    model in ``reads``, its weights are read, too; what is no file does not count. ``in_place``: a
+    model that is read may be replaced. ``replaces_others``: so may an existing file that is neither
+    empty nor of this kind.
     """
     if path is None:
         return
@@ -57,14 +64,20 @@ def check_target(
     if is_read_only(target):
         raise FileError(target, "is read-only; name another file, or allow that it is written")
     if kind in (Kind.PAGE, Kind.JSON) and target.suffix.lower() in _NAMES_OF_MODELS:
-        named = target.with_name(target.name.split(".")[0] + (".html" if kind is Kind.PAGE else ".json")).name
+        named = target.with_name(
+            target.name.split(".")[0] + (".html" if kind is Kind.PAGE else ".json")
+        ).name
         what = "page" if kind is Kind.PAGE else "file"
-        raise FileError(target, f"is the name of a model; name the {what} otherwise, such as {named}")
+        raise FileError(
+            target, f"is the name of a model; name the {what} otherwise, such as {named}"
+        )
     is_of_kind = not target.exists() or target.stat().st_size == 0 or _IS[kind](target)
     if not (in_place and is_of_kind and kind is Kind.MODEL):
         _check_reads(target, kind, reads)
     if not (replaces_others or is_of_kind):
-        raise FileError(target, f"is there, and is not {kind}; name another file, or replace it with --force")
+        raise FileError(
+            target, f"is there, and is not {kind}; name another file, or replace it with --force"
+        )
 
 
 def check_parent(target: Path) -> None:
@@ -76,7 +89,9 @@ def check_parent(target: Path) -> None:
     folder = target.parent if target.name else target.absolute().parent
     error = why_not_writable(folder)
     if isinstance(error, FileNotFoundError):
-        raise FileError(target, f"cannot be written: its folder does not exist: {folder}") from error
+        raise FileError(
+            target, f"cannot be written: its folder does not exist: {folder}"
+        ) from error
     if error is not None:
         raise FileError(target, f"cannot be written: {error.strerror}: {folder}") from error
 
@@ -102,7 +117,9 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
     written = [target, target.with_name(f"{target.name}.data")] if kind is Kind.MODEL else [target]
     written = [file for file in written if file.exists()]
     if target.exists() and is_read_by_user_code(target):
-        raise FileError(target, "is read by the code that this command runs; name another file to write")
+        raise FileError(
+            target, "is read by the code that this command runs; name another file to write"
+        )
     for file in map(Path, reads) if written else ():
         if not file.is_file():
             continue
@@ -110,7 +127,10 @@ def _check_reads(target: Path, kind: Kind, reads: Iterable[str | os.PathLike[str
             raise FileError(target, "is read by this command; name another file to write")
         for weights in _weights_of(file):
             if weights.exists() and any(each.samefile(weights) for each in written):
-                raise FileError(target, f"would replace {weights.name}, the weights of {file}; name another file")
+                raise FileError(
+                    target,
+                    f"would replace {weights.name}, the weights of {file}; name another file",
+                )
 
 
 def _weights_of(file: Path) -> set[Path]:
@@ -122,7 +142,11 @@ def _weights_of(file: Path) -> set[Path]:
 
     model = parsed_or_none(file)
     tensors = () if model is None else (slot.tensor for slot in slots(model))
-    return {file.parent / os.fspath(tensor.location) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+    return {
+        file.parent / os.fspath(tensor.location)
+        for tensor in tensors
+        if isinstance(tensor, ir.ExternalTensor)
+    }
 
 
 def _is_model(file: Path) -> bool:
@@ -130,7 +154,8 @@ def _is_model(file: Path) -> bool:
 
     try:
         return message_of(file) is not None
-    except Exception:  # parsers of four formats raise whatever they like on bytes that are not theirs
+    except Exception:
+        # parsers of four formats raise whatever they like on bytes that are not theirs
         return False
 
 
@@ -154,5 +179,6 @@ _IS: Mapping[Kind, Callable[[Path], bool]] = {
     Kind.MODEL: _is_model,
     Kind.PAGE: lambda file: _head(file).lower().startswith((b"<!doctype html", b"<html")),
     Kind.JSON: _is_json,
-    Kind.ADAPTER: lambda file: _head(file)[4:8] == b"TORT",  # the identifier of its schema, adapter_schema.fbs
+    # the identifier of its schema, adapter_schema.fbs
+    Kind.ADAPTER: lambda file: _head(file)[4:8] == b"TORT",
 }

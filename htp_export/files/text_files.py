@@ -32,14 +32,20 @@ def named_if_unwritable(path: str | os.PathLike[str]) -> Iterator[None]:
 def read_json(path: str | os.PathLike[str], *, plain: bool = False) -> Any:
     """Read a JSON file; a `FileError` if it cannot be read or is not JSON.
 
-    ``plain``: a pipe or a device is refused, because it was found in a folder. One that the user names is waited for.
+    ``plain``: a pipe or a device is refused, because it was found in a folder. One that the user
+    names is waited for.
     """
-    with _named_if_unreadable(path, "JSON"), opened_plain(path) if plain else Path(path).open("rb") as file:
+    with (
+        _named_if_unreadable(path, "JSON"),
+        opened_plain(path) if plain else Path(path).open("rb") as file,
+    ):
         return parse_json(file.read(), finite=False)  # results may have numbers that are not finite
 
 
 @contextlib.contextmanager
-def _named_if_unreadable(path: str | os.PathLike[str], form: str, advice: str = "") -> Iterator[None]:
+def _named_if_unreadable(
+    path: str | os.PathLike[str], form: str, advice: str = ""
+) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -52,7 +58,9 @@ def _named_if_unreadable(path: str | os.PathLike[str], form: str, advice: str = 
 
 def write_json(file: Path, content: Any) -> Path:
     """Write a JSON file into a folder that is written whole, and return it; an `OSError` if that fails."""
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n")
+    file.write_text(
+        json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8", newline="\n"
+    )
     return file
 
 
@@ -78,7 +86,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
         found: dict[Any, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key is text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, "a key is text", key_node.start_mark
+                )
             if key_node.value in found:
                 problem = f"{key_node.value!r} stands there twice"
                 raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
@@ -87,7 +97,8 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # PyYAML has no types
 
 
 _Loader.add_constructor(
-    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, lambda loader, node: loader.construct_mapping(node)
+    yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG,
+    lambda loader, node: loader.construct_mapping(node),
 )
 
 
@@ -100,7 +111,8 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 def line_in_yaml(path: str | os.PathLike[str], place: Sequence[int | str]) -> int:
     """Return the line, from 1, of an entry of a file that `read_yaml` has read.
 
-    The place is keys of mappings and positions in lists that lead to it; what is not in the file is left out.
+    The place is keys of mappings and positions in lists that lead to it; what is not in the file is
+    left out.
     """
     node = yaml.compose(Path(path).read_text(encoding="utf-8"), _Loader)
     line = node.start_mark.line

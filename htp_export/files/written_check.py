@@ -1,7 +1,8 @@
 """The check of what is written: onnx's checker and its shape inference, before a file takes its place.
 
-Large weights become inputs of the graph that is checked: 1,200 nodes take 10 ms. Faults that the model already had of
-which this one was made (`made_from`) are no fault of the work; that model is looked at only where the check fails.
+Large weights become inputs of the graph that is checked: 1,200 nodes take 10 ms. Faults that the
+model already had of which this one was made (`made_from`) are no fault of the work; that model is
+looked at only where the check fails.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _LONGEST = 500  # characters of onnx's message
 class Fault:
     """What onnx says against a model; equal where it is said of another node, too: ``kind`` has no names.
 
-    ``node`` and ``modules`` are the name of the node at fault and its owners, as far as they are known.
+    ``node`` and ``modules`` are the name of the node at fault and its owners, as far as they are
+    known.
     """
 
     kind: str
@@ -75,8 +77,9 @@ def made_from(sources: Callable[[], Iterable[ir.Model]]) -> Iterator[None]:
 def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
     """Refuse a model that is not valid, or has a tensor without elements that had some before, or was not there.
 
-    It is written all the same if the models that it was made of had the same faults. Where nobody has said what it was
-    made of (`made_from`), its faults are logged. ``proto`` is what `hollow_proto` makes, and is used up.
+    It is written all the same if the models that it was made of had the same faults. Where nobody
+    has said what it was made of (`made_from`), its faults are logged. ``proto`` is what
+    `hollow_proto` makes, and is used up.
     """
     found = _examined(_without_weights(proto, marks))
     if not found.faults and not found.empty:
@@ -90,9 +93,15 @@ def check_written(proto: onnx.ModelProto, marks: Marks, target: Path) -> None:
         if new:  # a model that somebody else made in memory
             _log.warning("%s: the model is not valid, and is written as it is: %s", target, new[0])
         return
-    new += [fault for name, fault in found.empty.items() if not any(each.may_have(name, found) for each in before)]
+    new += [
+        fault
+        for name, fault in found.empty.items()
+        if not any(each.may_have(name, found) for each in before)
+    ]
     if new:
-        raise ResultError(target, str(new[0]), new[0].node, new[0].modules, before=next(map(str, known), ""))
+        raise ResultError(
+            target, str(new[0]), new[0].node, new[0].modules, before=next(map(str, known), "")
+        )
 
 
 def faults_of(model: ir.Model) -> list[Fault]:
@@ -126,8 +135,8 @@ def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.Tensor
 def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
     """Turn the weights that are not in a message into inputs.
 
-    What the checker asks for and runtimes do not is changed as well: versions that it knows, shapes of inputs and
-    outputs, and operators that ONNX Runtime has in ONNX's own domain.
+    What the checker asks for and runtimes do not is changed as well: versions that it knows, shapes
+    of inputs and outputs, and operators that ONNX Runtime has in ONNX's own domain.
     """
     proto.ir_version = min(proto.ir_version, onnx.IR_VERSION)
     _drop_shapeless(proto)
@@ -157,7 +166,11 @@ def _without_weights(proto: onnx.ModelProto, marks: Marks) -> onnx.ModelProto:
                     add(tensor.name, tensor)
             del graph.initializer[:]
             graph.initializer.extend(kept)
-        absent = {index: value for index, node in enumerate(graph.node) if (value := _absent(node, is_absent))}
+        absent = {
+            index: value
+            for index, node in enumerate(graph.node)
+            if (value := _absent(node, is_absent))
+        }
         for index in reversed(absent):
             if graph.node[index].op_type == "Constant":
                 add(graph.node[index].output[0], absent[index])
@@ -190,15 +203,20 @@ def _has_shape(value: onnx.ValueInfoProto) -> bool:
     return kind is not None and (kind != "tensor_type" or value.type.tensor_type.HasField("shape"))
 
 
-def _absent(node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]) -> onnx.TensorProto | None:
-    held = (attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR)
+def _absent(
+    node: onnx.NodeProto, is_absent: Callable[[onnx.TensorProto], bool]
+) -> onnx.TensorProto | None:
+    held = (
+        attribute.t for attribute in node.attribute if attribute.type == onnx.AttributeProto.TENSOR
+    )
     return next((tensor for tensor in held if is_absent(tensor)), None)
 
 
 def _is_of_onnxruntime(node: onnx.NodeProto) -> bool:
     """Whether a node's operator is in the domain of ONNX, and only ONNX Runtime has it.
 
-    ``SimplifiedLayerNormalization`` is one: ONNX Runtime registers its kernel there, and nowhere else.
+    ``SimplifiedLayerNormalization`` is one: ONNX Runtime registers its kernel there, and nowhere
+    else.
     """
     is_unknown = node.domain in ("", "ai.onnx") and not onnx.defs.has(node.op_type)
     return is_unknown and node.op_type in _operators_of_onnxruntime()
@@ -240,7 +258,9 @@ class _Examination:
             return True
         if own is None or len(own) != len(wanted):
             return False
-        return all(not isinstance(was, int) or was == now for was, now in zip(own, wanted, strict=True))
+        return all(
+            not isinstance(was, int) or was == now for was, now in zip(own, wanted, strict=True)
+        )
 
 
 def _examined(proto: onnx.ModelProto) -> _Examination:
@@ -257,8 +277,9 @@ def _examined(proto: onnx.ModelProto) -> _Examination:
     known = _without_unknown(proto)
     inferred = _inferred(known)
     if isinstance(inferred, list) and proto.functions:
-        # What a body reads of an operator that onnx does not know has no type there: the flat graph may tell it.
-        with contextlib.suppress(Exception):  # functions that cannot be inlined, as onnx has several errors for it
+        # What a body reads of an operator that onnx does not know has no type there: the flat graph
+        # may tell it. functions that cannot be inlined, as onnx has several errors for it
+        with contextlib.suppress(Exception):
             inferred = _inferred(_without_unknown(onnx.inliner.inline_local_functions(proto)))
     if isinstance(inferred, list):
         return _Examination([*faults, *(_located(proto, fault) for fault in inferred)])
@@ -269,20 +290,28 @@ def _examined(proto: onnx.ModelProto) -> _Examination:
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto | list[Fault]:
     """A model with all types and shapes, or the faults that its inference finds."""
     try:
-        return onnx.shape_inference.infer_shapes(proto, check_type=True, strict_mode=True, data_prop=True)
+        return onnx.shape_inference.infer_shapes(
+            proto, check_type=True, strict_mode=True, data_prop=True
+        )
     except Exception as error:
         named = _NODE.findall(str(error))
-        return [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [_fault(str(error))]
+        return [_fault(problem, op_type, node or "") for op_type, node, problem in named] or [
+            _fault(str(error))
+        ]
 
 
 def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     """A model without nodes of other domains: onnx excuses all faults of a graph that has one.
 
-    What they make becomes inputs of the types that the model says. Where it says none, nodes that read them are left
-    out as well, and so are nodes with such nodes in their subgraphs.
+    What they make becomes inputs of the types that the model says. Where it says none, nodes that
+    read them are left out as well, and so are nodes with such nodes in their subgraphs.
     """
     known = {"", "ai.onnx", "ai.onnx.ml", *(function.domain for function in proto.functions)}
-    said = {value.name: value for value in (*proto.graph.value_info, *proto.graph.output) if _has_shape(value)}
+    said = {
+        value.name: value
+        for value in (*proto.graph.value_info, *proto.graph.output)
+        if _has_shape(value)
+    }
     given, untyped = list[str](), set[str]()
     left_out: list[int] = []
     for place, node in enumerate(proto.graph.node):
@@ -336,16 +365,22 @@ def _shapes(inferred: onnx.ModelProto) -> dict[str, _Shape]:
     found = {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
     for value in (*graph.input, *graph.value_info, *graph.output):
         kind = value.type.tensor_type
-        is_vector = len(kind.shape.dim) == 1 and kind.elem_type in (onnx.TensorProto.INT64, onnx.TensorProto.INT32)
+        is_vector = len(kind.shape.dim) == 1 and kind.elem_type in (
+            onnx.TensorProto.INT64,
+            onnx.TensorProto.INT32,
+        )
         if kind.HasField("shape") and not is_vector and value.name not in found:
             sizes = kind.shape.dim
             found[value.name] = tuple(
-                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in sizes
+                dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?"
+                for dim in sizes
             )
     return found
 
 
-def _empty(proto: onnx.ModelProto, inferred: onnx.ModelProto, shapes: Mapping[str, _Shape]) -> dict[str, Fault]:
+def _empty(
+    proto: onnx.ModelProto, inferred: onnx.ModelProto, shapes: Mapping[str, _Shape]
+) -> dict[str, Fault]:
     """Tensors of the main graph without elements that a node makes of others, all of which have some."""
     found: dict[str, Fault] = {}
     for node in inferred.graph.node:

@@ -11,7 +11,8 @@ MOST_DIMENSIONS = 64
 MOST_CALLS = 1 << 18
 """Calls of all modules that any file may state; a thousand steps of a network of 200 modules.
 
-They are looked at one by one, which takes ten seconds for so many, and a file of a few bytes can state any number.
+They are looked at one by one, which takes ten seconds for so many, and a file of a few bytes can
+state any number.
 """
 
 CALLS_OF_A_NODE = 4
@@ -20,7 +21,8 @@ CALLS_OF_A_NODE = 4
 MOST_CHARACTERS = 1 << 28
 """Characters of all module paths of a file and of the paths above them, which are looked up.
 
-A path of 100,000 dots has 100,000 paths above it. Those of a thousand modules inside one another have a million.
+A path of 100,000 dots has 100,000 paths above it. Those of a thousand modules inside one another
+have a million.
 """
 
 DEEPEST = 300

@@ -1,7 +1,7 @@
 """Which call of a module ran in which call of another, and whose calls the work of each node is.
 
-Written at export as ``htp.callers``, where calls are known as they ran; see ``docs/format.md``. Everything that has to
-know in which call something ran asks here.
+Written at export as ``htp.callers``, where calls are known as they ran; see ``docs/format.md``.
+Everything that has to know in which call something ran asks here.
 """
 
 from __future__ import annotations
@@ -73,26 +73,39 @@ class NodeCalls:
         """Return whether the node computes operations of one of the blocks."""
         if not blocks:
             return False
-        return not self.modules.isdisjoint(blocks) or any(not part.running.isdisjoint(blocks) for part in self.parts)
+        return not self.modules.isdisjoint(blocks) or any(
+            not part.running.isdisjoint(blocks) for part in self.parts
+        )
 
     def others(self, paths: Collection[str], call: Instance | None = None) -> Collection[Block]:
         """Return the other blocks for which the node computes the same as for ``paths``, and that may read its result.
 
-        These are, for each further call of the node, the modules around the call that contain none of ``paths``. If
-        equal work of two blocks is merged into one node, its result feeds both blocks: it may be read anywhere in the
-        other block without leaving ``paths``. A call inside one of ``paths`` is no other block. An owner that contains
-        all of ``paths`` is one: it computes the same itself, and may read the result anywhere. If the boundary is that
-        of one ``call`` of a module, the module's other calls are blocks, too.
+        These are, for each further call of the node, the modules around the call that contain none
+        of ``paths``. If equal work of two blocks is merged into one node, its result feeds both
+        blocks: it may be read anywhere in the other block without leaving ``paths``. A call inside
+        one of ``paths`` is no other block. An owner that contains all of ``paths`` is one: it
+        computes the same itself, and may read the result anywhere. If the boundary is that of one
+        ``call`` of a module, the module's other calls are blocks, too.
 
         This rule holds for every boundary; only `htp_export.model.boundaries` applies it.
         """
         if len(self.parts) < 2 and len(self.owners) < 2:
             return ()
-        apart = frozenset().union(*(part.modules for part in self.parts if part.modules.isdisjoint(paths)))
-        blocks: set[Block] = {block for block in apart if not any(tags.is_under(path, block) for path in paths)}
-        blocks.update(up for up in self.owners if all(path != up and tags.is_under(path, up) for path in paths))
+        apart = frozenset().union(
+            *(part.modules for part in self.parts if part.modules.isdisjoint(paths))
+        )
+        blocks: set[Block] = {
+            block for block in apart if not any(tags.is_under(path, block) for path in paths)
+        }
+        blocks.update(
+            up
+            for up in self.owners
+            if all(path != up and tags.is_under(path, up) for path in paths)
+        )
         if call is not None:
-            calls = (block for part in self.parts if call not in part.running for block in part.running)
+            calls = (
+                block for part in self.parts if call not in part.running for block in part.running
+            )
             blocks.update(block for block in calls if block.path == call.path)
         return blocks
 
@@ -100,10 +113,10 @@ class NodeCalls:
 class CallTree:
     """The calls of the modules of one model.
 
-    Where nothing else is said of a module's calls, they ran in those of the nearest module above it that ran: in its
-    only call, or equally often in each. ``callers``: module path → for each of its calls in order, the call that made
-    it, None for the outermost; without the modules of which nothing else is to be said. None where nobody knows: then
-    the rule is a guess.
+    Where nothing else is said of a module's calls, they ran in those of the nearest module above it
+    that ran: in its only call, or equally often in each. ``callers``: module path → for each of its
+    calls in order, the call that made it, None for the outermost; without the modules of which
+    nothing else is to be said. None where nobody knows: then the rule is a guess.
 
     Examples:
         >>> from htp_export.format.hierarchy import ModuleInfo
@@ -115,7 +128,9 @@ class CallTree:
         True
     """
 
-    def __init__(self, hierarchy: Hierarchy, callers: Mapping[str, Sequence[Instance | None]] | None = None) -> None:
+    def __init__(
+        self, hierarchy: Hierarchy, callers: Mapping[str, Sequence[Instance | None]] | None = None
+    ) -> None:
         self._hierarchy = hierarchy
         self._callers, self._is_known = dict(callers or {}), callers is not None
         self._near: dict[str, str | None] = {}
@@ -134,11 +149,14 @@ class CallTree:
     def from_json(cls, text: str | None, hierarchy: Hierarchy) -> CallTree:
         """Parse the value of ``htp.callers``, None for a file without it; a ValueError names the module at fault.
 
-        Entries whose number of calls differs from the module tree are ignored: a tool has changed the modules.
+        Entries whose number of calls differs from the module tree are ignored: a tool has changed
+        the modules.
         """
         if text is None:
             return cls(hierarchy)
-        listed = tags.json_object(tags.CALLERS, text, "modules and the callers of their calls", list)
+        listed = tags.json_object(
+            tags.CALLERS, text, "modules and the callers of their calls", list
+        )
         tags.check_paths(listed)
         tree = cls(hierarchy, {})
         for path, calls in listed.items():
@@ -156,16 +174,25 @@ class CallTree:
                 return Instance(self._nearest(path) or "", number)
             case [str(caller), int(number)] if tags.is_call_number(number):
                 return Instance(caller, number)
-        raise ValueError(f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}")
+        raise ValueError(
+            f"{tags.CALLERS}: module {path!r} has a caller that is no call: {caller_text!r}"
+        )
 
     def to_json(self) -> str:
         """Return the value of ``htp.callers``: the callers that do not follow from the module tree."""
         plain: dict[str, list[int | list[str | int] | None]] = {}
         for path in self._hierarchy:
             callers, near = self._callers.get(path, ()), self._nearest(path)
-            if any(caller != self._usual(Instance(path, number)) for number, caller in enumerate(callers)):
+            if any(
+                caller != self._usual(Instance(path, number))
+                for number, caller in enumerate(callers)
+            ):
                 plain[path] = [
-                    None if caller is None else caller.call if caller.path == near else [caller.path, caller.call]
+                    None
+                    if caller is None
+                    else caller.call
+                    if caller.path == near
+                    else [caller.path, caller.call]
                     for caller in callers
                 ]
         return tags.json_text(plain)
@@ -192,7 +219,9 @@ class CallTree:
         if around == 1:
             return Instance(near)
         share, rest = divmod(ran, around)
-        return Instance(near, call.call // share if call.call >= 0 and share and not rest else _UNKNOWN)
+        return Instance(
+            near, call.call // share if call.call >= 0 and share and not rest else _UNKNOWN
+        )
 
     def chain(self, call: Instance) -> tuple[Instance, ...]:
         """Return the call and its callers, innermost first."""
@@ -201,7 +230,8 @@ class CallTree:
     def inside(self, call: Instance) -> dict[str, tuple[int, ...]]:
         """Return the calls that ran in a call, including itself: module path → numbers of its calls.
 
-        If the file does not record them, a warning is logged, and all calls that may have run in it are included.
+        If the file does not record them, a warning is logged, and all calls that may have run in it
+        are included.
         """
         self.warn(call.path)
         return {path: numbers for path in self._hierarchy if (numbers := self.numbers(path, call))}
@@ -212,16 +242,26 @@ class CallTree:
         if not self._ran(call.path):  # it only holds others
             return tuple(numbers) if tags.is_under(path, call.path) else ()
         around = (call, Instance(call.path, _UNKNOWN))
-        return tuple(number for number in numbers if not self._part(Instance(path, number)).running.isdisjoint(around))
+        return tuple(
+            number
+            for number in numbers
+            if not self._part(Instance(path, number)).running.isdisjoint(around)
+        )
 
     def warn(self, path: str) -> None:
         """Log once for which modules below a module the file does not record the calling call."""
         if self._ran(path) < 2 or path in self._warned:
             return
         self._warned.add(path)
-        below = [module for module in self._hierarchy if module != path and tags.is_under(module, path)]
+        below = [
+            module for module in self._hierarchy if module != path and tags.is_under(module, path)
+        ]
         guessed = [module for module in below if self._is_guessed(module)]
-        lost = [module for module in guessed if (caller := self.caller(Instance(module))) and caller.call == _UNKNOWN]
+        lost = [
+            module
+            for module in guessed
+            if (caller := self.caller(Instance(module))) and caller.call == _UNKNOWN
+        ]
         even = [module for module in guessed if module not in lost]
         for paths, what in (
             (even, "each is taken to have run equally often in every call"),
@@ -236,7 +276,9 @@ class CallTree:
 
     def _is_guessed(self, path: str) -> bool:
         near = self._nearest(path)
-        return not self._is_known and self._ran(path) > 0 and near is not None and self._ran(near) > 1
+        return (
+            not self._is_known and self._ran(path) > 0 and near is not None and self._ran(near) > 1
+        )
 
     def _ran(self, path: str) -> int:
         info = self._hierarchy.get(path)
@@ -244,7 +286,9 @@ class CallTree:
 
     def _nearest(self, path: str) -> str | None:
         if path not in self._near:
-            self._near[path] = next((up for up in tags.ancestors(path) if up != path and self._ran(up)), None)
+            self._near[path] = next(
+                (up for up in tags.ancestors(path) if up != path and self._ran(up)), None
+            )
         return self._near[path]
 
     # --- whose work a node does -----------------------------------------------------------------------------
@@ -260,7 +304,11 @@ class CallTree:
         every = list(dict.fromkeys(calls))
         around = {up for call in every for up in self.chain(call)[1:]} if len(every) > 1 else ()
         parts = tuple(self._part(call) for call in every if call not in around)
-        modules = parts[0].modules if len(parts) == 1 else frozenset[str]().union(*(part.modules for part in parts))
+        modules = (
+            parts[0].modules
+            if len(parts) == 1
+            else frozenset[str]().union(*(part.modules for part in parts))
+        )
         return NodeCalls(owners, parts, modules)
 
     def around_owners(self, work: NodeCalls) -> dict[str, frozenset[str]]:
@@ -276,7 +324,11 @@ class CallTree:
         if not work.parts:
             return ""
         (first, *more) = work.calls
-        by_number = str(first.call) if not more and first.path == owners[-1] and self._ran(first.path) > 1 else ""
+        by_number = (
+            str(first.call)
+            if not more and first.path == owners[-1] and self._ran(first.path) > 1
+            else ""
+        )
         for encoded in (by_number, ""):
             if {*self.work(owners, encoded).calls} == {*work.calls}:
                 return encoded
@@ -285,9 +337,13 @@ class CallTree:
             listed[call.path].append(call.call)
         return tags.json_text(listed)
 
-    def encode_merged_calls(self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]) -> str:
+    def encode_merged_calls(
+        self, owners: tuple[str, ...], nodes: Iterable[tuple[tuple[str, ...], str]]
+    ) -> str:
         """Return the encoded calls of a node that does the work of several, by owners and encoded calls of each."""
-        return self.encode_calls(owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls])
+        return self.encode_calls(
+            owners, [call for node in dict.fromkeys(nodes) for call in self.work(*node).calls]
+        )
 
     def _part(self, call: Instance) -> Part:
         if call not in self._parts:
@@ -303,24 +359,38 @@ class CallTree:
             paths = [each.path for each in running]
             containers = (up for up in tags.all_above(paths, around.modules) if not self._ran(up))
             modules = around.modules.union((*paths, *containers, ""))
-            self._parts[call] = Part(call, dict.fromkeys((*running, *around.running)).keys(), modules)
+            self._parts[call] = Part(
+                call, dict.fromkeys((*running, *around.running)).keys(), modules
+            )
         return self._parts[call]
 
     def _calls_of(self, owners: tuple[str, ...], encoded: str) -> list[Instance]:
         listed = tags.calls_listed(encoded)
-        listed = {path: calls for path, calls in listed.items() if path in self._hierarchy}  # a file may name others
+        # a file may name others
+        listed = {path: calls for path, calls in listed.items() if path in self._hierarchy}
         if listed:
-            return [Instance(path, number) for path, numbers in listed.items() for number in numbers]
+            return [
+                Instance(path, number) for path, numbers in listed.items() for number in numbers
+            ]
         last: list[Instance] = []
         number = number_in(encoded)
         if number is not None and owners:
             last.append(Instance(owners[-1], number))
         running = {caller.path for call in last for caller in self.chain(call)}
         counts = {owner: max(self._ran(owner), 1) for owner in owners if owner not in running}
-        return [*(Instance(owner, number) for owner, count in counts.items() for number in range(count)), *last]
+        return [
+            *(
+                Instance(owner, number)
+                for owner, count in counts.items()
+                for number in range(count)
+            ),
+            *last,
+        ]
 
 
-def renumbered(tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]) -> list[Instance]:
+def renumbered(
+    tree: CallTree, work: NodeCalls, number: Callable[[Instance], Instance | None]
+) -> list[Instance]:
     """Return the calls of a node in a model with other numbers; for a call that it has not, the caller counts."""
     every = (next(filter(None, map(number, tree.chain(call))), None) for call in work.calls)
     return [call for call in every if call is not None]

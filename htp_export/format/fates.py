@@ -8,9 +8,9 @@ from enum import StrEnum
 class Fate(StrEnum):
     """What an export can make of a module; each is defined in ``docs/format.md``.
 
-    A new one is a line here, the answers below where they differ from the others', and the evidence that tells it
-    (`htp_export.lineage.fates`). ``meaning`` is a clause, ``tone`` the colour on pages: ``"accent"``, ``"warn"``, or
-    ``""`` for that of the text.
+    A new one is a line here, the answers below where they differ from the others', and the evidence
+    that tells it (`htp_export.lineage.fates`). ``meaning`` is a clause, ``tone`` the colour on
+    pages: ``"accent"``, ``"warn"``, or ``""`` for that of the text.
 
     Examples:
         >>> Fate("dead").meaning, Fate.DEAD.tone, f"{Fate.DEAD}"
@@ -20,14 +20,21 @@ class Fate(StrEnum):
     meaning: str
     tone: str
 
-    COMPUTED = "computed", "it has nodes of its own, with the inputs and outputs that it has in PyTorch"
+    COMPUTED = (
+        "computed",
+        "it has nodes of its own, with the inputs and outputs that it has in PyTorch",
+    )
     IDENTITY = "identity", "it gives back what it is given"
     FUSED = (
         "fused",
         "merged with its neighbours: a tensor at its border no longer exists, or none of its nodes is left",
         "accent",
     )
-    CONSTANT = "constant", "it was folded into constants, as it does not depend on the model's inputs", "accent"
+    CONSTANT = (
+        "constant",
+        "it was folded into constants, as it does not depend on the model's inputs",
+        "accent",
+    )
     DEAD = "dead", "nothing that the model returns needs it", "warn"
     UNCALLED = "uncalled", "its forward did not run", "warn"
 

@@ -1,6 +1,7 @@
 """The module tree: every module of a model with its class, its calls and its fate.
 
-It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``; see ``docs/format.md``.
+It is read from an ``nn.Module`` and written into ONNX files as ``htp.modules``; see
+``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -25,13 +26,16 @@ class ModuleInfo:
     """One module of the tree.
 
     Attributes:
-        path: Its name in ``named_modules()``, made unique if an earlier module has that name; ``""`` for the root.
-        class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` if unknown.
+        path: Its name in ``named_modules()``, made unique if an earlier module has that name;
+            ``""`` for the root.
+        class_name: Its fully qualified class, ``torch.nn.modules.linear.Linear``; ``""`` if
+            unknown.
         calls: Number of runs of its ``forward`` during the export.
         fate: What became of it; a word will do. If none is given, what ``calls`` say.
         fused_with: For ``fused``: the paths of the modules with which it was merged.
         torch_name: Its name in ``named_modules()``, if that differs from the path; else None.
-        synthetic: Whether it is no module of the model but a step of one, as `decomposed_attention` makes them.
+        synthetic: Whether it is no module of the model but a step of one, as `decomposed_attention`
+            makes them.
     """
 
     path: str
@@ -44,7 +48,9 @@ class ModuleInfo:
 
     def __post_init__(self) -> None:
         """Make a fate of the word."""
-        object.__setattr__(self, "fate", Fate(self.fate) if self.fate else Fate.of_calls(self.calls))
+        object.__setattr__(
+            self, "fate", Fate(self.fate) if self.fate else Fate.of_calls(self.calls)
+        )
 
     @property
     def simple_class(self) -> str:
@@ -109,8 +115,8 @@ class Hierarchy(Mapping[str, ModuleInfo]):
     def from_module(cls, module: torch.nn.Module) -> Hierarchy:
         """Return the tree of a PyTorch model before it ran: no calls, every fate ``uncalled``.
 
-        A module with several names is listed under the first; of several modules that have one name, each has a path of
-        its own, see ``ModuleInfo.torch_name``.
+        A module with several names is listed under the first; of several modules that have one
+        name, each has a path of its own, see ``ModuleInfo.torch_name``.
 
         Examples:
             >>> import torch
@@ -135,7 +141,9 @@ class Hierarchy(Mapping[str, ModuleInfo]):
             >>> list(Hierarchy.from_classes({"layer.0.fc": "torch.nn.modules.linear.Linear"}).classes)
             ['', 'layer', 'layer.0', 'layer.0.fc']
         """
-        return cls([ModuleInfo("", classes.get("", ""))]).including(dict.fromkeys(classes, 0), classes)
+        return cls([ModuleInfo("", classes.get("", ""))]).including(
+            dict.fromkeys(classes, 0), classes
+        )
 
     @classmethod
     def from_json(cls, text: str) -> Hierarchy:
@@ -162,7 +170,11 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         """Return the tree as the file format's ``htp.modules``."""
         entries: dict[str, dict[str, Any]] = {}
         for module in self.values():
-            entries[module.path] = {"class": module.class_name, "calls": module.calls, "fate": module.fate}
+            entries[module.path] = {
+                "class": module.class_name,
+                "calls": module.calls,
+                "fate": module.fate,
+            }
             if module.fate.is_merged:
                 entries[module.path]["with"] = list(module.fused_with)
             if module.torch_name is not None:
@@ -190,13 +202,18 @@ class Hierarchy(Mapping[str, ModuleInfo]):
         for path, module in self.items():
             fate = Fate(fates.get(path, module.fate))
             merged = tuple(fused_with.get(path, module.fused_with)) if fate.is_merged else ()
-            modules.append(replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged))
+            modules.append(
+                replace(module, calls=calls.get(path, module.calls), fate=fate, fused_with=merged)
+            )
         return Hierarchy(modules)
 
-    def including(self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None) -> Hierarchy:
+    def including(
+        self, calls: Mapping[str, int], classes: Mapping[str, str] | None = None
+    ) -> Hierarchy:
         """Return a tree that has these modules, too, for files that name more than they list.
 
-        Known modules stay as they are; what lies above one that ran and is not named is a container, which never runs.
+        Known modules stay as they are; what lies above one that ran and is not named is a
+        container, which never runs.
 
         Examples:
             >>> tree = Hierarchy([ModuleInfo("", "net.Net", 1)]).including({"layer.0": 2})
@@ -266,14 +283,20 @@ def _module_from_json(path: str, entry: object) -> ModuleInfo:
     if not isinstance(entry, dict):
         raise ValueError(f"{tags.MODULES}: module {path!r} is not a JSON object")  # noqa: TRY004 - it is a bad value
     class_name, calls, fate = entry.get("class"), entry.get("calls"), entry.get("fate")
-    merged, torch_name, synthetic = entry.get("with", []), entry.get("name"), entry.get("synthetic", False)
+    merged, torch_name, synthetic = (
+        entry.get("with", []),
+        entry.get("name"),
+        entry.get("synthetic", False),
+    )
     if not isinstance(class_name, str):
         problem = f"'class' is not a string: {class_name!r}"
     elif type(calls) is not int or calls < 0:
         problem = f"'calls' is not a count: {calls!r}"
     elif fate not in tuple(Fate):
         problem = f"'fate' is none of {', '.join(Fate)}: {fate!r}"
-    elif not isinstance(merged, list) or not all(isinstance(path_of_other, str) for path_of_other in merged):
+    elif not isinstance(merged, list) or not all(
+        isinstance(path_of_other, str) for path_of_other in merged
+    ):
         problem = f"'with' is not a list of module paths: {merged!r}"
     elif not (torch_name is None or isinstance(torch_name, str)):
         problem = f"'name' is not a string: {torch_name!r}"
@@ -292,7 +315,9 @@ def _class_name(module: torch.nn.Module) -> str:
     A ``GraphModule`` has a class of its own, which is given the name of the class that was traced.
     """
     kind = type(module)
-    scripted = getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
+    scripted = (
+        getattr(module, "original_name", None) if kind.__module__.startswith("torch.jit") else None
+    )
     if scripted:
         return str(scripted)
     renamed = kind.__qualname__.rpartition(".")[2] != kind.__name__
@@ -310,8 +335,8 @@ class ModulePath(NamedTuple):
 def module_paths(model: nn.Module) -> list[ModulePath]:
     """Return every module of a model, once, in the order of ``named_modules()``.
 
-    The first module with a name has the name as its path. The paths of further ones are the name and ``#2``, ``#3``,
-    ...; the paths of the modules inside begin with that.
+    The first module with a name has the name as its path. The paths of further ones are the name
+    and ``#2``, ``#3``, ...; the paths of the modules inside begin with that.
 
     Examples:
         >>> import torch
@@ -326,7 +351,9 @@ def module_paths(model: nn.Module) -> list[ModulePath]:
     return list(_unique(model, "", "", set(), set()))
 
 
-def _unique(module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]) -> Iterator[ModulePath]:
+def _unique(
+    module: nn.Module, path: str, name: str, taken: set[str], seen: set[int]
+) -> Iterator[ModulePath]:
     """Iterate over a module and the modules inside it, in the order of ``named_modules()``."""
     free = itertools.chain([path], (f"{path}#{number}" for number in itertools.count(2)))
     path = next(candidate for candidate in free if candidate not in taken)

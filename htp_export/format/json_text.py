@@ -1,7 +1,8 @@
 """JSON in metadata of files, which are not trusted: its numbers and its depth have bounds.
 
-Python reads integers of any length; what is computed of them may take any time and memory, and ``str`` refuses more
-than 4,300 digits. A value that is read here can be written as JSON, compared and printed.
+Python reads integers of any length; what is computed of them may take any time and memory, and
+``str`` refuses more than 4,300 digits. A value that is read here can be written as JSON, compared
+and printed.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _MOST_DIGITS_OF_A_FLOAT = sys.float_info.max_10_exp + 1
 def parse_json(text: str | bytes, *, finite: bool = True) -> Any:
     """Parse JSON; a ``ValueError`` for other text, an integer beyond 64 bits, and more than `DEEPEST` levels.
 
-    ``finite`` also refuses NaN and infinite numbers, which Python reads and writes, and JSON does not have. Without it,
-    what other programs write is read: a whole number beyond 64 bits is a float, as most of them have it.
+    ``finite`` also refuses NaN and infinite numbers, which Python reads and writes, and JSON does
+    not have. Without it, what other programs write is read: a whole number beyond 64 bits is a
+    float, as most of them have it.
 
     Examples:
         >>> parse_json('{"fc": [0, 2.5]}')

@@ -1,7 +1,7 @@
 """The leaves of arguments and results, with the keys that lead to them.
 
-Tuples, lists, mappings and dataclasses are taken apart, and so are containers that torch knows as such: classes
-registered with ``torch.utils._pytree`` and the key/value caches of transformers.
+Tuples, lists, mappings and dataclasses are taken apart, and so are containers that torch knows as
+such: classes registered with ``torch.utils._pytree`` and the key/value caches of transformers.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ def is_cache(value: Any) -> bool:
     return known is not None and isinstance(value, known.Cache)
 
 
-def named_leaves(tree: Any, name: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def named_leaves(
+    tree: Any, name: str = "", above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Everything in nested containers (transformers' outputs are mappings), with the keys that lead to it.
 
-    A key that is no word and no number counts by its place: a tensor must not be looked at, while it is being traced.
-    A named tuple has the names of its fields. What contains itself is taken apart once; ``above`` are the containers
-    around.
+    A key that is no word and no number counts by its place: a tensor must not be looked at, while
+    it is being traced. A named tuple has the names of its fields. What contains itself is taken
+    apart once; ``above`` are the containers around.
 
     Examples:
         >>> list(named_leaves({"x": 1, "states": (None, 2)}))
@@ -52,7 +54,11 @@ def tensors_in(tree: Any) -> Iterator[Any]:
 
 def containers_in(tree: Any, name: str = "") -> Iterator[str]:
     """The names of the containers that are no tuples, lists or mappings: caches, and others that torch knows."""
-    return (place for place, leaf in _in_plain(tree, name) if is_cache(leaf) or _node_of(leaf) is not None)
+    return (
+        place
+        for place, leaf in _in_plain(tree, name)
+        if is_cache(leaf) or _node_of(leaf) is not None
+    )
 
 
 def caches_in(tree: Any) -> Iterator[Any]:
@@ -86,19 +92,24 @@ def _items(tree: Any) -> Iterator[tuple[Any, Any]] | None:
 def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
     """The parts of a dataclass or container that torch takes apart, in order, and of a cache; None for anything else.
 
-    Where torch only counts the parts, as ``transformers.exporters`` has it for caches, a tensor is named by the
-    attributes that lead to it: ``layers.0.keys``. So are the tensors of caches that are registered in another way.
+    Where torch only counts the parts, as ``transformers.exporters`` has it for caches, a tensor is
+    named by the attributes that lead to it: ``layers.0.keys``. So are the tensors of caches that
+    are registered in another way.
     """
     node = _node_of(container)
     if node is None and is_dataclass(container) and not isinstance(container, type):
-        return iter([(each.name, getattr(container, each.name, None)) for each in fields(container)])
+        return iter(
+            [(each.name, getattr(container, each.name, None)) for each in fields(container)]
+        )
     if node is None:
         return _attributes(container) if is_cache(container) else None
     try:
         if node.flatten_with_keys_fn is None:
             children: list[Any] = list(enumerate(node.flatten_fn(container)[0]))
         else:
-            children = [(_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]]
+            children = [
+                (_plain(key), child) for key, child in node.flatten_with_keys_fn(container)[0]
+            ]
     except Exception:  # the code of another library: what it cannot take apart is one leaf
         return None
     if is_cache(container):
@@ -107,7 +118,10 @@ def _parts(container: Any) -> Iterator[tuple[Any, Any]] | None:
         known: dict[int, list[str]] = {}
         for key, tensor in _attributes(container):
             known.setdefault(id(tensor), []).append(key)
-        children = [(known[id(child)].pop(0) if known.get(id(child)) else key, child) for key, child in children]
+        children = [
+            (known[id(child)].pop(0) if known.get(id(child)) else key, child)
+            for key, child in children
+        ]
     return iter(children)
 
 
@@ -125,7 +139,9 @@ def _plain(key: Any) -> Any:
     return str(key)
 
 
-def _attributes(value: Any, name: str = "", above: tuple[int, ...] = ()) -> Iterator[tuple[str, Any]]:
+def _attributes(
+    value: Any, name: str = "", above: tuple[int, ...] = ()
+) -> Iterator[tuple[str, Any]]:
     """Every tensor in the attributes of an object, at any depth, with the attributes and keys that lead to it."""
     import torch
 
@@ -133,7 +149,11 @@ def _attributes(value: Any, name: str = "", above: tuple[int, ...] = ()) -> Iter
         yield name, value
         return
     items: Any = _items(value)
-    if items is None and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+    if (
+        items is None
+        and hasattr(value, "__dict__")
+        and not isinstance(value, (type, torch.nn.Module))
+    ):
         items = iter(list(vars(value).items()))
     if items is None or id(value) in above:
         return

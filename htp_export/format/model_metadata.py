@@ -105,7 +105,10 @@ def taps_from_json(text: str) -> dict[str, Tap]:
         return Tap(tuple(map(str, entry["places"])), tuple(map(str, entry["made"])))
 
     return _parsed(
-        tags.TAPS, text, "outputs with places", lambda listed: {name: tap(entry) for name, entry in listed.items()}
+        tags.TAPS,
+        text,
+        "outputs with places",
+        lambda listed: {name: tap(entry) for name, entry in listed.items()},
     )
 
 
@@ -196,7 +199,9 @@ def read_placement(metadata: Mapping[str, str]) -> dict[str, str]:
     def entries(listed: Any) -> dict[str, str]:
         return {str(name): str(value) for name, value in listed.items()}
 
-    return _parsed(tags.PLACEMENT, metadata.get(tags.PLACEMENT), "session configuration entries", entries)
+    return _parsed(
+        tags.PLACEMENT, metadata.get(tags.PLACEMENT), "session configuration entries", entries
+    )
 
 
 def write_placement(metadata: MutableMapping[str, str], entries: Mapping[str, str]) -> None:
@@ -252,7 +257,9 @@ def read_provenance(metadata: Mapping[str, str]) -> tuple[ProvenanceNote, ...]:
 
 def _is_note(note: ProvenanceNote) -> bool:
     texts = all(isinstance(text, str) for text in (note.step, note.input, note.output))
-    return texts and all(isinstance(each, dict) for each in (note.options, note.files, note.versions))
+    return texts and all(
+        isinstance(each, dict) for each in (note.options, note.files, note.versions)
+    )
 
 
 def write_provenance(metadata: MutableMapping[str, str], notes: Sequence[ProvenanceNote]) -> None:

@@ -1,7 +1,8 @@
 """The parameters of each PyTorch module, by name and shape.
 
-The export writes them as ``htp.parameters``, because initializers do not show them: buffers are among them, a BatchNorm
-is folded into its convolution, and equal tensors are merged. See ``docs/format.md``.
+The export writes them as ``htp.parameters``, because initializers do not show them: buffers are
+among them, a BatchNorm is folded into its convolution, and equal tensors are merged. See
+``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -122,7 +123,9 @@ def parameters_from_json(text: str) -> dict[str, ModuleParameters]:
             elif _is_shape(shape):
                 module_shapes[name] = tuple(shape)
             else:
-                raise ValueError(f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}")
+                raise ValueError(
+                    f"{tags.PARAMETERS}: {name!r} of module {path!r} has no shape: {shape!r}"
+                )
             shapes[tags.below(path, name)] = module_shapes[name]
         parameters[path] = ModuleParameters(module_shapes, tied)
     return parameters

@@ -1,12 +1,13 @@
 """Regular expressions that are matched in time linear in the text, whatever the expression is.
 
-``re`` tries the ways in which an expression can match one after the other, which are more than can be tried for some
-expressions of a few characters: ``(.|.)*!``. Expressions come with files of others: selectors in the steps of a model
-file, patterns in the config of an adapter. They are matched here with all ways at once, as a nondeterministic
-automaton (Thompson, "Regular expression search algorithm", 1968; https://swtch.com/~rsc/regexp/regexp1.html).
+``re`` tries the ways in which an expression can match one after the other, which are more than can
+be tried for some expressions of a few characters: ``(.|.)*!``. Expressions come with files of
+others: selectors in the steps of a model file, patterns in the config of an adapter. They are
+matched here with all ways at once, as a nondeterministic automaton (Thompson, "Regular expression
+search algorithm", 1968; https://swtch.com/~rsc/regexp/regexp1.html).
 
-The syntax is that of ``re``, which parses it, without what is no regular language: references to groups, and groups
-that give nothing back (``(?>...)``, ``a*+``).
+The syntax is that of ``re``, which parses it, without what is no regular language: references to
+groups, and groups that give nothing back (``(?>...)``, ``a*+``).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _MOST_STATES = 50_000
 _FREE_VISITS, _MOST_VISITS = 1_000_000, 50
 """Visits of states, which take half a microsecond each: so many at first, and so many for each character of the texts.
 
-Steps that were taken before are kept, and visit none. Expressions that people write have a few different ones.
+Steps that were taken before are kept, and visit none. Expressions that people write have a few
+different ones.
 """
 
 _VISITS_OF_A_CONDITION = 4
@@ -63,8 +65,8 @@ class Pattern:
     r"""A regular expression; matching takes time linear in the text.
 
     Raises:
-        ValueError: The expression cannot be read, is too large, or refers to groups; also of a match that takes more
-            steps than are allowed.
+        ValueError: The expression cannot be read, is too large, or refers to groups; also of a
+            match that takes more steps than are allowed.
 
     Examples:
         >>> Pattern(r"layer\.\d+").fullmatch("layer.12"), Pattern("(.|.|.)*!").fullmatch("encoder" * 100)
@@ -123,9 +125,9 @@ Places: TypeAlias = list[bool]
 class _Automaton:
     """The states of an expression, or of a part of it that looks ahead or behind.
 
-    ``backward`` reads texts from the end. Conditions on places are evaluated for all places of a text before it is
-    read: what looks ahead is an automaton that reads backward and may begin anywhere, and the places where it accepts
-    are those where a match begins.
+    ``backward`` reads texts from the end. Conditions on places are evaluated for all places of a
+    text before it is read: what looks ahead is an automaton that reads backward and may begin
+    anywhere, and the places where it accepts are those where a match begins.
     """
 
     def __init__(self, items: _Items, flags: int, work: _Work, *, backward: bool = False) -> None:
@@ -173,7 +175,9 @@ class _Automaton:
             return self._add(_State(never=True))
         one_character = _source(operation, argument)
         if one_character is None:
-            raise ValueError(f"the regular expression has {str(operation).lower()}, which takes no bounded time")
+            raise ValueError(
+                f"the regular expression has {str(operation).lower()}, which takes no bounded time"
+            )
         return self._add(_State([then], character=re.compile(one_character, flags & _OWN_FLAGS)))
 
     def _repeat(self, least: Any, most: Any, items: _Items, flags: int, then: int) -> int:
@@ -207,7 +211,11 @@ class _Automaton:
         for place in places:
             if anywhere or place == places[0]:
                 states |= start
-            holding = frozenset([key for key, holds in conditions.items() if holds[place]]) if conditions else _NONE
+            holding = (
+                frozenset([key for key, holds in conditions.items() if holds[place]])
+                if conditions
+                else _NONE
+            )
             states = self._closed(states, holding)
             found[place] = 0 in states
             if place != places[-1]:
@@ -228,7 +236,11 @@ class _Automaton:
             if number in closed:
                 continue
             closed.add(number)
-            if state.character is None and not state.never and (state.condition is None or state.condition in holds):
+            if (
+                state.character is None
+                and not state.never
+                and (state.condition is None or state.condition in holds)
+            ):
                 waiting += state.then
         return self._keep((states, holds), frozenset(closed), len(closed))
 

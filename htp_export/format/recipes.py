@@ -1,7 +1,7 @@
 """How a stored tensor was made of the parameters and buffers of the PyTorch model: ``htp.recipe`` of an initializer.
 
-A recipe is the name of an entry of the model's ``state_dict``, or a step: ``[word, operand, ..., setting]``. Operands
-are recipes, or numbers. See ``docs/format.md``.
+A recipe is the name of an entry of the model's ``state_dict``, or a step: ``[word, operand, ...,
+setting]``. Operands are recipes, or numbers. See ``docs/format.md``.
 """
 
 from __future__ import annotations
@@ -45,18 +45,37 @@ def _is_cut(setting: Any) -> bool:
 
 
 def _is_rows(setting: Any) -> bool:
-    return isinstance(setting, list) and len(setting) == 2 and _is_axis(setting[0]) and isinstance(setting[1], list)
+    return (
+        isinstance(setting, list)
+        and len(setting) == 2
+        and _is_axis(setting[0])
+        and isinstance(setting[1], list)
+    )
 
 
 def _is_blocks(setting: Any) -> bool:
-    if not isinstance(setting, list) or len(setting) != 4 or setting[0] not in ("levels", "scales", "zero_points"):
+    if (
+        not isinstance(setting, list)
+        or len(setting) != 4
+        or setting[0] not in ("levels", "scales", "zero_points")
+    ):
         return False
     _, bits, block, symmetric = setting
-    return bits in (4, 8) and type(block) is int and 16 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+    return (
+        bits in (4, 8)
+        and type(block) is int
+        and 16 <= block <= _LARGEST_BLOCK
+        and symmetric in (0, 1)
+    )
 
 
 def _is_unpacking(setting: Any) -> bool:
-    if not isinstance(setting, list) or len(setting) != 3 or type(setting[0]) is not int or setting[0] < 0:
+    if (
+        not isinstance(setting, list)
+        or len(setting) != 3
+        or type(setting[0]) is not int
+        or setting[0] < 0
+    ):
         return False
     _, bits, kind = setting
     return bits in (4, 8) and kind in (f"int{bits}", f"uint{bits}")
@@ -76,7 +95,9 @@ _FORMS: Mapping[str, _Form] = {
     "constant": _Form(0, 0),
     "computed": _Form(0, _MOST_OPERANDS, _is_text),
     "transpose": _Form(setting=_is_sizes, keeps_zeros=True),
-    **dict.fromkeys(("reshape", "squeeze", "unsqueeze", "expand"), _Form(setting=_is_sizes, keeps_zeros=True)),
+    **dict.fromkeys(
+        ("reshape", "squeeze", "unsqueeze", "expand"), _Form(setting=_is_sizes, keeps_zeros=True)
+    ),
     "cast": _Form(setting=_is_text, keeps_zeros=True),
     "narrow": _Form(setting=_is_text, keeps_zeros=True),
     "slice": _Form(setting=_is_cut, keeps_zeros=True),
@@ -94,7 +115,8 @@ _FORMS: Mapping[str, _Form] = {
 def step(word: str, *parts: Any) -> Recipe:
     """A step, in the simplest form: the operands, and the setting where the word has one.
 
-    What has no parameter in it is constant. A mask stays outermost, because its zeros are those of the stored tensor.
+    What has no parameter in it is constant. A mask stays outermost, because its zeros are those of
+    the stored tensor.
 
     Examples:
         >>> step("cast", step("transpose", "fc.weight", [1, 0]), "float16")
@@ -107,16 +129,29 @@ def step(word: str, *parts: Any) -> Recipe:
     form = _FORMS[word]
     operands, setting = (parts[:-1], parts[-1:]) if form.setting else (parts, ())
     if word not in ("constant", "computed"):
-        if all(not isinstance(each, str) and next(parameters_in(each), None) is None for each in operands):
-            vague = next((each for each in operands if isinstance(each, list) and each[0] == "computed"), None)
+        if all(
+            not isinstance(each, str) and next(parameters_in(each), None) is None
+            for each in operands
+        ):
+            vague = next(
+                (each for each in operands if isinstance(each, list) and each[0] == "computed"),
+                None,
+            )
             return CONSTANT if vague is None else vague
         inexact = next((why for each in operands if (why := _why_not(each))), "")
         if inexact:
             return _computed(operands, inexact)
         if form.keeps_zeros and any(_is_masked(each) for each in operands):
-            return ["masked", [word, *(each[1] if _is_masked(each) else each for each in operands), *setting]]
+            return [
+                "masked",
+                [word, *(each[1] if _is_masked(each) else each for each in operands), *setting],
+            ]
         if any(_is_masked(each) for each in operands):
-            return operands[0] if word == "masked" else _computed(operands, f"{word} of pruned weights")
+            return (
+                operands[0]
+                if word == "masked"
+                else _computed(operands, f"{word} of pruned weights")
+            )
     made = [word, *operands, *setting]
     if word == "computed" or len(recipe_to_text(made)) > _LONGEST or _depth(made) > _DEEPEST:
         return _computed(operands, setting[0] if word == "computed" else f"{word}, and more")
@@ -216,7 +251,9 @@ def _check(recipe: Any, deepest: int) -> None:
     if deepest <= 0:
         raise ValueError(f"more than {_DEEPEST} steps are inside one another")
     operands = operands_of(recipe)
-    if not form.fewest <= len(operands) <= form.most or (form.setting and not form.setting(recipe[-1])):
+    if not form.fewest <= len(operands) <= form.most or (
+        form.setting and not form.setting(recipe[-1])
+    ):
         raise ValueError(f"step {word!r} has other operands or settings than it takes")
     for each in operands:
         _check(each, deepest - 1)

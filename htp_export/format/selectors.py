@@ -15,18 +15,19 @@ from htp_export.format.tags import ancestors
 def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str]:
     r"""The module paths that a selector names.
 
-    ==================  ===============================================================================
+    ==================
+    ===============================================================================
     ``encoder.layer.*``  a glob on paths: ``*``, ``?`` and ``[...]`` stay within one part of a path
-    ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below it
-    ``.`` or ``""``      the root
-    ``class:LayerNorm``  a glob on the class, by its simple or its full name
-    ``re:.*\.(q|k)``      a regular expression that matches the whole path, see below; it may hold commas
-    ``a,b`` or a list    the union
-    ``!dropout``         not these, wherever it stands; with nothing but exclusions, all others
-    ==================  ===============================================================================
+    ``encoder.**``       ``**`` is any number of parts, none too: ``encoder`` and everything below
+    it ``.`` or ``""``      the root ``class:LayerNorm``  a glob on the class, by its simple or its
+    full name ``re:.*\.(q|k)``      a regular expression that matches the whole path, see below; it
+    may hold commas ``a,b`` or a list    the union ``!dropout``         not these, wherever it
+    stands; with nothing but exclusions, all others ==================
+    ===============================================================================
 
-    A selector may be that of a file: it is matched in time linear in the length of a path. Regular expressions are
-    those of ``re``, without references to groups, atomic groups and possessive repeats.
+    A selector may be that of a file: it is matched in time linear in the length of a path. Regular
+    expressions are those of ``re``, without references to groups, atomic groups and possessive
+    repeats.
 
     Args:
         pattern: The selector. A comma splits it, except inside ``[...]`` and after ``re:``.
@@ -36,7 +37,8 @@ def select(pattern: str | Sequence[str], classes: Mapping[str, str]) -> list[str
         The selected paths, each once, in the order of ``classes``.
 
     Raises:
-        SelectorError: If the selector is empty or cannot be read, or if a part of it matches no module.
+        SelectorError: If the selector is empty or cannot be read, or if a part of it matches no
+            module.
 
     Examples:
         >>> classes = {"": "net.Net", "layer": "net.List", "layer.0": "net.Block", "layer.0.fc": "torch.nn.Linear"}
@@ -63,7 +65,9 @@ def select_below(pattern: str | Sequence[str], classes: Mapping[str, str]) -> li
     return _remaining(terms, _with_below(chosen, classes) - _with_below(excluded, classes), classes)
 
 
-def chosen_and_excluded(pattern: str | Sequence[str], classes: Mapping[str, str]) -> tuple[set[str], set[str]]:
+def chosen_and_excluded(
+    pattern: str | Sequence[str], classes: Mapping[str, str]
+) -> tuple[set[str], set[str]]:
     """The modules that a selector names, without any of those that it excludes, and the excluded ones.
 
     Examples:
@@ -85,7 +89,8 @@ class Place:
         modules: The selector of the modules.
         side: ``"in"`` or ``"out"``; ``""`` for both, where it excludes.
         call: Number of the call, from 0; None for all calls.
-        name: The argument of ``forward``, or its position among the tensors of that side; ``""`` for the first.
+        name: The argument of ``forward``, or its position among the tensors of that side; ``""``
+            for the first.
         excludes: Whether it begins with ``!``.
     """
 
@@ -111,34 +116,53 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
         ...
         htp_export.errors.SelectorError: selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'
     """
-    return [_place(text) for text in _texts(pattern, "an empty list names no tensor; write 'PATH:out'")]
+    return [
+        _place(text) for text in _texts(pattern, "an empty list names no tensor; write 'PATH:out'")
+    ]
 
 
 def _place(text: str) -> Place:
     body = text.removeprefix("!").lstrip()
     if len(body) > _LONGEST_PLACE:
-        raise SelectorError(f"{body[:_LONGEST_SHOWN]}...", f"is longer than {_LONGEST_PLACE:,} characters")
+        raise SelectorError(
+            f"{body[:_LONGEST_SHOWN]}...", f"is longer than {_LONGEST_PLACE:,} characters"
+        )
     match = _PLACE.fullmatch(body)
     if match is None or not (match["side"] or body != text):
         raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
     call = None if match["call"] is None else int(match["call"])
-    return Place(text, match["modules"], match["side"] or "", call, match["name"] or "", excludes=body != text)
+    return Place(
+        text,
+        match["modules"],
+        match["side"] or "",
+        call,
+        match["name"] or "",
+        excludes=body != text,
+    )
 
 
 _LONGEST_PLACE = 10_000  # characters: the time of `_PLACE` grows with their square
 _LONGEST_SHOWN = 60  # characters in the message
 
 _PLACE = re.compile(
-    r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?", re.DOTALL
+    r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?",
+    re.DOTALL,
 )
 
 
 def _terms(pattern: str | Sequence[str]) -> list[_Term]:
-    return [_term(text) for text in _texts(pattern, "an empty list selects nothing; write '**' for every module")]
+    return [
+        _term(text)
+        for text in _texts(pattern, "an empty list selects nothing; write '**' for every module")
+    ]
 
 
 def _texts(pattern: str | Sequence[str], if_empty: str) -> list[str]:
-    texts = [text for item in ([pattern] if isinstance(pattern, str) else pattern) for text in _split(item)]
+    texts = [
+        text
+        for item in ([pattern] if isinstance(pattern, str) else pattern)
+        for text in _split(item)
+    ]
     if not texts:
         raise SelectorError("", if_empty)
     return texts
@@ -161,7 +185,9 @@ def _matched(terms: Sequence[_Term], classes: Mapping[str, str]) -> tuple[set[st
 
 def _remaining(terms: Sequence[_Term], chosen: set[str], classes: Mapping[str, str]) -> list[str]:
     if not chosen:
-        raise SelectorError(", ".join(term.text for term in terms), "excludes every module that it selects")
+        raise SelectorError(
+            ", ".join(term.text for term in terms), "excludes every module that it selects"
+        )
     return [path for path in classes if path in chosen]
 
 
@@ -180,12 +206,17 @@ class _Term:
         if self.kind == "class":
             return any(map(self.regex.fullmatch, (class_name.rpartition(".")[2], class_name)))
         if self.kind == "glob" and path:
-            path = "." + path  # as in _glob_regex: every part stands after a dot, and the root is ""
+            # as in _glob_regex: every part stands after a dot, and the root is ""
+            path = "." + path
         return bool(self.regex.fullmatch(path))
 
     def hint(self, classes: Mapping[str, str]) -> str:
         wanted = self.text.removeprefix("!").removeprefix(self.kind + ":")
-        known = {name.rpartition(".")[2] for name in classes.values()} if self.kind == "class" else classes
+        known = (
+            {name.rpartition(".")[2] for name in classes.values()}
+            if self.kind == "class"
+            else classes
+        )
         nearest = nearest_names(wanted, sorted(known), cutoff=0.4)
         if nearest:
             return f"; nearest: {', '.join(map(repr, nearest))}"
@@ -253,8 +284,9 @@ def _tokens(text: str) -> Iterator[str]:
         place = end
 
 
-# Regular expressions of globs are matched by `re`, without a way back into what a star has matched: the first place
-# where what follows a star can match is as good as any later one, as long as another star follows.
+# Regular expressions of globs are matched by `re`, without a way back into what a star has matched:
+# the first place where what follows a star can match is as good as any later one, as long as
+# another star follows.
 
 _END = r"(?=\.|\Z)"  # of a part of a path
 _PARTS = r"(?:\.[^.]++)*"
@@ -304,7 +336,8 @@ def _stars_regex(tokens: Sequence[str], character: str, negations: str = "!^") -
 def _with_gaps(runs: Sequence[str], gap: str) -> str:
     """Expressions with a ``gap`` of any length between them, each of which matches texts of one length.
 
-    A gap is as short as it can be, once and for all; the last one is as long as it can be, up to the last expression.
+    A gap is as short as it can be, once and for all; the last one is as long as it can be, up to
+    the last expression.
     """
     first, *others = runs
     if not others:

@@ -16,8 +16,9 @@ class Signature:
     """The tensors of one call of a module.
 
     Attributes:
-        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → name of the tensor in the file, None if
-            the file has no tensor of that value: a constant, or a tensor that was merged with its neighbours.
+        inputs: Argument of ``forward`` (``hidden_states``, ``states.1``) → name of the tensor in
+            the file, None if the file has no tensor of that value: a constant, or a tensor that was
+            merged with its neighbours.
         outputs: The names of the tensors that ``forward`` returned, in order.
     """
 
@@ -40,7 +41,9 @@ class Signature:
         def name(old: str | None) -> str | None:
             return None if old is None else name_of(old)
 
-        return Signature({key: name(old) for key, old in self.inputs.items()}, tuple(map(name, self.outputs)))
+        return Signature(
+            {key: name(old) for key, old in self.inputs.items()}, tuple(map(name, self.outputs))
+        )
 
 
 def is_unread(calls: Sequence[Signature]) -> bool:
@@ -50,7 +53,10 @@ def is_unread(calls: Sequence[Signature]) -> bool:
 
 def signatures_to_json(signatures: Mapping[str, Sequence[Signature]]) -> str:
     """Return the value of ``htp.signatures``: module path → its calls in order."""
-    plain = {path: [[dict(call.inputs), call.outputs] for call in calls] for path, calls in signatures.items()}
+    plain = {
+        path: [[dict(call.inputs), call.outputs] for call in calls]
+        for path, calls in signatures.items()
+    }
     return tags.json_text(plain)
 
 
@@ -76,5 +82,7 @@ def _calls(path: str, calls: object) -> tuple[Signature, ...]:
             ):
                 signatures.append(Signature(inputs, tuple(outputs)))
             case _:
-                raise ValueError(f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]")
+                raise ValueError(
+                    f"{tags.SIGNATURES}: module {path!r} has a call that is not [inputs, outputs]"
+                )
     return tuple(signatures)

@@ -1,14 +1,22 @@
 """Module paths, owners and the keys under which they are written into ONNX files.
 
-Knows neither torch nor ONNX: paths are strings, as ``model.named_modules()`` gives them, and the root is ``""``.
-See ``docs/format.md`` for the file format.
+Knows neither torch nor ONNX: paths are strings, as ``model.named_modules()`` gives them, and the
+root is ``""``. See ``docs/format.md`` for the file format.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Collection, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Collection,
+    Container,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
@@ -66,11 +74,22 @@ TAPS = "htp.taps"
 MAP = "htp.map"
 PROVENANCE = "htp.provenance"
 PLACEMENT = "htp.placement"
-WEIGHTS = "htp.weights"  # of the file, not of the model: it is there where a file shares the weights of another
+# of the file, not of the model: it is there where a file shares the weights of another
+WEIGHTS = "htp.weights"
 DATA = "htp.data"  # of the file, too: what is in its own data files
 WAY = "htp.way"  # of a graph in memory that is no ONNX file: how it was got
 ATEN = "aten"  # domain of torch's own operators in such a graph
-MODEL_KEYS = (FORMAT, MODULES, CALLERS, SIGNATURES, PARAMETERS, CONTAMINATION, FUNCTIONS, MAP, PROVENANCE)
+MODEL_KEYS = (
+    FORMAT,
+    MODULES,
+    CALLERS,
+    SIGNATURES,
+    PARAMETERS,
+    CONTAMINATION,
+    FUNCTIONS,
+    MAP,
+    PROVENANCE,
+)
 
 
 def is_under(path: str, ancestor: str) -> bool:
@@ -159,7 +178,9 @@ def check_paths(paths: Iterable[str]) -> None:
         parts = path.count(".") + 1
         left -= len(path) * parts
         if left < 0:
-            raise ValueError(f"the path of a module has {parts:,} parts; with the paths above it, that is too long")
+            raise ValueError(
+                f"the path of a module has {parts:,} parts; with the paths above it, that is too long"
+            )
 
 
 def all_above(paths: Iterable[str], known: Container[str] = ()) -> set[str]:
@@ -186,7 +207,9 @@ def common_ancestor(paths: Iterable[str]) -> str:
         ('layer.0', '')
     """
     parts = zip(*(path.split(".") if path else [] for path in paths), strict=False)
-    return ".".join(names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts))
+    return ".".join(
+        names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, parts)
+    )
 
 
 def innermost(paths: Iterable[str]) -> tuple[str, ...]:
@@ -241,7 +264,9 @@ def json_object(key: str, text: str, of: str, values: type = object) -> dict[str
         listed = parse_json(text)
     except ValueError as error:
         raise ValueError(f"{key} is not JSON: {error}") from error
-    if not isinstance(listed, dict) or not all(isinstance(value, values) for value in listed.values()):
+    if not isinstance(listed, dict) or not all(
+        isinstance(value, values) for value in listed.values()
+    ):
         raise ValueError(f"{key} is not a JSON object of {of}")
     return listed
 
@@ -298,7 +323,9 @@ def write_calls(metadata: MutableMapping[str, str], encoded: str) -> None:
         metadata[CALLS if encoded.startswith("{") else CALL] = encoded
 
 
-def node_tags(owners: Sequence[str], reason: str, called: Collection[str], calls: str = "") -> dict[str, str]:
+def node_tags(
+    owners: Sequence[str], reason: str, called: Collection[str], calls: str = ""
+) -> dict[str, str]:
     """Return the tags of a node: its owners in order of execution, a `Reason` or ``""``, and its ``encoded_calls``.
 
     Examples:

@@ -1,7 +1,8 @@
 """What torch itself writes into ONNX files: the module scopes of nodes, and the lines of Python that they are from.
 
-The scopes are for files without tags. They are not exact (see ``docs/owners.md``); a warning says so when they are
-used. The dynamo exporter writes them as node metadata, the TorchScript exporter into node names.
+The scopes are for files without tags. They are not exact (see ``docs/owners.md``); a warning says
+so when they are used. The dynamo exporter writes them as node metadata, the TorchScript exporter
+into node names.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_MOST_SCOPES = 1_000  # in the name of a node: those of modules, which Python itself does not nest deeper
+# in the name of a node: those of modules, which Python itself does not nest deeper
+_MOST_SCOPES = 1_000
 _SCOPES = "pkg.torch.onnx.name_scopes"
 _CLASSES = "pkg.torch.onnx.class_hierarchy"
 _CALL_SUFFIX = re.compile(r"@\d+(?=\.|$)")
@@ -41,7 +43,11 @@ def scopes_of(node: ir.Node) -> tuple[tuple[str, str], ...]:
         # The last entry is the FX node, not a module.
         paths = [_CALL_SUFFIX.sub("", path) for path in _strings(node.metadata_props[_SCOPES])[:-1]]
         classes = _strings(node.metadata_props.get(_CLASSES, "[]"))[:-1]
-        return tuple(zip(paths, classes if len(classes) == len(paths) else itertools.repeat(""), strict=False))
+        return tuple(
+            zip(
+                paths, classes if len(classes) == len(paths) else itertools.repeat(""), strict=False
+            )
+        )
     if node.name and node.name.startswith("/"):
         parts = node.name.split("/", maxsplit=_MOST_SCOPES)[1:-1]
         return (("", ""), *((path, "") for path in itertools.accumulate(parts, "{}.{}".format)))
@@ -55,7 +61,11 @@ def _strings(literal: str) -> tuple[str, ...]:
         value = ast.literal_eval(literal)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return ()
-    return tuple(value) if isinstance(value, list) and all(isinstance(item, str) for item in value) else ()
+    return (
+        tuple(value)
+        if isinstance(value, list) and all(isinstance(item, str) for item in value)
+        else ()
+    )
 
 
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
@@ -85,5 +95,6 @@ def source_lines(node: ir.Node) -> tuple[SourceLine, ...]:
 @lru_cache(maxsize=65536)
 def _lines(trace: str) -> tuple[SourceLine, ...]:
     return tuple(
-        SourceLine(file, int(line), function, code.strip()) for file, line, function, code in _FRAME.findall(trace)
+        SourceLine(file, int(line), function, code.strip())
+        for file, line, function, code in _FRAME.findall(trace)
     )

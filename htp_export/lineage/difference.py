@@ -1,8 +1,9 @@
 """The difference of two states of a graph: which nodes replace which, for passes that record nothing.
 
-A node that stays computes what it did: if it reads another value than before, the two values are equal, and so are
-values with the same name. Between these pairs are the removed nodes, and the nodes that replace them. A node that is
-read in place of an equal one does the work of both. A removed node that returned its input unchanged leaves nothing.
+A node that stays computes what it did: if it reads another value than before, the two values are
+equal, and so are values with the same name. Between these pairs are the removed nodes, and the
+nodes that replace them. A node that is read in place of an equal one does the work of both. A
+removed node that returned its input unchanged leaves nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
-        self.replaced: dict[ir.Value, ir.Value] = {}  # value → the one that was recorded to replace it, until then
+        # value → the one that was recorded to replace it, until then
+        self.replaced: dict[ir.Value, ir.Value] = {}
         self._add(model.graph, model.opset_imports)
         for function in model.functions.values():
             self._add(function.graph, function.opset_imports)
@@ -97,11 +99,15 @@ class Snapshot:
         """
         for what, names in self._ends.items():
             if names != before._ends[what]:
-                raise HtpExportError(f"the {what} of the model were {before._ends[what]}, and are {names}")
+                raise HtpExportError(
+                    f"the {what} of the model were {before._ends[what]}, and are {names}"
+                )
         for node, seen in self.nodes.items():
             for value in seen.inputs:
                 if value is not None and not self._is_available(value):
-                    raise HtpExportError(f"{node.op_type} {node.name!r} reads {value.name!r}, which has no producer")
+                    raise HtpExportError(
+                        f"{node.op_type} {node.name!r} reads {value.name!r}, which has no producer"
+                    )
         for results in self.results.values():
             for value in results:
                 if not self._is_available(value):
@@ -110,7 +116,9 @@ class Snapshot:
     def _is_available(self, value: ir.Value) -> bool:
         return value in self.makers or value.is_graph_input() or value.is_initializer()
 
-    def _add(self, graph: ir.Graph, versions: Mapping[str, int], holder: ir.Node | None = None) -> None:
+    def _add(
+        self, graph: ir.Graph, versions: Mapping[str, int], holder: ir.Node | None = None
+    ) -> None:
         self.results[graph] = tuple(graph.outputs)
         for node in graph:
             operator = (node.domain, node.op_type, node.overload, *settings(node, versions))
@@ -134,14 +142,20 @@ class PassDifference:
     after: Snapshot
     removed: Mapping[ir.Node, None]  # nodes that were removed or changed in place, in order
     added: Mapping[ir.Node, None]  # new nodes, and those that were changed in place, in order
-    equal: dict[ir.Value, ir.Value] = field(default_factory=dict)  # old value → the equal value that replaces it
-    merged: dict[ir.Node, None] = field(default_factory=dict)  # nodes that stayed, and now also do the work of others
+    # old value → the equal value that replaces it
+    equal: dict[ir.Value, ir.Value] = field(default_factory=dict)
+    # nodes that stayed, and now also do the work of others
+    merged: dict[ir.Node, None] = field(default_factory=dict)
 
     @classmethod
     def between(cls, before: Snapshot, after: Snapshot) -> PassDifference:
         """Compare two snapshots of one model."""
         old, new = before.nodes, after.nodes
-        changed = {node for node, seen in old.items() if node in new and seen.operator != new[node].operator}
+        changed = {
+            node
+            for node, seen in old.items()
+            if node in new and seen.operator != new[node].operator
+        }
         removed = dict.fromkeys(node for node in old if node not in new or node in changed)
         added = dict.fromkeys(node for node in new if node not in old or node in changed)
         difference = cls(before, after, removed, added)
@@ -155,7 +169,8 @@ class PassDifference:
         """Compare the recorded replacements with the tensors that nodes read before and after.
 
         Raises:
-            HtpExportError: If a tensor was recorded to be replaced by another than the one that its consumers read.
+            HtpExportError: If a tensor was recorded to be replaced by another than the one that its
+                consumers read.
         """
         for node, seen in self.before.nodes.items():
             if node not in self.after.nodes:
@@ -193,7 +208,8 @@ class PassDifference:
     def _pair_chains(self) -> None:
         """Pair what removed nodes computed with what remains, where equal nodes read equal values.
 
-        Of two equal chains of nodes, only the last results are paired by their consumers: those within had none other.
+        Of two equal chains of nodes, only the last results are paired by their consumers: those
+        within had none other.
         """
         twins: dict[ir.Node, ir.Node] = {}
         for old, new in list(self.equal.items()):
@@ -213,12 +229,18 @@ class PassDifference:
 
         A quantizer lets the node give another precision of the tensor, under another name.
         """
-        named = {(str(node.name), node.op_type): node for node in self.removed if node.name and node not in self.added}
+        named = {
+            (str(node.name), node.op_type): node
+            for node in self.removed
+            if node.name and node not in self.added
+        }
         for node in self.added:
             gone = named.get((str(node.name), node.op_type))
             if gone is None:
                 continue
-            for was, now in zip(self.before.nodes[gone].outputs, self.after.nodes[node].outputs, strict=False):
+            for was, now in zip(
+                self.before.nodes[gone].outputs, self.after.nodes[node].outputs, strict=False
+            ):
                 if was not in self.equal and now.uses():
                     self.equal[was] = now
 
@@ -240,15 +262,21 @@ class PassDifference:
     def same(self, gone: ir.Node, remaining: ir.Node) -> bool:
         """Whether a removed node and a remaining one have the same operator and equal inputs."""
         old, new = self.before.nodes[gone], self.after.nodes[remaining]
-        alike = (gone.domain, gone.op_type, len(old.inputs)) == (remaining.domain, remaining.op_type, len(new.inputs))
+        alike = (gone.domain, gone.op_type, len(old.inputs)) == (
+            remaining.domain,
+            remaining.op_type,
+            len(new.inputs),
+        )
         return alike and all(
-            a is b or (a is not None and self.equal.get(a) is b) for a, b in zip(old.inputs, new.inputs, strict=True)
+            a is b or (a is not None and self.equal.get(a) is b)
+            for a, b in zip(old.inputs, new.inputs, strict=True)
         )
 
     def counterpart(self, value: ir.Value, remaining: Collection[ir.Value]) -> ir.Value | None:
         """The remaining value that is equal to an old one, whose consumers are gone, too; None if there is none.
 
-        Of two nodes in a row that returned their input, the result of the first one is read by no node that remains.
+        Of two nodes in a row that returned their input, the result of the first one is read by no
+        node that remains.
         """
         seen = {value}
         while value not in remaining:
@@ -321,14 +349,16 @@ class _NodesAfter:
         return node.op_type in SIZES_ONLY
 
 
-def update_owners(difference: PassDifference, rule: OwnerRule, part: Collection[ir.Node] | None = None) -> None:
+def update_owners(
+    difference: PassDifference, rule: OwnerRule, part: Collection[ir.Node] | None = None
+) -> None:
     """Tag the nodes that a change added or merged others into, and set ``merged`` of the difference.
 
     Args:
         difference: The change.
         rule: The rule of owners.
-        part: The nodes that were to be changed, if only some were: a new node that replaces none serves its neighbours
-            among these and the new nodes, and others only if there are none.
+        part: The nodes that were to be changed, if only some were: a new node that replaces none
+            serves its neighbours among these and the new nodes, and others only if there are none.
     """
     replacements = _replacements(difference)
     new = dict.fromkeys(difference.added)
@@ -342,7 +372,9 @@ def update_owners(difference: PassDifference, rule: OwnerRule, part: Collection[
     added = [*difference.added]
     owned = known
     if part is not None:
-        owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after, {*part, *added}))
+        owned = rule.owners(
+            replacements, owned, added, _NodesAfter(difference.after, {*part, *added})
+        )
         replacements = []
     owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after))
     for node in new:
@@ -359,7 +391,8 @@ def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
             continue
         replaced, ends = difference.replaced(old)
         if maker in difference.added:
-            # Nodes that compute on constants and sizes are replaced by no node, unless there are no others.
+            # Nodes that compute on constants and sizes are replaced by no node, unless there are no
+            # others.
             live = [*filter(before.is_live, replaced)] or replaced
             works = [before.work_of(gone) for gone in live]
             for node in difference.replacing(new):
@@ -369,7 +402,8 @@ def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
         if replaced and new not in ends and after.makers.get(new) not in difference.added:
             for was, now in _twins(difference, old, new):
                 gone, remaining = before.makers[was], after.makers[now]
-                if remaining in difference.added:  # it replaces the nodes of one chain, and stands for all
+                # it replaces the nodes of one chain, and stands for all
+                if remaining in difference.added:
                     works = [before.work_of(node) for node in difference.replaced(was)[0]]
                     for node in difference.replacing(now):
                         results[node].append(works)
@@ -397,18 +431,33 @@ def _is_inserted(node: ir.Node, replaced: Collection[ir.Node]) -> bool:
     return not any(base_op(operator_of(gone)) in kinds for gone in replaced)
 
 
-def _twins(difference: PassDifference, old: ir.Value, new: ir.Value) -> Iterator[tuple[ir.Value, ir.Value]]:
+def _twins(
+    difference: PassDifference, old: ir.Value, new: ir.Value
+) -> Iterator[tuple[ir.Value, ir.Value]]:
     """An output of a removed node and the equal one of another; and those before them, while the nodes are alike."""
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
         gone, remaining = difference.before.makers.get(was), difference.after.makers.get(now)
-        if gone is None or remaining is None or gone is remaining or gone not in difference.removed or gone in seen:
+        if (
+            gone is None
+            or remaining is None
+            or gone is remaining
+            or gone not in difference.removed
+            or gone in seen
+        ):
             continue
         seen.add(gone)
         yield was, now
-        if (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type) and gone.op_type not in SIZES_ONLY:
-            inputs = zip(difference.before.nodes[gone].inputs, difference.after.nodes[remaining].inputs, strict=False)
+        if (gone.domain, gone.op_type) == (
+            remaining.domain,
+            remaining.op_type,
+        ) and gone.op_type not in SIZES_ONLY:
+            inputs = zip(
+                difference.before.nodes[gone].inputs,
+                difference.after.nodes[remaining].inputs,
+                strict=False,
+            )
             queue.extend(
                 (a, b)
                 for a, b in inputs

@@ -1,8 +1,9 @@
 """What became of each module: one state machine for an export, `carry` and the passes.
 
-Each of them hands in its `FateEvidence`: the boundaries in the graph as it is, and what it knows of the tensors that
-the modules took and gave in PyTorch. A module with a boundary tensor that is gone is *fused* with the modules on the
-other side of it, and with theirs, until every tensor at the common boundary is one that PyTorch knows.
+Each of them hands in its `FateEvidence`: the boundaries in the graph as it is, and what it knows of
+the tensors that the modules took and gave in PyTorch. A module with a boundary tensor that is gone
+is *fused* with the modules on the other side of it, and with theirs, until every tensor at the
+common boundary is one that PyTorch knows.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class FateEvidence(ABC, Generic[Key]):
     def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
         """The owners on the other side of what modules take and give, whether or not it is in the graph.
 
-        In groups, those first with whose work the modules go on: a tensor that they give back may be one inside it.
+        In groups, those first with whose work the modules go on: a tensor that they give back may
+        be one inside it.
         """
 
     def counterpart(self, tensor: Key) -> Hashable:
@@ -91,13 +93,17 @@ class FateEvidence(ABC, Generic[Key]):
     def around_fused(self, group: Sequence[str]) -> Iterator[str]:
         """The modules around members of a group that do a part of the work of a fused node in their regions.
 
-        The result of the node is what such a module computed: the boundary of the group alone would have it as equal
-        work of that module, see ``NodeCalls.others``.
+        The result of the node is what such a module computed: the boundary of the group alone would
+        have it as equal work of that module, see ``NodeCalls.others``.
         """
         outermost = [
-            path for path in group if path and not any(up in group for up in tags.ancestors(path) if up != path)
+            path
+            for path in group
+            if path and not any(up in group for up in tags.ancestors(path) if up != path)
         ]
-        for node in sorted({node for path in outermost for node in self.boundaries.below.get(path, ())}):
+        for node in sorted(
+            {node for path in outermost for node in self.boundaries.below.get(path, ())}
+        ):
             if node not in self.boundaries.fused:
                 continue
             for owner in self.boundaries.owners(node):
@@ -128,21 +134,31 @@ def fate_of(path: str, evidence: FateEvidence[Key]) -> Outcome:
     return Outcome(Fate.FUSED, fused_with(path, partners or (), evidence))
 
 
-def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
+def find_fates(
+    hierarchy: Hierarchy, evidence: FateEvidence[Key]
+) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
     """What became of all modules.
 
     Returns:
-        The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the boundaries of
-        computed modules that PyTorch does not know.
+        The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the
+        boundaries of computed modules that PyTorch does not know.
     """
     outcomes = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
     for path, outcome in outcomes.items():
-        if outcome.fate.is_exact and not evidence.is_closed(path) and evidence.settled(path) is None:
-            contamination.update(((path, key, leaves), None) for key, _, leaves in evidence.unknown([path]))
+        if (
+            outcome.fate.is_exact
+            and not evidence.is_closed(path)
+            and evidence.settled(path) is None
+        ):
+            contamination.update(
+                ((path, key, leaves), None) for key, _, leaves in evidence.unknown([path])
+            )
     tree = hierarchy.with_results(
         fates={path: outcome.fate for path, outcome in outcomes.items()},
-        fused_with={path: outcome.fused_with for path, outcome in outcomes.items() if outcome.fate.is_merged},
+        fused_with={
+            path: outcome.fused_with for path, outcome in outcomes.items() if outcome.fate.is_merged
+        },
     )
     return tree, list(contamination)
 
@@ -150,17 +166,22 @@ def find_fates(hierarchy: Hierarchy, evidence: FateEvidence[Key]) -> tuple[Hiera
 def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> tuple[str, ...]:
     """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
 
-    First those on the other side of its boundary, then those on the other side of the common one, and so on. Before
-    these come modules around it that do a part of the work of the same node. Modules without a node (they cancelled
-    out) take one beside them that has nodes. If there are many, the innermost module around it whose boundary is known
-    is named in their place; so it is if there are none, as calls of the module itself were merged with each other. The
-    root has none around it.
+    First those on the other side of its boundary, then those on the other side of the common one,
+    and so on. Before these come modules around it that do a part of the work of the same node.
+    Modules without a node (they cancelled out) take one beside them that has nodes. If there are
+    many, the innermost module around it whose boundary is known is named in their place; so it is
+    if there are none, as calls of the module itself were merged with each other. The root has none
+    around it.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
         fresh = list(dict.fromkeys(evidence.around_fused(group)))
         if not fresh:
-            fresh = [partner for partner in dict.fromkeys(evidence.behind_unknown(group)) if partner not in group]
+            fresh = [
+                partner
+                for partner in dict.fromkeys(evidence.behind_unknown(group))
+                if partner not in group
+            ]
         if not fresh and not any(map(evidence.has_nodes, group)):
             fresh = _beside(group, evidence)
         if not fresh:

@@ -1,6 +1,7 @@
 """The rule that makes the owners of a node of the nodes that it replaces.
 
-An export, a pass and another tool change a graph in the same ways, and the rule is the same for all of them:
+An export, a pass and another tool change a graph in the same ways, and the rule is the same for all
+of them:
 
 1. A node that replaces nodes of one module belongs to this module.
 2. A node that replaces equal work of several modules belongs to all of them: ``shared``.
@@ -14,7 +15,15 @@ An export, a pass and another tool change a graph in the same ways, and the rule
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from dataclasses import dataclass
 from functools import cache
 from typing import Generic, Protocol, TypeVar
@@ -51,7 +60,9 @@ class Work:
             >>> Work.of({"htp.module": "fc", "htp.reason": "scope"}).owners
             ('fc',)
         """
-        return cls(tags.owners_of(metadata), tags.encoded_calls(metadata), metadata.get(tags.REASON, ""))
+        return cls(
+            tags.owners_of(metadata), tags.encoded_calls(metadata), metadata.get(tags.REASON, "")
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +84,9 @@ class Owned:
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Owned:
         """The owners of a node as its metadata has them."""
-        return cls(tags.owners_of(metadata), metadata.get(tags.REASON, ""), tags.encoded_calls(metadata))
+        return cls(
+            tags.owners_of(metadata), metadata.get(tags.REASON, ""), tags.encoded_calls(metadata)
+        )
 
     def metadata(self, called: Collection[str]) -> dict[str, str]:
         """The tags of a node with these owners; ``called``: the paths of the modules that ran.
@@ -115,9 +128,10 @@ class Replacement(Generic[Node]):
 
     Attributes:
         node: The node after the change.
-        results: The replaced nodes, those for one result of the change together; the same object for all nodes that
-            replace them together.
-        evidence: How they were found, a `Reason`; empty if the node has the reason of what it replaces.
+        results: The replaced nodes, those for one result of the change together; the same object
+            for all nodes that replace them together.
+        evidence: How they were found, a `Reason`; empty if the node has the reason of what it
+            replaces.
     """
 
     node: Node
@@ -185,8 +199,8 @@ class OwnerRule:
             graph: The graph after the change.
 
         Returns:
-            Node → its owners, for ``known``, the nodes of ``replacements``, and new nodes with a neighbour that has
-            owners.
+            Node → its owners, for ``known``, the nodes of ``replacements``, and new nodes with a
+            neighbour that has owners.
         """
         listed = list(replacements)
         distinct = {id(result): result for each in listed for result in each.results}
@@ -217,10 +231,13 @@ class OwnerRule:
             return owned
         return Owned((self._innermost_called(owned.paths),), Reason.INSERTED)
 
-    def merged(self, works: Iterable[Work], reason: str, paths: Sequence[str] | None = None) -> Owned:
+    def merged(
+        self, works: Iterable[Work], reason: str, paths: Sequence[str] | None = None
+    ) -> Owned:
         """All owners of some nodes, or those of ``paths``, in the calls of these nodes."""
         parts = dict.fromkeys((work.owners, work.calls) for work in works)
-        if paths is None and len(parts) == 1:  # the number of a call is that of the last owner: the order stays
+        # the number of a call is that of the last owner: the order stays
+        if paths is None and len(parts) == 1:
             [(owners, calls)] = parts
             return Owned(owners, reason, calls)
         if paths is None:
@@ -242,12 +259,18 @@ def _reason(results: Sequence[Sequence[Work]], works: Sequence[Work], evidence: 
     reasons = {work.reason or Reason.FLOW for work in works}
     if len(owners) > 1:
         was_fused = any(len(work.owners) > 1 and work.reason == Reason.FUSED for work in works)
-        is_fused = was_fused or any(len({work.owners for work in result if work.owners}) > 1 for result in results)
+        is_fused = was_fused or any(
+            len({work.owners for work in result if work.owners}) > 1 for result in results
+        )
         return Reason.FUSED if is_fused else Reason.SHARED
     if len(owners.pop()) > 1:  # of several modules before the change already
         if len(reasons) == 1:
             return reasons.pop()
-        return Reason.SHARED if Reason.FUSED not in reasons and Reason.SHARED in reasons else Reason.FUSED
+        return (
+            Reason.SHARED
+            if Reason.FUSED not in reasons and Reason.SHARED in reasons
+            else Reason.FUSED
+        )
     if evidence:
         return evidence
     if len(reasons) == 1:
@@ -296,15 +319,17 @@ def complete(
         nodes: The nodes, in the order of the graph.
         entries: Node → its entry; completed.
         graph: The graph.
-        combine: Makes the entry of a node from the entries of its neighbours, of which there may be none; None if
-            they decide nothing.
+        combine: Makes the entry of a node from the entries of its neighbours, of which there may be
+            none; None if they decide nothing.
     """
 
     def fill(ordered: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> None:
         for node in ordered:
             if node in entries:
                 continue
-            found = combine(node, [entries[other] for other in neighbours(node) if other in entries])
+            found = combine(
+                node, [entries[other] for other in neighbours(node) if other in entries]
+            )
             if found is not None:
                 entries[node] = found
 

@@ -29,10 +29,10 @@ from htp_export.shapes.operator_kinds import without_copies
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
 
-    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of tensors. ``lost``
-    has, for each module that lost a tensor of its signature, the owners on the other side of that tensor; ``excused``
-    the tensors at the boundary of a module that were unknown before the change already; ``unread`` the modules whose
-    outputs nothing read before it.
+    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of
+    tensors. ``lost`` has, for each module that lost a tensor of its signature, the owners on the
+    other side of that tensor; ``excused`` the tensors at the boundary of a module that were unknown
+    before the change already; ``unread`` the modules whose outputs nothing read before it.
     """
 
     def __init__(
@@ -45,14 +45,29 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         unread: Collection[str] = (),
     ) -> None:
         super().__init__(index.boundaries_by_values)
-        self._hierarchy, self._lost, self._excused, self._unread = hierarchy, lost or {}, excused or {}, unread
-        self._given = {path: {name for call in calls for name in call.given} for path, calls in signatures.items()}
+        self._hierarchy, self._lost, self._excused, self._unread = (
+            hierarchy,
+            lost or {},
+            excused or {},
+            unread,
+        )
+        self._given = {
+            path: {name for call in calls for name in call.given}
+            for path, calls in signatures.items()
+        }
         self._known: dict[str, set[str | None]] = {
-            path: {name for call in calls for name in call.taken | call.given} for path, calls in signatures.items()
+            path: {name for call in calls for name in call.taken | call.given}
+            for path, calls in signatures.items()
         }
         graph = index.model.graph
-        self._known.setdefault("", set()).update(value.name for value in (*graph.inputs, *graph.outputs))
-        copies = {value.name: source for value in graph.outputs if (source := without_copies(value)) is not value}
+        self._known.setdefault("", set()).update(
+            value.name for value in (*graph.inputs, *graph.outputs)
+        )
+        copies = {
+            value.name: source
+            for value in graph.outputs
+            if (source := without_copies(value)) is not value
+        }
         for names in self._known.values():
             names.update(source.name for name, source in copies.items() if name in names)
 
@@ -87,7 +102,11 @@ class SignatureEvidence(FateEvidence[ir.Value]):
     def partners(self, path: str) -> list[str] | None:
         """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
         info = self._hierarchy[path]
-        is_open = info.fate.is_merged or path in self._lost or self.strange(path) - {*self._excused.get(path, ())}
+        is_open = (
+            info.fate.is_merged
+            or path in self._lost
+            or self.strange(path) - {*self._excused.get(path, ())}
+        )
         beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
         return [*info.fused_with, *beyond] if is_open else None
 
@@ -95,13 +114,19 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         """First the modules beyond tensors that members of the group lost: one node does the work of both."""
         behind = list(super().behind_unknown(group))
         beyond = (partner for path in group for partner in self._lost.get(path, ()) if behind)
-        shared = [partner for partner in beyond if partner in self._hierarchy and partner not in group]
+        shared = [
+            partner for partner in beyond if partner in self._hierarchy and partner not in group
+        ]
         yield from shared or behind
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         """The owners of the producers, or else the consumers, of the boundary tensors of modules."""
         names = set[str | None]().union(*map(self.known, group))
-        yield [owner for node in self.boundaries.beside(lambda value: value.name in names) for owner in node.owners]
+        yield [
+            owner
+            for node in self.boundaries.beside(lambda value: value.name in names)
+            for owner in node.owners
+        ]
 
 
 class Bookkeeping:
@@ -120,10 +145,16 @@ class Bookkeeping:
         calls = [call for calls in self._signatures.values() for call in calls]
         values = tagged.values
         self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
-        self._stored = {name for name, value in self._where.items() if value is not None and value.is_initializer()}
+        self._stored = {
+            name
+            for name, value in self._where.items()
+            if value is not None and value.is_initializer()
+        }
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
         self._unread = self._where.keys() - self._crossing()
-        self._unread_modules = {path for path, calls in self._signatures.items() if is_unread(calls)}
+        self._unread_modules = {
+            path for path, calls in self._signatures.items() if is_unread(calls)
+        }
         self._note_boundary()
         self._snapshot = Snapshot(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
@@ -138,7 +169,8 @@ class Bookkeeping:
         twin.model = self.model.clone()
         values = TaggedModel(twin.model, self.hierarchy).values
         twin._where = {
-            name: None if value is None else values.get(value.name or "") for name, value in self._where.items()
+            name: None if value is None else values.get(value.name or "")
+            for name, value in self._where.items()
         }
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
         twin._note_boundary()
@@ -148,7 +180,8 @@ class Bookkeeping:
     def _crossing(self) -> set[str]:
         """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
 
-        Outputs without a consumer may be removed, and so may all tensors of modules with the fate ``identity``.
+        Outputs without a consumer may be removed, and so may all tensors of modules with the fate
+        ``identity``.
         """
         crossing: set[str] = set()
         for path, calls in self._signatures.items():
@@ -156,7 +189,11 @@ class Bookkeeping:
                 continue
             for call in calls:
                 values = {name: self._where[name] for name in call.given}
-                left = (name for name, value in values.items() if value is None or self._leaves(value, path))
+                left = (
+                    name
+                    for name, value in values.items()
+                    if value is None or self._leaves(value, path)
+                )
                 crossing.update(call.taken, left)
         return crossing
 
@@ -193,8 +230,9 @@ class Bookkeeping:
     def worked_across(self, paths: Iterable[str]) -> set[str]:
         """Original names of boundary tensors that remain although a node computes across them.
 
-        Of modules that became fused without losing a tensor: inputs that are computed inside of the module, and outputs
-        that are computed outside; all boundary tensors of a module that has neither.
+        Of modules that became fused without losing a tensor: inputs that are computed inside of the
+        module, and outputs that are computed outside; all boundary tensors of a module that has
+        neither.
         """
         tensors: set[str] = set()
         for path in paths:
@@ -202,7 +240,11 @@ class Bookkeeping:
                 continue
             inputs = {name for call in self._signatures[path] for name in call.taken}
             outputs = {name for call in self._signatures[path] for name in call.given}
-            present = {name: value for name in inputs | outputs if (value := self._where.get(name)) is not None}
+            present = {
+                name: value
+                for name in inputs | outputs
+                if (value := self._where.get(name)) is not None
+            }
             inside = {name for name, value in present.items() if self._is_inside(value, path)}
             across = ((inputs - outputs) & inside) | ((outputs - inputs - inside) & present.keys())
             tensors |= across or present.keys()
@@ -218,7 +260,10 @@ class Bookkeeping:
         if value.is_graph_output():
             return True
         readers = (self._work(use.node) for use in value.uses())
-        return any(not work.parts or any(path not in part.modules for part in work.parts) for work in readers)
+        return any(
+            not work.parts or any(path not in part.modules for part in work.parts)
+            for work in readers
+        )
 
     def _work(self, node: ir.Node) -> NodeCalls:
         metadata = node.metadata_props
@@ -240,7 +285,8 @@ class Bookkeeping:
             # A value that is here lost its name to another one: that one has its place.
             equal = None if value in here else difference.counterpart(value, here)
             counterpart = equal or (values.get(before) if before else None)
-            is_needed = name not in self._unread and value in difference.before.live  # constants may come and go
+            # constants may come and go
+            is_needed = name not in self._unread and value in difference.before.live
             if counterpart is None and is_needed:
                 lost[name] = value
             self._where[name] = counterpart
@@ -271,7 +317,9 @@ class Bookkeeping:
         if not self._signatures:
             return {}
         was, index = self.hierarchy, GraphIndex(self.model, self._work, self._taps)
-        evidence = SignatureEvidence(index, was, self.signatures, self._lost, self._excused, self._unread_modules)
+        evidence = SignatureEvidence(
+            index, was, self.signatures, self._lost, self._excused, self._unread_modules
+        )
         self.hierarchy, _ = find_fates(was, evidence)
         return {
             path: module.fused_with
@@ -282,7 +330,10 @@ class Bookkeeping:
     @property
     def signatures(self) -> dict[str, tuple[Signature, ...]]:
         """The signatures of the modules, with the present names of tensors."""
-        return {path: tuple(call.renamed(self._now) for call in calls) for path, calls in self._signatures.items()}
+        return {
+            path: tuple(call.renamed(self._now) for call in calls)
+            for path, calls in self._signatures.items()
+        }
 
     def _now(self, name: str) -> str | None:
         value = self._where.get(name)
@@ -293,5 +344,7 @@ class Bookkeeping:
     def finish(self) -> TaggedModel:
         """The model with its modules, fates and signatures, which are written into its metadata."""
         if self._source == "htp" and tags.MODULES in self.model.metadata_props:
-            write_model_metadata(self.model.metadata_props, self.hierarchy, signatures=self.signatures)
+            write_model_metadata(
+                self.model.metadata_props, self.hierarchy, signatures=self.signatures
+            )
         return TaggedModel(self.model, self.hierarchy, self._source)

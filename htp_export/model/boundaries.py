@@ -1,22 +1,38 @@
 """What crosses the boundaries of modules, in any graph whose nodes do the work of modules, and what depends on inputs.
 
-A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if a node of the module
-makes it and a node outside reads it, or the graph returns it; but equal work of two blocks that was merged into one
-node feeds both (`NodeCalls.others`). Values depend on what their node and its subgraphs read: ``Shape`` and ``Size``
-read no values, ``CastLike`` none of its second input; inputs of a subgraph are given by its node; those of a function
-are starts, as the inputs of the model are. Random operators depend on no input (see ``GraphIndex.constant``).
+A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
+a node of the module makes it and a node outside reads it, or the graph returns it; but equal work
+of two blocks that was merged into one node feeds both (`NodeCalls.others`). Values depend on what
+their node and its subgraphs read: ``Shape`` and ``Size`` read no values, ``CastLike`` none of its
+second input; inputs of a subgraph are given by its node; those of a function are starts, as the
+inputs of the model are. Random operators depend on no input (see ``GraphIndex.constant``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Generic, TypeVar
 
 import onnx_ir as ir
 
 from htp_export.format import tags
 from htp_export.format.call_tree import Block, Instance, NodeCalls
-from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, operator_of, subgraphs, values_read
+from htp_export.shapes.operator_kinds import (
+    SIZES_ONLY,
+    is_standard,
+    operator_of,
+    subgraphs,
+    values_read,
+)
 
 BOUNDARY = "htp_export.boundary"
 """Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
@@ -44,15 +60,16 @@ class Boundaries(Generic[Key]):
     """The nodes of each module, and the tensors that pass between them and all others.
 
     Args:
-        nodes: What each node reads and what it makes, in order of execution; two empty tuples for one that is to be
-            left out. A tensor that several nodes make (an argument of a function, by each call of it) comes from
-            outside of those regions alone that have none of them.
+        nodes: What each node reads and what it makes, in order of execution; two empty tuples for
+            one that is to be left out. A tensor that several nodes make (an argument of a function,
+            by each call of it) comes from outside of those regions alone that have none of them.
         works: Whose work each node does.
         counts: Whether a tensor counts, as one whose values depend on the model's inputs.
         results: The tensors that the graph returns.
-        holders: For each node, the one in whose subgraph it stands and with which it belongs to a module, or
-            `OUTSIDE`; empty where all nodes stand for themselves.
-        fused: Nodes that do the work of several modules one after the other, not equal work of each.
+        holders: For each node, the one in whose subgraph it stands and with which it belongs to a
+            module, or `OUTSIDE`; empty where all nodes stand for themselves.
+        fused: Nodes that do the work of several modules one after the other, not equal work of
+            each.
 
     Attributes:
         works: Whose work each node does.
@@ -79,7 +96,9 @@ class Boundaries(Generic[Key]):
         fused: Container[int] = (),
     ) -> None:
         self.works, self.fused = works, fused
-        listed = ((k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each))
+        listed = (
+            (k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each)
+        )
         self.below: Mapping[str, Sequence[int]] = nodes_below(listed)
         self._holders, self._counts = holders, counts
         self._makers: dict[Key, list[int]] = {}
@@ -91,17 +110,26 @@ class Boundaries(Generic[Key]):
                 self._readers.setdefault(key, []).append(index)
         # A module and one around it → whether all its work is in the other
         self._inside: dict[tuple[str, str], bool] = {}
-        self._of_one: dict[str, list[tuple[Key, int, bool]]] = {}  # module → what crosses its boundary
-        self._leaving = [self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)]
+        # module → what crosses its boundary
+        self._of_one: dict[str, list[tuple[Key, int, bool]]] = {}
+        self._leaving = [
+            self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)
+        ]
         self._entering = [self._edges_in(index, reads) for index, (reads, _) in enumerate(nodes)]
 
-    def _edges_out(self, index: int, makes: Sequence[Key], results: Container[Key]) -> list[tuple[Key, int]]:
+    def _edges_out(
+        self, index: int, makes: Sequence[Key], results: Container[Key]
+    ) -> list[tuple[Key, int]]:
         edges: list[tuple[Key, int]] = []
         for key in makes:
             if self._counts(key):
                 if key in results:
                     edges.append((key, OUTSIDE))
-                edges += [(key, reader) for reader in self._readers.get(key, ()) if not self._together(index, reader)]
+                edges += [
+                    (key, reader)
+                    for reader in self._readers.get(key, ())
+                    if not self._together(index, reader)
+                ]
         return edges
 
     def _edges_in(self, index: int, reads: Sequence[Key]) -> list[tuple[Key, Sequence[int]]]:
@@ -124,7 +152,8 @@ class Boundaries(Generic[Key]):
     def of(self, paths: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
         """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for the common boundary of modules.
 
-        What crosses the boundary of one module is found once: many modules may be fused with the one around them.
+        What crosses the boundary of one module is found once: many modules may be fused with the
+        one around them.
         """
         path = self._outermost(paths)
         if path is None:
@@ -174,7 +203,9 @@ class Boundaries(Generic[Key]):
         """Whose work the nodes do that make some tensors; for tensors from outside, the nodes that read them."""
         for key in dict.fromkeys((*self._makers, *self._readers)):
             if is_wanted(key) and self._counts(key):
-                yield from (self.works[node] for node in self._makers.get(key) or self._readers[key])
+                yield from (
+                    self.works[node] for node in self._makers.get(key) or self._readers[key]
+                )
 
     def _is_for(self, node: int, blocks: Collection[Block]) -> bool:
         """Whether a node, or one that holds it, does work of one of some blocks."""
@@ -188,11 +219,14 @@ class Boundaries(Generic[Key]):
 _Key = TypeVar("_Key", bound=Hashable)
 
 
-def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: Mapping[_Key, int]) -> dict[_Key, int]:
+def dependence(
+    steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: Mapping[_Key, int]
+) -> dict[_Key, int]:
     """Each value that depends on a start, itself included → the bits of those starts.
 
     Args:
-        steps: What each node reads and makes, in an order in which it can run; without those that read sizes alone.
+        steps: What each node reads and makes, in an order in which it can run; without those that
+            read sizes alone.
         starts: Where to start → a bit, or several.
 
     Examples:
@@ -211,7 +245,9 @@ def dependence(steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: M
     return bits_of
 
 
-def reads_and_results(nodes: Iterable[ir.Node]) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:
+def reads_and_results(
+    nodes: Iterable[ir.Node],
+) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:
     """What nodes read the values of, and what these go into; nodes in subgraphs come after the one that holds them."""
     for node in nodes:
         if is_standard(node, *SIZES_ONLY):
@@ -254,4 +290,8 @@ def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.
         >>> [value in found for value in (x, *size.outputs, *double.outputs)]
         [True, False, True]
     """
-    return {value for value in dependence(reads_and_results(nodes), given_values(model)) if value is not None}
+    return {
+        value
+        for value in dependence(reads_and_results(nodes), given_values(model))
+        if value is not None
+    }

@@ -1,8 +1,9 @@
 """Cutting: the part of a graph that computes one call of a module from what PyTorch gave it.
 
-A region says which nodes are a module's. To run it alone, one call is taken, its arguments become inputs, and what it
-needs besides is found: constants come along, sizes that were read from some tensor far away are read from the
-arguments instead, and whatever else was computed outside becomes an input too.
+A region says which nodes are a module's. To run it alone, one call is taken, its arguments become
+inputs, and what it needs besides is found: constants come along, sizes that were read from some
+tensor far away are read from the arguments instead, and whatever else was computed outside becomes
+an input too.
 """
 
 from __future__ import annotations
@@ -36,14 +37,17 @@ class Cut:
     Attributes:
         path: The module; for a set of nodes, the one above all of it.
         call: Which call of it.
-        inputs: Tensors that enter, under their names: arguments of ``forward`` first, in order, as far as they are
-            needed; then, under the names they have in the file, those that were computed outside.
+        inputs: Tensors that enter, under their names: arguments of ``forward`` first, in order, as
+            far as they are needed; then, under the names they have in the file, those that were
+            computed outside.
         outputs: Tensors that leave, by name, in the order in which ``forward`` returns them.
         nodes: The nodes that compute them, in order.
-        initializers: The initializers that these read, also in subgraphs, and that are no arguments.
-        sizes: Values that nodes read and that only depend on sizes of inputs, if on anything: they are computed
-            outside, but can be computed from the inputs by ``size_nodes``.
-        size_nodes: Nodes outside that compute ``sizes`` once their ``Shape`` nodes read inputs of the cut.
+        initializers: The initializers that these read, also in subgraphs, and that are no
+            arguments.
+        sizes: Values that nodes read and that only depend on sizes of inputs, if on anything: they
+            are computed outside, but can be computed from the inputs by ``size_nodes``.
+        size_nodes: Nodes outside that compute ``sizes`` once their ``Shape`` nodes read inputs of
+            the cut.
     """
 
     path: str
@@ -69,7 +73,8 @@ class Cutter:
 
         Raises:
             UnknownModuleError: If the model has no such module.
-            InputError: If the module has no such call, or cannot be cut out: the message says why, and what to cut.
+            InputError: If the module has no such call, or cannot be cut out: the message says why,
+                and what to cut.
             UntaggedModelError: If the model has no tags.
         """
         region = self._region(path, call)
@@ -79,7 +84,9 @@ class Cutter:
         walk = self._walk(wanted.values(), members, frozenset(inputs.values()), self.is_free)
         part = self._part(path, call, walk, inputs, wanted)
         if not part.nodes and not part.inputs:
-            raise InputError(f"module {path!r} computes nothing from tensors of the model: it is constant")
+            raise InputError(
+                f"module {path!r} computes nothing from tensors of the model: it is constant"
+            )
         return part
 
     def cut_nodes(
@@ -94,8 +101,9 @@ class Cutter:
         Args:
             members: The nodes.
             outputs: What they are to give, by name.
-            comes_along: Whether a constant value, an initializer or what is made of such, is taken into the cut by
-                whoever needs it. The others are taken where their node is a member, and else they enter.
+            comes_along: Whether a constant value, an initializer or what is made of such, is taken
+                into the cut by whoever needs it. The others are taken where their node is a member,
+                and else they enter.
             stops: Values that enter even if a member computes them.
         """
         walk = self._walk(outputs.values(), members, frozenset(stops), comes_along)
@@ -131,10 +139,15 @@ class Cutter:
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
         """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
 
-        An exporter reads a size from any input that has it, such as the length of the past from the last layer's cache.
+        An exporter reads a size from any input that has it, such as the length of the past from the
+        last layer's cache.
         """
-        measured = {value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))}
-        others = [value for value in walk.entering if value not in measured and not self.is_size(value)]
+        measured = {
+            value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))
+        }
+        others = [
+            value for value in walk.entering if value not in measured and not self.is_size(value)
+        ]
         found: set[ir.Node] = set()
         for nodes in measured.values():
             if all(same_dimensions(node, others) is not None for node in nodes):
@@ -150,10 +163,19 @@ class Cutter:
         return here if any(node.op_type not in SIZES_ONLY for node in users - here) else set()
 
     def _part(
-        self, path: str, call: int, walk: _Walk, inputs: Mapping[str, ir.Value], wanted: Mapping[str, ir.Value]
+        self,
+        path: str,
+        call: int,
+        walk: _Walk,
+        inputs: Mapping[str, ir.Value],
+        wanted: Mapping[str, ir.Value],
     ) -> Cut:
         known = frozenset(inputs.values())
-        needed, sizes, size_nodes = set(walk.entering), dict[ir.Value, None](), dict[ir.Node, None]()
+        needed, sizes, size_nodes = (
+            set(walk.entering),
+            dict[ir.Value, None](),
+            dict[ir.Node, None](),
+        )
         for value in walk.entering:
             if value not in known:
                 cone = self._size_cone(value, [*inputs.values()], walk.comes_along)
@@ -164,13 +186,18 @@ class Cutter:
         reached = {name: value for name, value in inputs.items() if value in needed}
         outside = (value for value in walk.entering if value not in sizes and value not in known)
         reached.update((str(value.name), value) for value in outside)
-        both = [node for node in size_nodes if node in walk.nodes]  # constants, read on both sides; they are made once
+        # constants, read on both sides; they are made once
+        both = [node for node in size_nodes if node in walk.nodes]
         sizes.update(dict.fromkeys(value for node in both for value in node.outputs))
         nodes = tuple(sorted(walk.nodes - size_nodes.keys(), key=self._order.__getitem__))
         ordered = tuple(sorted(size_nodes, key=self._order.__getitem__))
         read = (value for node in (*nodes, *ordered) for value in self.reads(node))
         entering = set(reached.values())
-        initializers = (v for v in dict.fromkeys((*read, *wanted.values())) if v.is_initializer() and v not in entering)
+        initializers = (
+            v
+            for v in dict.fromkeys((*read, *wanted.values()))
+            if v.is_initializer() and v not in entering
+        )
         return Cut(path, call, reached, wanted, nodes, tuple(initializers), tuple(sizes), ordered)
 
     def _region(self, path: str, call: int) -> Region:
@@ -178,7 +205,9 @@ class Cutter:
         region = self._tagged[path]
         info = region.info
         if call and not 0 <= call < info.calls:
-            raise InputError(f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0")
+            raise InputError(
+                f"module {path!r} has no call {call}: it ran {info.calls} times, counted from 0"
+            )
         if info.fate.is_merged:
             others = ", ".join(map(repr, info.fused_with))
             raise InputError(
@@ -200,21 +229,31 @@ class Cutter:
         above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
         return next((up for up in above if self._tagged.hierarchy[up].fate.is_exact), "")
 
-    def _ends(self, region: Region, path: str, call: int) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
+    def _ends(
+        self, region: Region, path: str, call: int
+    ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
         """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""
         graph = self._tagged.model.graph
         values, signature = self._tagged.values, self._tagged.signature(path, call)
         if not path:
-            names = {name: argument for argument, name in signature.inputs.items()} if signature else {}
+            names = (
+                {name: argument for argument, name in signature.inputs.items()} if signature else {}
+            )
             free = (value for value in graph.inputs if not value.is_initializer())
-            return {names.get(value.name, str(value.name)): value for value in free}, _named(self._tagged.results)
+            return {names.get(value.name, str(value.name)): value for value in free}, _named(
+                self._tagged.results
+            )
         call_region = region.call(call) if region.calls > 1 else region
         if signature is None:
             return _named(call_region.inputs), _named(call_region.outputs)
         inputs: dict[str, ir.Value] = {}
         for argument, name in signature.inputs.items():
             value = values.get(name) if name is not None else None
-            if value is not None and value not in inputs.values() and value not in self._index.constant:
+            if (
+                value is not None
+                and value not in inputs.values()
+                and value not in self._index.constant
+            ):
                 inputs[argument] = value
         known = [name for name in signature.outputs if name is not None]
         if not known or any(name not in values for name in known):  # a tool renamed or removed them
@@ -266,7 +305,9 @@ class Cutter:
         for node in self._order:
             read = [value for value in node.inputs if value is not None]
             computed = bool(read) and node not in self._index.bodies
-            if node.op_type in SIZES_ONLY or (computed and all(self.is_free(v) or v in sizes for v in read)):
+            if node.op_type in SIZES_ONLY or (
+                computed and all(self.is_free(v) or v in sizes for v in read)
+            ):
                 sizes.update(value for value in node.outputs if not self.is_free(value))
         return frozenset(sizes)
 
@@ -286,15 +327,21 @@ def check_outside(tagged: TaggedModel, names: Iterable[str | None]) -> None:
             raise InputError(f"it needs {name!r}, which is inside a branch, a loop or a function")
 
 
-def same_dimensions(shape_node: ir.Node, inputs: Sequence[ir.Value]) -> list[int | tuple[ir.Value, int]] | None:
+def same_dimensions(
+    shape_node: ir.Node, inputs: Sequence[ir.Value]
+) -> list[int | tuple[ir.Value, int]] | None:
     """For each dimension that a ``Shape`` node gives, the number that it is, or an input and which of its dimensions.
 
-    Dimensions are the same where the file gives them the same name. None if one of them is nowhere among the inputs.
+    Dimensions are the same where the file gives them the same name. None if one of them is nowhere
+    among the inputs.
     """
     source = shape_node.inputs[0]
     if source is None or source.shape is None:
         return None
-    start, end = shape_node.attributes.get_int("start", 0), shape_node.attributes.get_int("end", None)
+    start, end = (
+        shape_node.attributes.get_int("start", 0),
+        shape_node.attributes.get_int("end", None),
+    )
     dimensions: list[int | tuple[ir.Value, int]] = []
     for dimension in list(source.shape)[start:end]:
         if isinstance(dimension, int):

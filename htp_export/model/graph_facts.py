@@ -31,7 +31,8 @@ class GraphFacts:
 
     Args:
         tagged: The model.
-        inferred: Types and shapes of its tensors; those that it says itself, completed, where it is None.
+        inferred: Types and shapes of its tensors; those that it says itself, completed, where it is
+            None.
 
     Attributes:
         nodes: Every node, in subgraphs and functions too.
@@ -69,7 +70,11 @@ class GraphFacts:
         if written is None:
             shape = (self._inferred or self.tagged.inferred).shape(value)
             written = None if shape is None else written_shape(shape)
-        return None if written is None else tuple(s if isinstance(s, int) else s.value for s in written.dims)
+        return (
+            None
+            if written is None
+            else tuple(s if isinstance(s, int) else s.value for s in written.dims)
+        )
 
     def rank(self, value: ir.Value | None) -> int | None:
         """How many dimensions a value has; None where that is not known."""
@@ -79,7 +84,11 @@ class GraphFacts:
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """The element type of a value; None where it is not known."""
         written = None if value is None else value.dtype
-        return written if written is not None else (self._inferred or self.tagged.inferred).dtype(value)
+        return (
+            written
+            if written is not None
+            else (self._inferred or self.tagged.inferred).dtype(value)
+        )
 
     def array(self, value: ir.Value | None) -> Array | None:
         """The elements of a small constant, be it an initializer or a ``Constant``; None for anything else."""
@@ -94,7 +103,11 @@ class GraphFacts:
     def scalar(self, value: ir.Value | None) -> float | None:
         """The number that a constant of one element holds; None for anything else."""
         array = self.array(value)
-        return float(array.reshape(())) if array is not None and array.size == 1 and array.dtype.kind in "fiu" else None
+        return (
+            float(array.reshape(()))
+            if array is not None and array.size == 1 and array.dtype.kind in "fiu"
+            else None
+        )
 
     def is_constant(self, value: ir.Value | None) -> bool:
         """Whether a value is the same in every run: a weight, a constant, or computed from these."""
@@ -102,7 +115,9 @@ class GraphFacts:
             return False
         if value.is_graph_input() and value.graph is self.tagged.model.graph:
             return False  # whoever runs the model may give another one
-        return self.tagged.index.initializer(value) is not None or value in self.tagged.index.constant
+        return (
+            self.tagged.index.initializer(value) is not None or value in self.tagged.index.constant
+        )
 
     def with_constant(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
         """What a node of two inputs reads: the one that varies, then the constant; None where it is otherwise."""
@@ -118,7 +133,9 @@ class GraphFacts:
     def module_of(self, nodes: Sequence[ir.Node]) -> str:
         """The deepest module above all owners of some nodes; the root where they have none."""
         owners = self.tagged.index.owners
-        return tags.common_ancestor(dict.fromkeys(owner for node in nodes for owner in owners[node]))
+        return tags.common_ancestor(
+            dict.fromkeys(owner for node in nodes for owner in owners[node])
+        )
 
     def _tensor(self, value: ir.Value) -> ir.TensorProtocol | None:
         source = self.tagged.index.initializer(value)

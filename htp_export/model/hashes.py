@@ -26,13 +26,16 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
         >>> array_hash(np.ones((2, 3))) == array_hash(np.ones(6)), array_hash(np.ones(6)) == array_hash(np.ones(5))
         (True, False)
     """
-    return hashlib.blake2b(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16).digest()
+    return hashlib.blake2b(
+        np.ascontiguousarray(array).reshape(-1).view(np.uint8).data, digest_size=16
+    ).digest()
 
 
 def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     """Whether a tensor is another one bit by bit, with its shape; cast, if the types differ.
 
-    Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, and not kept in memory.
+    Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, and
+    not kept in memory.
 
     Examples:
         >>> one = ir.tensor(np.ones(3, np.float32))
@@ -41,13 +44,19 @@ def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     """
     if first.shape != second.shape:
         return False
-    if isinstance(first, DataTensor) and isinstance(second, DataTensor) and first.is_stored_as(second):
+    if (
+        isinstance(first, DataTensor)
+        and isinstance(second, DataTensor)
+        and first.is_stored_as(second)
+    ):
         return True
     try:
         kind = second.dtype.numpy()
         with np.errstate(all="ignore"):
             pairs = zip(_portions(first), _portions(second), strict=True)
-            return all(part.astype(kind, copy=False).tobytes() == other.tobytes() for part, other in pairs)
+            return all(
+                part.astype(kind, copy=False).tobytes() == other.tobytes() for part, other in pairs
+            )
     finally:
         for tensor in (first, second):
             if isinstance(tensor, DataTensor):
@@ -69,8 +78,8 @@ def _portions(tensor: ir.TensorProtocol) -> Iterator[npt.NDArray[Any]]:
 def content_hash(model: ir.Model) -> str:
     """Hash a model: graphs, functions, opsets, weights, and the tags of nodes.
 
-    Names of files, descriptions, the metadata of the model, and where weights are stored make no difference. The result
-    is ``sha256:`` and 64 hexadecimal digits.
+    Names of files, descriptions, the metadata of the model, and where weights are stored make no
+    difference. The result is ``sha256:`` and 64 hexadecimal digits.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
@@ -95,8 +104,9 @@ def content_hash(model: ir.Model) -> str:
 def body_hash(graph: ir.Graph, *, constants: bool = True) -> str:
     """Hash what the body of a function computes: all of it but names, metadata, types and shapes.
 
-    Bodies whose nodes do the same in another order are told apart. External tensors are told by their place: reading
-    them could take gigabytes. Values of ``Constant`` nodes outside of subgraphs count only with ``constants``.
+    Bodies whose nodes do the same in another order are told apart. External tensors are told by
+    their place: reading them could take gigabytes. Values of ``Constant`` nodes outside of
+    subgraphs count only with ``constants``.
 
     Examples:
         >>> def body(name, op):
@@ -136,7 +146,9 @@ class _Content:
             self._hash.update(data)
 
     def graph(self, graph: ir.Graph) -> None:
-        self.add("graph", [(value.name, str(value.type), str(value.shape)) for value in graph.inputs])
+        self.add(
+            "graph", [(value.name, str(value.type), str(value.shape)) for value in graph.inputs]
+        )
         self.body(graph)
 
     def body(self, graph: ir.Graph) -> None:
@@ -150,7 +162,9 @@ class _Content:
             self.node(node)
 
     def node(self, node: ir.Node) -> None:
-        self.add("node", node.domain, node.op_type, node.overload, node.name or "", _names(node.inputs))
+        self.add(
+            "node", node.domain, node.op_type, node.overload, node.name or "", _names(node.inputs)
+        )
         self.add(_names(node.outputs), sorted(node.metadata_props.items()))
         self.attributes(node)
 
@@ -178,7 +192,11 @@ class _Content:
 
     def tensor(self, tensor: ir.TensorProtocol) -> None:
         self.add(tensor.dtype.name, tuple(tensor.shape.numpy()))
-        self.add([bytes(each) for each in _strings(tensor)] if tensor.dtype == ir.DataType.STRING else tensor.tobytes())
+        self.add(
+            [bytes(each) for each in _strings(tensor)]
+            if tensor.dtype == ir.DataType.STRING
+            else tensor.tobytes()
+        )
 
 
 class _Numbered(_Content):
@@ -224,7 +242,10 @@ class _Numbered(_Content):
 
 
 def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
-    return (each if isinstance(each, bytes) else str(each).encode() for each in tensor.numpy().flatten().tolist())
+    return (
+        each if isinstance(each, bytes) else str(each).encode()
+        for each in tensor.numpy().flatten().tolist()
+    )
 
 
 def _names(values: Iterable[ir.Value | None]) -> list[str | None]:
@@ -251,7 +272,8 @@ _MEASURED: Mapping[str, tuple[int, ...]] = {
 class Hasher:
     """Hashes of parts of a graph.
 
-    Names, metadata, values of weights, and the order of nodes that do not read each other do not count.
+    Names, metadata, values of weights, and the order of nodes that do not read each other do not
+    count.
     """
 
     def __init__(self, facts: GraphFacts) -> None:
@@ -279,7 +301,11 @@ class Hasher:
         """The hash of what a node does to whatever it reads."""
         if node not in self._own:
             written = settings(node, self._facts.tagged.model.opset_imports)
-            texts = (f"{each.name}={self._attribute(each)}" for each in written if each.name != "doc_string")
+            texts = (
+                f"{each.name}={self._attribute(each)}"
+                for each in written
+                if each.name != "doc_string"
+            )
             self._own[node] = _digest((node.domain, node.op_type, *texts))
         return self._own[node]
 
@@ -297,7 +323,11 @@ class Hasher:
         if source is None:
             return "constant" if self._facts.is_constant(value) else "in"
         array = None if _was_measured(value) else self._facts.array(value)
-        if array is not None and array.size <= _MOST_NUMBERS and (array.dtype.kind in "iub" or array.ndim == 0):
+        if (
+            array is not None
+            and array.size <= _MOST_NUMBERS
+            and (array.dtype.kind in "iub" or array.ndim == 0)
+        ):
             return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
         return f"{self._facts.dtype(source)}{self._facts.shape(source)}"
 
@@ -322,10 +352,16 @@ def _was_measured(value: ir.Value) -> bool:
     for use in value.uses():
         if use.idx in _MEASURED.get(use.node.op_type, ()):
             return True
-        if use.node.op_type == "Mul":  # the scale of a weight and that of what is quantized while the model runs
-            others = [factor for factor in use.node.inputs if factor is not None and factor is not value]
+        # the scale of a weight and that of what is quantized while the model runs
+        if use.node.op_type == "Mul":
+            others = [
+                factor for factor in use.node.inputs if factor is not None and factor is not value
+            ]
             makers = [(factor.producer(), factor.index()) for factor in others]
-            if any(maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1 for maker, k in makers):
+            if any(
+                maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1
+                for maker, k in makers
+            ):
                 return True
     return False
 

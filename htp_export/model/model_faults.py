@@ -1,8 +1,9 @@
 """Errors of the work on a model, told as faults of the model where it is at fault.
 
-Only after work on a model ended in an error do onnx's shape inference and its checker look at the model. If one of
-them refuses it, the error says so, with the node that it names. If none does, the error is a fault of htp_export, and
-stays what it is. ONNX Runtime is not asked: it also refuses valid models, as of operators that it does not have.
+Only after work on a model ended in an error do onnx's shape inference and its checker look at the
+model. If one of them refuses it, the error says so, with the node that it names. If none does, the
+error is a fault of htp_export, and stays what it is. ONNX Runtime is not asked: it also refuses
+valid models, as of operators that it does not have.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
                 for source in models():
                     if fault := _fault(source):
                         name = name_of(getattr(source, "_file", None) or source, "the model")
-                        raise InputError(f"{name}: not a valid ONNX model: {fault} ({described(error)})") from error
+                        raise InputError(
+                            f"{name}: not a valid ONNX model: {fault} ({described(error)})"
+                        ) from error
                 raise
 
         return named
@@ -87,9 +90,9 @@ def _opened(sources: Iterable[Any]) -> Iterator[ir.Model]:
 
 
 def _fault(source: Any) -> str:
-    if not isinstance(source, TaggedModel | ir.Model | onnx.ModelProto | str | os.PathLike) and not hasattr(
-        source, "model"
-    ):
+    if not isinstance(
+        source, TaggedModel | ir.Model | onnx.ModelProto | str | os.PathLike
+    ) and not hasattr(source, "model"):
         return ""
     try:
         return next(map(str, faults_of(model_of(source))), "")

@@ -5,8 +5,8 @@
 - **Parameters** are the elements of those that PyTorch had, as the file says (``htp.parameters``), in the size of the
   file's own tensor of that name; without ``htp.parameters``, the elements of the weights.
 
-Each tensor counts once in a module, and once in every module above it; in full in each of several that read it. It is
-**shared** in a module if nodes outside that module read it, too.
+Each tensor counts once in a module, and once in every module above it; in full in each of several
+that read it. It is **shared** in a module if nodes outside that module read it, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ModuleFacts(ModuleInfo):
         nodes: How many nodes the module and those below it have.
         self_nodes: Of those, the nodes that it owns itself.
         parameters: Elements of the parameters at or below the module.
-        self_parameters: Of those, elements of the parameters that it holds itself, and no module before it does.
+        self_parameters: Of those, elements of the parameters that it holds itself, and no module
+            before it does.
         weight_bytes: Size of the weights that its nodes read.
         self_weight_bytes: Of those, the weights that its own nodes are the first to read.
         weight_bytes_by_dtype: Element type, as numpy names it → bytes.
@@ -79,7 +80,8 @@ class Contents:
     Attributes:
         modules: Module path → what stands in it.
         shared: Name of each parameter that belongs to several modules → these modules.
-        from_pytorch: Whether the parameters are those that PyTorch had; else they are the weights in the file.
+        from_pytorch: Whether the parameters are those that PyTorch had; else they are the weights
+            in the file.
     """
 
     modules: Mapping[str, ModuleContents]
@@ -171,11 +173,14 @@ def _summed(listed: Iterable[_Held]) -> _Sums:
         if len(each.holders) == 1:
             sums.total[each.holders[0]][each.kind] += each.amount
             continue
-        for path, inside in Counter(up for holder in each.holders for up in tags.ancestors(holder)).items():
+        for path, inside in Counter(
+            up for holder in each.holders for up in tags.ancestors(holder)
+        ).items():
             several[path][each.kind] += each.amount
             if inside < len(each.holders):
                 sums.shared[path][each.kind] += each.amount
-    for path in sorted({*sums.total, *tags.all_above(sums.total)}, key=len, reverse=True):  # a parent's is shorter
+    # a parent's is shorter
+    for path in sorted({*sums.total, *tags.all_above(sums.total)}, key=len, reverse=True):
         if path:
             sums.total[tags.parent_path(path) or ""].update(sums.total[path])
     for path, amounts in several.items():
@@ -226,7 +231,8 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 def is_weight(value: ir.Value, reader: ir.Node) -> bool:
     """Whether a stored tensor that a node reads is a weight: floating point, complex, or quantized, and no scalar.
 
-    Quantized are integers of eight bits and fewer, and the wider biases of quantized operators; no indices or sizes.
+    Quantized are integers of eight bits and fewer, and the wider biases of quantized operators; no
+    indices or sizes.
     """
     tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
@@ -264,15 +270,18 @@ def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
     return tied
 
 
-def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None) -> list[str]:
+def visible(
+    tagged: TaggedModel, depth: int | None = None, select: str | Sequence[str] | None = None
+) -> list[str]:
     """The modules that a table shows.
 
     Args:
         tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all where it is None.
-            Containers that never run (``nn.ModuleList``) are no level: they are as deep as what they hold.
-        select: Only the modules that this selector names, and those above them, which say where they are. With a depth,
-            those so many levels below the outermost modules that it names.
+        depth: Leave out modules more than so many levels below the root, whose depth is 0; all
+            where it is None. Containers that never run (``nn.ModuleList``) are no level: they are
+            as deep as what they hold.
+        select: Only the modules that this selector names, and those above them, which say where
+            they are. With a depth, those so many levels below the outermost modules that it names.
 
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.
@@ -282,11 +291,17 @@ def visible(tagged: TaggedModel, depth: int | None = None, select: str | Sequenc
     if depth is not None and depth < 0:
         raise InputError(f"depth counts levels from 0, not {depth}")
     if select is None:
-        return [path for path, level in _levels(tagged, {""}).items() if depth is None or level <= depth]
+        return [
+            path for path, level in _levels(tagged, {""}).items() if depth is None or level <= depth
+        ]
     shown = set(tagged.select(select))
     if depth is not None:
         levels = _levels(tagged, shown)
-        shown = {path for path in select_below(select, tagged.hierarchy.classes) if levels.get(path, 0) <= depth}
+        shown = {
+            path
+            for path in select_below(select, tagged.hierarchy.classes)
+            if levels.get(path, 0) <= depth
+        }
     shown |= tags.all_above(shown)
     return [path for path in tagged.paths if path in shown]
 

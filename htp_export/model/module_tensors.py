@@ -1,7 +1,8 @@
 """The tensors that the calls of a module take and give, and where each is in the file.
 
-They are those of PyTorch, which the export wrote as signatures. A call without one (in a branch or loop body, or of a
-file that a library exported) has what enters and leaves its nodes, as far as that is certain.
+They are those of PyTorch, which the export wrote as signatures. A call without one (in a branch or
+loop body, or of a file that a library exported) has what enters and leaves its nodes, as far as
+that is certain.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ class ModuleTensor:
         side: ``"in"`` or ``"out"``.
         name: The argument of ``forward``, or the position among its results: ``"0"``.
         call: Number of the call, from 0; None for a module that runs once.
-        values: The tensor in the file: one, or one in each branch that has the call; none if it is not there.
+        values: The tensor in the file: one, or one in each branch that has the call; none if it is
+            not there.
         problem: Why it is not there; ``""`` if it is.
         first: Whether it is the first of its side.
     """
@@ -59,7 +61,9 @@ class ModuleTensor:
         return str(self.values[0].name) if len(self.values) == 1 else None
 
 
-def tensors_of(region: Region, signatures: Sequence[Signature], values: Mapping[str, ir.Value]) -> list[ModuleTensor]:
+def tensors_of(
+    region: Region, signatures: Sequence[Signature], values: Mapping[str, ir.Value]
+) -> list[ModuleTensor]:
     """The tensors of a module, call by call: what it takes, in the order of ``forward``, then what it gives.
 
     ``values``: The tensors of the main graph by name.
@@ -84,7 +88,13 @@ def _of_signature(
             value = None if name is None else values.get(name)
             problem = "" if value is not None else _why_gone(region, name)
             yield ModuleTensor(
-                region.path, side, argument, call, () if value is None else (value,), problem, place == 0
+                region.path,
+                side,
+                argument,
+                call,
+                () if value is None else (value,),
+                problem,
+                place == 0,
             )
 
 
@@ -93,8 +103,14 @@ def _why_gone(region: Region, name: str | None) -> str:
         return f"a tool renamed or removed the tensor {name!r}; take it from the file before that tool, and carry(...)"
     others = ", ".join(map(repr, region.info.fused_with))
     if others or region.fate.is_merged or region.fate.passes_on:
-        took = f"it was merged with {others}" if others else "the modules that it lies between were merged"
-        before = "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
+        took = (
+            f"it was merged with {others}"
+            if others
+            else "the modules that it lies between were merged"
+        )
+        before = (
+            "tap the file before it is optimised (optimize keeps taps), or optimise with keep_exact"
+        )
         return f"{took}; {before}; if torch merged it, export with dynamo=True, optimize=False"
     return "the file has no tensor of this value: it is a constant, was merged with others, or nothing needs it"
 
@@ -103,7 +119,11 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
     """What enters and leaves the nodes of a call; sure of an exact module where there is one tensor of a side."""
     part = region if call is None else region.call(call)
     if not part.nodes or not region.fate.is_exact:
-        meaning = region.fate.meaning if not region.fate.is_exact else "the file has no nodes of this call"
+        meaning = (
+            region.fate.meaning
+            if not region.fate.is_exact
+            else "the file has no nodes of this call"
+        )
         yield ModuleTensor(region.path, OUT, "0", call, (), meaning, first=True)
         return
     for side, crossing in ((IN, part.inputs), (OUT, part.outputs)):
@@ -135,19 +155,25 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
     sides = [tensor for tensor in listed if tensor.side == place.side]
     calls = dict.fromkeys(tensor.call or 0 for tensor in sides)
     if place.call is not None and place.call not in calls:
-        raise SelectorError(place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0")
+        raise SelectorError(
+            place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0"
+        )
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
     found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
         names = names or ("none that the file knows" if listed else "none, as it never ran")
-        raise SelectorError(place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}")
+        raise SelectorError(
+            place.text, f"module {path or '.'!r} has no such {kind}; it has: {names}"
+        )
     return found
 
 
 def chosen_tensors(
-    places: Sequence[Place], paths_of: Callable[[str], list[str]], tensors: Callable[[str], list[ModuleTensor]]
+    places: Sequence[Place],
+    paths_of: Callable[[str], list[str]],
+    tensors: Callable[[str], list[ModuleTensor]],
 ) -> list[ModuleTensor]:
     """The tensors that some places name, each once, in their order; those of excluded places are left out.
 
@@ -161,15 +187,20 @@ def chosen_tensors(
     for place in places:
         if not place.excludes:
             listed = {path: tensors(path) for path in paths_of(place.modules)}
-            ran = {path: each for path, each in listed.items() if each}  # a ModuleList, such as "**" selects, has none
+            # a ModuleList, such as "**" selects, has none
+            ran = {path: each for path, each in listed.items() if each}
             for path, each in (ran or listed).items():
                 chosen.update(dict.fromkeys(named_tensor(each, place, path)))
     for place in places:
         if place.excludes:
             paths = {*paths_of(place.modules)}
-            chosen = {each: None for each in chosen if each.path not in paths or not _is_at(each, place)}
+            chosen = {
+                each: None for each in chosen if each.path not in paths or not _is_at(each, place)
+            }
     if not chosen:
-        raise SelectorError(", ".join(place.text for place in places), "excludes every tensor that it selects")
+        raise SelectorError(
+            ", ".join(place.text for place in places), "excludes every tensor that it selects"
+        )
     for tensor in chosen:
         if tensor.problem:
             raise InputError(f"{tensor.place}: {tensor.problem}")

@@ -86,7 +86,8 @@ class Groups(Generic[_Item]):
 
     def _root(self, item: _Item) -> _Item:
         while self._parent[item] != item:
-            self._parent[item] = self._parent[self._parent[item]]  # halve the way for the next who asks
+            # halve the way for the next who asks
+            self._parent[item] = self._parent[self._parent[item]]
             item = self._parent[item]
         return item
 

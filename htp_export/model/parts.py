@@ -21,8 +21,9 @@ _FEW_BYTES = 256
 class Constants:
     """The values of a model's main graph that are the same in every run, and the sizes that are nearly so.
 
-    A number and a short vector of whole numbers are cheap; every other initializer or ``Constant`` is a weight. What is
-    computed from cheap ones alone is cheap, and so are sizes of tensors and what is computed from them.
+    A number and a short vector of whole numbers are cheap; every other initializer or ``Constant``
+    is a weight. What is computed from cheap ones alone is cheap, and so are sizes of tensors and
+    what is computed from them.
 
     Attributes:
         weights: The initializers that are weights.
@@ -31,7 +32,9 @@ class Constants:
 
     def __init__(self, tagged: TaggedModel, cutter: Cutter) -> None:
         graph = tagged.model.graph
-        self.weights = frozenset(value for value in graph.initializers.values() if not _is_few(value.const_value))
+        self.weights = frozenset(
+            value for value in graph.initializers.values() if not _is_few(value.const_value)
+        )
         self._costly: set[ir.Value] = set(self.weights)
         self._cutter = cutter
         self.sizes: set[ir.Node] = set()
@@ -49,7 +52,11 @@ class Constants:
 
     def is_common(self, node: ir.Node) -> bool:
         """Whether what a node makes is constant, or a size: it is no module's more than another's."""
-        return node in self._cheap or node in self.sizes or all(map(self._cutter.is_free, node.outputs))
+        return (
+            node in self._cheap
+            or node in self.sizes
+            or all(map(self._cutter.is_free, node.outputs))
+        )
 
     def _sort(self, node: ir.Node) -> None:
         stored = node.op_type == "Constant" and not _is_few(constant_tensor(node.outputs[0]))
@@ -71,14 +78,18 @@ def weight_bytes(initializers: Iterable[ir.Value]) -> int:
 def constant_bytes(node: ir.Node) -> int:
     """Bytes of the weight that a ``Constant`` node is; 0 for any other node."""
     tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
-    is_read = tensor is not None and any(is_weight(node.outputs[0], reader) for reader, _ in node.outputs[0].uses())
+    is_read = tensor is not None and any(
+        is_weight(node.outputs[0], reader) for reader, _ in node.outputs[0].uses()
+    )
     return tensor.nbytes if tensor is not None and is_read else 0
 
 
 def _is_few(tensor: ir.TensorProtocol | None) -> bool:
     if tensor is None:
         return True
-    return tensor.size <= 1 or (not tensor.dtype.is_floating_point() and tensor.nbytes <= _FEW_BYTES)
+    return tensor.size <= 1 or (
+        not tensor.dtype.is_floating_point() and tensor.nbytes <= _FEW_BYTES
+    )
 
 
 class PartTensor(NamedTuple):
@@ -111,4 +122,8 @@ def part_tensors(
     for value, parts in consumers.items():
         if counts(value):
             producer = value.producer()
-            yield PartTensor(OUTSIDE if producer is None else part_of.get(producer, OUTSIDE), frozenset(parts), value)
+            yield PartTensor(
+                OUTSIDE if producer is None else part_of.get(producer, OUTSIDE),
+                frozenset(parts),
+                value,
+            )

@@ -51,11 +51,13 @@ def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
     It is another object: copies of models share their tensors.
     """
     view: Any = viewed(tensor)
-    view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}  # copies would share them
+    # copies would share them
+    view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}
     return view  # type: ignore[no-any-return]
 
 
-_MOST_ENDS = 256  # of a name that are tried: tools add a few words, and a file may have a name of any length
+# of a name that are tried: tools add a few words, and a file may have a name of any length
+_MOST_ENDS = 256
 
 
 def known_beginning(name: str, known: Container[str]) -> str | None:
@@ -66,16 +68,24 @@ def known_beginning(name: str, known: Container[str]) -> str | None:
         ('fc.weight', None)
     """
     ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
-    return next((name[:end] for end in itertools.islice(ends, _MOST_ENDS) if name[:end] in known), None)
+    return next(
+        (name[:end] for end in itertools.islice(ends, _MOST_ENDS) if name[:end] in known), None
+    )
 
 
 def lift_constants(model: ir.Model) -> bool:
     """Make initializers of ``Constant`` nodes; whether there were any."""
     known = {value for graph in model.graphs() for value in graph.initializers.values()}
-    modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model).modified
+    modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
+        model
+    ).modified
     for graph in model.graphs() if modified else ():
         for value in graph.initializers.values():
-            if value not in known and value.const_value is not None and value.const_value.dtype.is_floating_point():
+            if (
+                value not in known
+                and value.const_value is not None
+                and value.const_value.dtype.is_floating_point()
+            ):
                 value.const_value = recorded(value.const_value, CONSTANT)
     return modified
 
@@ -83,17 +93,27 @@ def lift_constants(model: ir.Model) -> bool:
 def of_values(why: str, *values: ir.Value | None) -> Recipe:
     """How a tensor is made of others in a way that no step says: constant, if these are."""
     recipes = [CONSTANT if value is None else recipe_of(value) for value in values]
-    return CONSTANT if all(recipe == CONSTANT for recipe in recipes) else step("computed", *recipes, why)
+    return (
+        CONSTANT
+        if all(recipe == CONSTANT for recipe in recipes)
+        else step("computed", *recipes, why)
+    )
 
 
 def replaced_by(tool: str, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
     """Note that a tool may have made what stands under a name once more: ``before`` is what stood there."""
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if tensor is None or not tensor.dtype.is_floating_point() or tags.RECIPE in tensor.metadata_props:
+        if (
+            tensor is None
+            or not tensor.dtype.is_floating_point()
+            or tags.RECIPE in tensor.metadata_props
+        ):
             continue
         if name not in before or before[name] is not tensor:
-            value.const_value = recorded(tensor, ["computed", *([name] if name in before else []), tool])
+            value.const_value = recorded(
+                tensor, ["computed", *([name] if name in before else []), tool]
+            )
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:
@@ -110,7 +130,8 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
 
     Args:
         graph: The graph in which positions and sizes are looked up that are computed.
-        nodes: Producers before consumers; those that read what is neither known nor stored are left out.
+        nodes: Producers before consumers; those that read what is neither known nor stored are left
+            out.
         known: Value → how it is made; what is found is added.
 
     Examples:
@@ -124,7 +145,12 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
     positions = _Positions(graph)
     for node in nodes:
         for value in node.inputs:
-            if value is not None and value not in known and value.is_initializer() and value.const_value is not None:
+            if (
+                value is not None
+                and value not in known
+                and value.is_initializer()
+                and value.const_value is not None
+            ):
                 known[value] = recipe_of(value)
         if is_standard(node, *SIZES_ONLY):
             known.update(dict.fromkeys(node.outputs, CONSTANT))
@@ -148,7 +174,9 @@ class _Positions:
         while waiting:
             if waiting[-1] not in self._reached:
                 self._reached.add(waiting[-1])
-                waiting += [node for node in waiting[-1].predecessors() if node not in self._reached]
+                waiting += [
+                    node for node in waiting[-1].predecessors() if node not in self._reached
+                ]
             elif (node := waiting.pop()) not in self._visited:
                 self._visited.add(node)
                 self._inferred.visit(node)
@@ -169,10 +197,14 @@ class _Positions:
             self._visit(value)
         shape = self._inferred.shape(value) if value.shape is None else value.shape
         sizes = None if shape is None else [size for size in shape if isinstance(size, int)]
-        return sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        return (
+            sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
+        )
 
 
-def _of_node(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions) -> dict[ir.Value, Recipe]:
+def _of_node(
+    node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions
+) -> dict[ir.Value, Recipe]:
     operands = [CONSTANT if each is None else known[each] for each in node.inputs]
     if all(each == CONSTANT for each in operands):
         return dict.fromkeys(node.outputs, CONSTANT)
@@ -191,7 +223,9 @@ def _of_node(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positi
     }
 
 
-def _cast_like(node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions) -> dict[ir.Value, Recipe]:
+def _cast_like(
+    node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions
+) -> dict[ir.Value, Recipe]:
     """How a value is made that gets the type of another one, which depends on inputs; nothing if that is not known."""
     recipe = known[node.inputs[0]]  # type: ignore[index]
     if recipe != CONSTANT:
@@ -212,7 +246,8 @@ def folded(
 ) -> Recipe:
     """How a result of an operator on constants is made, of which ``operands`` says how they are made.
 
-    ``constant`` gives the elements of a small input by its place, and ``sizes`` the shape of the result, or None.
+    ``constant`` gives the elements of a small input by its place, and ``sizes`` the shape of the
+    result, or None.
     """
     if op_type == "Identity":
         return operands[0]
@@ -225,7 +260,11 @@ def folded(
     if op_type in ("Squeeze", "Unsqueeze") and (axes := constant(1)) is not None:
         return step(op_type.lower(), operands[0], [int(axis) for axis in axes.reshape(-1)])
     if (op_type in RESHAPING or op_type == "Expand") and (shape := sizes()) is not None:
-        return step("expand" if op_type == "Expand" else "reshape", operands[0], [int(size) for size in shape])
+        return step(
+            "expand" if op_type == "Expand" else "reshape",
+            operands[0],
+            [int(size) for size in shape],
+        )
     if op_type == "Gather" and (rows := constant(1)) is not None and (shape := sizes()) is not None:
         return _gathered(operands[0], int(attributes.get("axis", 0)), rows, shape)
     if op_type == "Slice" and (cuts := _cuts(attributes, constant)) is not None:
@@ -235,11 +274,25 @@ def folded(
         return made
     if op_type == "Split" and (splits := constant(1)) is not None:
         start = int(splits[:output].sum())
-        return step("slice", operands[0], [int(attributes.get("axis", 0)), start, start + int(splits[output]), 1])
+        return step(
+            "slice",
+            operands[0],
+            [int(attributes.get("axis", 0)), start, start + int(splits[output]), 1],
+        )
     if op_type in _ARITHMETIC:
-        pairs = ((each, constant(place) if each == CONSTANT else None) for place, each in enumerate(operands))
-        return step(_ARITHMETIC[op_type], *(each if array is None else _number(array) for each, array in pairs))
-    return step("computed", *operands, op_type) if any(each != CONSTANT for each in operands) else CONSTANT
+        pairs = (
+            (each, constant(place) if each == CONSTANT else None)
+            for place, each in enumerate(operands)
+        )
+        return step(
+            _ARITHMETIC[op_type],
+            *(each if array is None else _number(array) for each, array in pairs),
+        )
+    return (
+        step("computed", *operands, op_type)
+        if any(each != CONSTANT for each in operands)
+        else CONSTANT
+    )
 
 
 def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int]) -> Recipe:
@@ -253,7 +306,11 @@ def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int]) -> Re
 
 
 def _number(array: Any) -> Recipe:
-    return float(array) if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array) else CONSTANT
+    return (
+        float(array)
+        if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array)
+        else CONSTANT
+    )
 
 
 def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list[list[int]] | None:
@@ -280,10 +337,14 @@ def batchnorm_folded(
 ) -> tuple[Recipe, Recipe]:
     """The weight and the bias of a layer that a batch normalisation after it was folded into.
 
-    ``norm``: its scale, bias, mean and variance; ``column``: the shape of the factors for the weight; ``root``: the
-    step that takes the root, which PyTorch rounds in another way than IEEE 754 says.
+    ``norm``: its scale, bias, mean and variance; ``column``: the shape of the factors for the
+    weight; ``root``: the step that takes the root, which PyTorch rounds in another way than IEEE
+    754 says.
     """
     gamma, beta, mean, variance = norm
     scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))
     before = step("neg", mean) if bias is None else step("sub", bias, mean)
-    return (step("mul", weight, step("reshape", scale, list(column))), step("add", step("mul", before, scale), beta))
+    return (
+        step("mul", weight, step("reshape", scale, list(column))),
+        step("add", step("mul", before, scale), beta),
+    )

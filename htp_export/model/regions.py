@@ -1,7 +1,8 @@
 """Regions: the nodes of a module, and the tensors that enter and leave them.
 
-The graph is onnx_ir's; what is added here is made in one pass over it: which nodes lie in which module, which node
-holds which subgraph, where functions are called, and which values are the same whatever the model is given.
+The graph is onnx_ir's; what is added here is made in one pass over it: which nodes lie in which
+module, which node holds which subgraph, where functions are called, and which values are the same
+whatever the model is given.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 class GraphIndex:
     """What one pass over a model tells about every region of it.
 
-    It is made of the model as it is; once the graph is changed, make a new one. What only the outputs ``taps`` need
-    crosses no boundary.
+    It is made of the model as it is; once the graph is changed, make a new one. What only the
+    outputs ``taps`` need crosses no boundary.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
@@ -64,7 +65,10 @@ class GraphIndex:
     """
 
     def __init__(
-        self, model: ir.Model, work_of: Callable[[ir.Node], NodeCalls], taps: Mapping[str, Tap] | None = None
+        self,
+        model: ir.Model,
+        work_of: Callable[[ir.Node], NodeCalls],
+        taps: Mapping[str, Tap] | None = None,
     ) -> None:
         self.model = model
         self._taps = taps or {}
@@ -87,7 +91,8 @@ class GraphIndex:
 
     def counts(self, kind: Callable[[ir.Node], str]) -> dict[str, dict[str, int]]:
         """Module path → a kind of nodes → how many are in its region, most frequent first; ``""`` is no kind."""
-        alike: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)  # nodes in the same regions
+        # nodes in the same regions
+        alike: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
         for node, work in self.works.items():
             if name := kind(node):
                 alike[work.modules][name] += 1
@@ -103,7 +108,11 @@ class GraphIndex:
         bodies = {function.identifier(): [graph] for graph, function in self._functions.items()}
         if not bodies:
             return {}
-        return {node: bodies[node.op_identifier()] for node in self.nodes if node.op_identifier() in bodies}
+        return {
+            node: bodies[node.op_identifier()]
+            for node in self.nodes
+            if node.op_identifier() in bodies
+        }
 
     @cached_property
     def calls(self) -> Mapping[ir.Graph, Sequence[ir.Node]]:
@@ -120,7 +129,9 @@ class GraphIndex:
         for node in self.nodes:
             if node.op_type in RANDOM or node in self.bodies or node in self._called:
                 continue
-            if all(value is None or value in values or self.initializer(value) for value in node.inputs):
+            if all(
+                value is None or value in values or self.initializer(value) for value in node.inputs
+            ):
                 values.update(node.outputs)
         return frozenset(values)
 
@@ -128,7 +139,8 @@ class GraphIndex:
     def boundaries(self) -> Boundaries[ir.Value]:
         """What crosses the boundaries of regions: whatever is not the same in every run, sizes too.
 
-        All that a node's subgraphs hold is in a region with the node. A graph's result leaves even if it is constant.
+        All that a node's subgraphs hold is in a region with the node. A graph's result leaves even
+        if it is constant.
         """
 
         def counts(value: ir.Value) -> bool:
@@ -136,7 +148,10 @@ class GraphIndex:
                 return False
             return self.initializer(value) is None
 
-        holders = [self.place[holder] if (holder := self._holder_of(node)) else OUTSIDE for node in self.nodes]
+        holders = [
+            self.place[holder] if (holder := self._holder_of(node)) else OUTSIDE
+            for node in self.nodes
+        ]
         return self._boundaries(counts, holders if self.bodies else ())
 
     @cached_property
@@ -147,9 +162,13 @@ class GraphIndex:
         """
         return self._boundaries(input_dependent_values(self.model, self.nodes).__contains__, ())
 
-    def _boundaries(self, counts: Callable[[ir.Value], bool], holders: Sequence[int]) -> Boundaries[ir.Value]:
+    def _boundaries(
+        self, counts: Callable[[ir.Value], bool], holders: Sequence[int]
+    ) -> Boundaries[ir.Value]:
         results = {value for value in self.model.graph.outputs if value.name not in self._taps}
-        results.update(value for graph, calls in self.calls.items() if not calls for value in graph.outputs)
+        results.update(
+            value for graph, calls in self.calls.items() if not calls for value in graph.outputs
+        )
         works = [self.works[node] for node in self.nodes]
         made = {name for tap in self._taps.values() for name in tap.made}
         inserted = [node for node in self.nodes if is_inserted(node)] if made else []
@@ -158,7 +177,14 @@ class GraphIndex:
         tapped = {value for node in taps for value in node.outputs}
         reasons = (node.metadata_props.get(tags.REASON) for node in self.nodes)
         fused = {place for place, reason in enumerate(reasons) if reason == Reason.FUSED}
-        return Boundaries(passed, works, lambda value: value not in tapped and counts(value), results, holders, fused)
+        return Boundaries(
+            passed,
+            works,
+            lambda value: value not in tapped and counts(value),
+            results,
+            holders,
+            fused,
+        )
 
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
         """What a node reads and makes, with what its subgraphs and the function that it calls give and take."""
@@ -192,7 +218,8 @@ class GraphIndex:
         """The initializer that a value is, directly or as the argument of the one call of its function."""
         seen: set[ir.Value] = set()
         while not value.is_initializer():
-            if value in seen:  # a function that calls itself: no valid model, but files come from anywhere
+            # a function that calls itself: no valid model, but files come from anywhere
+            if value in seen:
                 return None
             seen.add(value)
             calls = self.calls.get(value.graph, ()) if value.graph is not None else ()
@@ -214,12 +241,17 @@ def is_inserted(node: ir.Node) -> bool:
 class Region:
     """The nodes of a module, and its boundary.
 
-    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the region. If ``call``
-    is given, it has only the nodes of this call of the module.
+    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the
+    region. If ``call`` is given, it has only the nodes of this call of the module.
     """
 
     def __init__(
-        self, index: GraphIndex, hierarchy: Hierarchy, calls: CallTree, path: str, call: int | None = None
+        self,
+        index: GraphIndex,
+        hierarchy: Hierarchy,
+        calls: CallTree,
+        path: str,
+        call: int | None = None,
     ) -> None:
         self._index = index
         self._hierarchy = hierarchy
@@ -265,7 +297,8 @@ class Region:
     def nodes(self) -> list[ir.Node]:
         """The nodes that the module computes, it or modules below it or called by it, in graph order.
 
-        With those in subgraphs and functions. What a module below it computed when another one called it is that one's.
+        With those in subgraphs and functions. What a module below it computed when another one
+        called it is that one's.
         """
         below = self._index.below.get(self.path, ())
         call = None if self._call is None else Instance(self.path, self._call)
@@ -286,8 +319,9 @@ class Region:
     def outputs(self) -> list[ir.Value]:
         """The tensors that leave, by order of production.
 
-        What a node of several owners gives to another of them, or to the block around that one, leaves none; see
-        ``NodeCalls.others``. What depends on no input of the model leaves only where the model returns it.
+        What a node of several owners gives to another of them, or to the block around that one,
+        leaves none; see ``NodeCalls.others``. What depends on no input of the model leaves only
+        where the model returns it.
         """
         return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 
@@ -295,21 +329,28 @@ class Region:
     def parameters(self) -> list[ir.Value]:
         """The initializers that the region's nodes read, each once, by first use."""
         nodes = (self._index.nodes[place] for place in self._closure)
-        read = (self._index.initializer(value) for node in nodes for value in self._index.passed(node)[0])
+        read = (
+            self._index.initializer(value)
+            for node in nodes
+            for value in self._index.passed(node)[0]
+        )
         return list(dict.fromkeys(value for value in read if value is not None))
 
     def call(self, number: int) -> Region:
         """The region of one call of a module that ran several times.
 
-        It has what the module, and whatever ran inside it, computed in that call, counted from 0. A file of an
-        older version does not say in which call a module below ran: then it is taken to have run equally often in every
-        call, or, if it ran some other number of times, in none. A warning is logged.
+        It has what the module, and whatever ran inside it, computed in that call, counted from 0. A
+        file of an older version does not say in which call a module below ran: then it is taken to
+        have run equally often in every call, or, if it ran some other number of times, in none. A
+        warning is logged.
 
         Raises:
             InputError: If the module did not run that often.
         """
         if not 0 <= number < self.calls:
-            raise InputError(f"module {self.path!r} has no call {number}: it ran {self.calls} times, counted from 0")
+            raise InputError(
+                f"module {self.path!r} has no call {number}: it ran {self.calls} times, counted from 0"
+            )
         self._calls.warn(self.path)
         return Region(self._index, self._hierarchy, self._calls, self.path, number)
 

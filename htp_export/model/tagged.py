@@ -76,14 +76,15 @@ class TaggedResult(HoldsModel):
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
-    What it knows of the graph is found once, when first asked for. After changing the graph, `refresh` it. Where the
-    metadata of the model is not what the file format says, whatever reads it raises an `InputError`.
+    What it knows of the graph is found once, when first asked for. After changing the graph,
+    `refresh` it. Where the metadata of the model is not what the file format says, whatever reads
+    it raises an `InputError`.
 
     Attributes:
         model: The model.
         hierarchy: Its modules, every owner of a node among them.
-        source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``, torch's own scopes;
-            ``"none"`` of them.
+        source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``,
+            torch's own scopes; ``"none"`` of them.
 
     Examples:
         >>> import onnx_ir as ir
@@ -142,7 +143,11 @@ class TaggedModel:
 
     def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
         """Find owners, regions, shapes and signatures anew, after the graph was changed; perhaps with other modules."""
-        lasting = {"model": self.model, "hierarchy": hierarchy or self.hierarchy, "source": self.source}
+        lasting = {
+            "model": self.model,
+            "hierarchy": hierarchy or self.hierarchy,
+            "source": self.source,
+        }
         self.__dict__ = {**lasting, "_regions": {}, "_file": self._file}
         return self
 
@@ -193,8 +198,8 @@ class TaggedModel:
     def tensors(self, path: str) -> list[ModuleTensor]:
         """What the calls of a module take and give in PyTorch, and which tensors of the file these are.
 
-        They are those of ``htp.signatures``. A call without signature has what enters and leaves its nodes, where that
-        is one tensor.
+        They are those of ``htp.signatures``. A call without signature has what enters and leaves
+        its nodes, where that is one tensor.
 
         Raises:
             UnknownModuleError: If the model has no such module.
@@ -213,7 +218,8 @@ class TaggedModel:
         """The tensors that a selector names, ``encoder.layer.*:out``; see ``docs/taps.md`` for the language.
 
         Raises:
-            SelectorError: If the selector cannot be read, or a part of it matches no module, call or tensor.
+            SelectorError: If the selector cannot be read, or a part of it matches no module, call
+                or tensor.
             InputError: If a tensor is not in the file; the message says why, and what to do.
             UntaggedModelError: If the model has no exact tags.
         """
@@ -224,7 +230,11 @@ class TaggedModel:
     def taps(self) -> Mapping[str, Tap]:
         """Output of the graph → what it is, for those that ``tap`` added: the model does not return them."""
         names = {value.name for value in self.model.graph.outputs}
-        return {name: tap for name, tap in (self._read(tags.TAPS, taps_from_json) or {}).items() if name in names}
+        return {
+            name: tap
+            for name, tap in (self._read(tags.TAPS, taps_from_json) or {}).items()
+            if name in names
+        }
 
     @property
     def results(self) -> list[ir.Value]:
@@ -235,10 +245,13 @@ class TaggedModel:
     def parameters(self) -> Mapping[str, ModuleParameters] | None:
         """Module path → the parameters that it holds in PyTorch; None where the file does not say.
 
-        Nor if it names a module that is not there, as the metadata of a part that another tool cut out.
+        Nor if it names a module that is not there, as the metadata of a part that another tool cut
+        out.
         """
         known = self._read(tags.PARAMETERS, parameters_from_json)
-        return known if known is not None and all(path in self.hierarchy for path in known) else None
+        return (
+            known if known is not None and all(path in self.hierarchy for path in known) else None
+        )
 
     @cached_property
     def declared(self) -> Mapping[str, Declared] | None:
@@ -259,7 +272,9 @@ class TaggedModel:
     def typed(self) -> Mapping[str, ir.Value]:
         """The tensors by name, each with the type and shape that are known of it."""
         return {
-            name: value if value.dtype is not None and value.shape is not None else self.inferred.described(value)
+            name: value
+            if value.dtype is not None and value.shape is not None
+            else self.inferred.described(value)
             for name, value in self.values.items()
         }
 
@@ -276,7 +291,9 @@ class TaggedModel:
         """Which call of a module ran in which call of another."""
         known = None
         if self.source == "htp":
-            known = self._read(tags.CALLERS, lambda written: CallTree.from_json(written, self.hierarchy))
+            known = self._read(
+                tags.CALLERS, lambda written: CallTree.from_json(written, self.hierarchy)
+            )
         return known or CallTree(self.hierarchy)
 
     def _read(self, key: str, parse: Callable[[str], _T]) -> _T | None:
@@ -302,7 +319,11 @@ class TaggedModel:
         return selectors.select(patterns, self.hierarchy.classes)
 
     def save(
-        self, path: str | os.PathLike[str], external_data: str | None = None, *, share_weights: bool = False
+        self,
+        path: str | os.PathLike[str],
+        external_data: str | None = None,
+        *,
+        share_weights: bool = False,
     ) -> None:
         """Write the model, whole or not at all.
 
@@ -312,12 +333,13 @@ class TaggedModel:
         Args:
             path: The file to write.
             external_data: Name of a file beside it, for all weights of more than 256 bytes.
-            share_weights: Leave external weights in the data file of another model in the same folder, and write no
-                copy. If that file changes, this one is not read any more.
+            share_weights: Leave external weights in the data file of another model in the same
+                folder, and write no copy. If that file changes, this one is not read any more.
 
         Raises:
             FileError: If it cannot be written; what was there before is untouched.
-            ResultError: If the graph of a file was changed to one that is not valid; of other models, that is logged.
+            ResultError: If the graph of a file was changed to one that is not valid; of other
+                models, that is logged.
         """
         file = self._file
         with contextlib.nullcontext() if file is None else made_from(lambda: [read_model(file)]):
@@ -347,7 +369,9 @@ class TaggedModel:
         raise UntaggedModelError(f"{self._file or f'model {self.model.graph.name!r}'}: {said}")
 
 
-ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel
+ModelSource: TypeAlias = (
+    str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel
+)
 """Everything that ``load`` takes."""
 
 
@@ -355,23 +379,25 @@ ModelSource: TypeAlias = str | os.PathLike[str] | onnx.ModelProto | ir.Model | T
 def load(model: ModelSource) -> TaggedModel:
     """Open a model with its module tree.
 
-    A model without tags is read with torch's own module scopes, if it has them: node metadata from the dynamo exporter,
-    node names from the TorchScript exporter. They are not exact: a warning is logged, once for a model, and whatever
-    needs exact tags raises an `UntaggedModelError`.
+    A model without tags is read with torch's own module scopes, if it has them: node metadata from
+    the dynamo exporter, node names from the TorchScript exporter. They are not exact: a warning is
+    logged, once for a model, and whatever needs exact tags raises an `UntaggedModelError`.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or any object with an ``ir.Model`` as
-            ``model``. Models in memory are not copied. External data and large weights of a file are read when they are
-            used. Until then, the ONNX file may be replaced but not overwritten in place.
+        model: A file, an ``ONNXProgram``, a ``ModelProto``, an ``ir.Model``, or any object with an
+            ``ir.Model`` as ``model``. Models in memory are not copied. External data and large
+            weights of a file are read when they are used. Until then, the ONNX file may be replaced
+            but not overwritten in place.
 
     Returns:
         The model, indexed by module path.
 
     Raises:
-        FileError: The file is missing, is not valid ONNX, has invalid tags, or names external data outside of its
-            folder; or its data file was replaced without it, for example by a process that was killed.
+        FileError: The file is missing, is not valid ONNX, has invalid tags, or names external data
+            outside of its folder; or its data file was replaced without it, for example by a
+            process that was killed.
         InputError: A model in memory has invalid tags, or would be too large without functions.
 
     Examples:
@@ -418,7 +444,9 @@ def model_of(source: ModelSource) -> ir.Model:
         return model_from_proto(source)
     model = source if isinstance(source, ir.Model) else getattr(source, "model", None)
     if not isinstance(model, ir.Model):
-        raise TypeError(f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model")
+        raise TypeError(
+            f"no ONNX model: {type(source).__name__}; give a file, a ModelProto or an ir.Model"
+        )
     check_flat_size(model)
     return model
 
@@ -429,7 +457,9 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     try:
         known = None if declared is None else Hierarchy.from_json(declared)
     except ValueError as error:
-        raise ValueError(f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)) from error
+        raise ValueError(
+            f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)
+        ) from error
     if newer:
         _log.warning("%s: %s; what that adds is passed over", name, newer)
     hierarchy = known or Hierarchy([ModuleInfo("", "", 1)])
@@ -440,7 +470,8 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
             number = number_in(call) if owner == owners[-1] else None
             calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
     tags.check_paths({*hierarchy, *calls})
-    if calls or (known and next(all_nodes(model), None) is None):  # a model without nodes lost no tags
+    # a model without nodes lost no tags
+    if calls or (known and next(all_nodes(model), None) is None):
         above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))

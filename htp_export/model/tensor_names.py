@@ -1,8 +1,8 @@
 """Names of tensors and nodes: free ones, new ones, and those that say a node's module.
 
-The latter, ``/encoder/layer.0/query/MatMul_output_0``, are made of the tags and of the graph alone. Names that nodes
-and tensors have now make no difference, except for those that stay: inputs and outputs of the model, and parameters of
-the PyTorch model.
+The latter, ``/encoder/layer.0/query/MatMul_output_0``, are made of the tags and of the graph alone.
+Names that nodes and tensors have now make no difference, except for those that stay: inputs and
+outputs of the model, and parameters of the PyTorch model.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class UsedNames:
 
     def __init__(self, names: Iterable[str] = (), first: int = 2) -> None:
         self._names, self._before = set(names), first - 1
-        self._numbers: dict[str, int] = {}  # a name → the last number after it; all before it are in use
+        # a name → the last number after it; all before it are in use
+        self._numbers: dict[str, int] = {}
 
     def unused(self, wanted: str) -> str:
         """The name, or it with the first number that makes it new; noted as used."""
@@ -56,8 +57,12 @@ class Names:
 
     def __init__(self, model: ir.Model) -> None:
         graphs = (model.graph, *(function.graph for function in model.functions.values()))
-        self.tensors = UsedNames(str(value.name) for graph in graphs for value in all_values(graph) if value.name)
-        self.nodes = UsedNames(str(node.name) for graph in graphs for node in graph.all_nodes() if node.name)
+        self.tensors = UsedNames(
+            str(value.name) for graph in graphs for value in all_values(graph) if value.name
+        )
+        self.nodes = UsedNames(
+            str(node.name) for graph in graphs for node in graph.all_nodes() if node.name
+        )
 
 
 def make_node_names_unique(graph: ir.Graph) -> bool:
@@ -72,8 +77,8 @@ def make_node_names_unique(graph: ir.Graph) -> bool:
 def rename(value: ir.Value, name: str) -> None:
     """Give a value another name, and leave its weights' name alone where other models hold them too.
 
-    Copies of models share their weights, and onnx_ir renames the tensor together with the value, and with the tensor
-    the ``TensorProto`` that it is a view of.
+    Copies of models share their weights, and onnx_ir renames the tensor together with the value,
+    and with the tensor the ``TensorProto`` that it is a view of.
 
     Examples:
         >>> weight = ir.tensor([1.0], name="weight")
@@ -115,7 +120,9 @@ class Renamed:
 def check_style(style: str) -> None:
     """Raise an `InputError` for a style of names that there is not."""
     if style not in STYLES:
-        raise InputError(f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}")
+        raise InputError(
+            f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}"
+        )
 
 
 def check_tags(tagged: TaggedModel) -> None:
@@ -184,7 +191,10 @@ class _Namer:
     def _name_graph(self, graph: ir.Graph) -> None:
         fixed = {*graph.inputs, *graph.outputs, *filter(self._is_kept, all_values(graph))}
         self._tensors |= {value: value.name for value in fixed if value.name}
-        used, used_by_nodes = UsedNames(filter(None, (value.name for value in fixed)), first=1), UsedNames(first=1)
+        used, used_by_nodes = (
+            UsedNames(filter(None, (value.name for value in fixed)), first=1),
+            UsedNames(first=1),
+        )
         ordered = list(self._ordered(graph))
         for node in ordered:
             self._nodes[node] = used_by_nodes.unused(self._wanted(node))
@@ -205,7 +215,8 @@ class _Namer:
     def _is_kept(self, value: ir.Value) -> bool:
         """Whether a tensor has the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
         name = value.name or ""
-        if name in (self.tagged.declared or ()):  # of an initializer, or of an Identity in place of one that was equal
+        # of an initializer, or of an Identity in place of one that was equal
+        if name in (self.tagged.declared or ()):
             return True
         return value.is_initializer() and any(map(self._is_weight, _beginnings(name)))
 
@@ -215,7 +226,8 @@ class _Namer:
         return is_of_module or name in (self.tagged.declared or ())
 
     def _name_tensor(self, value: ir.Value, wanted: str, used: UsedNames) -> None:
-        if value.name and value not in self._tensors:  # an output without a name is one that is left out
+        # an output without a name is one that is left out
+        if value.name and value not in self._tensors:
             self._tensors[value] = used.unused(wanted)
 
     def _ordered(self, graph: ir.Graph) -> Iterator[ir.Node]:
@@ -232,7 +244,10 @@ class _Namer:
 
     def _place(self, node: ir.Node) -> tuple[str, str]:
         """The deepest module above all owners of a node, and which call of it, where it is one of several."""
-        owners, call = tags.owners_of(node.metadata_props), number_in(node.metadata_props.get(tags.CALL, ""))
+        owners, call = (
+            tags.owners_of(node.metadata_props),
+            number_in(node.metadata_props.get(tags.CALL, "")),
+        )
         if len(owners) != 1:
             return tags.common_ancestor(owners), ""
         return owners[0], "" if call is None else f"@{call}/"
@@ -270,12 +285,19 @@ def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
 def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None:
     """Rename tensors in signatures, contamination and notes on quantization; others are not in the graph any more."""
     props = tagged.model.metadata_props
-    signatures = {path: [call.renamed(renamed.get) for call in calls] for path, calls in tagged.signatures.items()}
+    signatures = {
+        path: [call.renamed(renamed.get) for call in calls]
+        for path, calls in tagged.signatures.items()
+    }
     contamination = sorted(
-        (path, renamed[tensor], leaves) for path, tensor, leaves in read_contamination(props) if tensor in renamed
+        (path, renamed[tensor], leaves)
+        for path, tensor, leaves in read_contamination(props)
+        if tensor in renamed
     )
     props.pop(tags.CONTAMINATION, None)
-    write_model_metadata(props, tagged.hierarchy, signatures=signatures, contamination=contamination)
+    write_model_metadata(
+        props, tagged.hierarchy, signatures=signatures, contamination=contamination
+    )
     for value in all_values(tagged.model.graph):
         if _QUANTIZATION in value.meta:
             value.meta[_QUANTIZATION] = {
@@ -289,9 +311,10 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
 def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
     """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
 
-    From the outputs of the graph, every node is reached through its inputs, and follows the last of its producers: the
-    order is the same whatever nodes and tensors are called, and wherever independent nodes are in the file. Nodes whose
-    results nothing needs come last, as they are in the file.
+    From the outputs of the graph, every node is reached through its inputs, and follows the last of
+    its producers: the order is the same whatever nodes and tensors are called, and wherever
+    independent nodes are in the file. Nodes whose results nothing needs come last, as they are in
+    the file.
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:
@@ -310,7 +333,9 @@ def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
         if attribute.type == ir.AttributeType.GRAPH:
             yield name, attribute.as_graph()
         elif attribute.type == ir.AttributeType.GRAPHS:
-            yield from ((f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs()))
+            yield from (
+                (f"{name}.{place}", body) for place, body in enumerate(attribute.as_graphs())
+            )
 
 
 def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -> None:

@@ -14,7 +14,10 @@ from htp_export.errors import InputError, RuleError
 from htp_export.process.user_code import call_factory
 
 PlanArgument: TypeAlias = Annotated[
-    str | None, typer.Argument(help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ...")
+    str | None,
+    typer.Argument(
+        help="A plan, .yaml or .json; or a precision for the whole model: auto, u8s8, int4, ..."
+    ),
 ]
 _WITH_FIELDS = re.compile(r"(.+?)=([\w-]+(?::\w+=[^:=]+)+)")
 _PLANS = (".yaml", ".yml", ".json")
@@ -22,7 +25,10 @@ _PLANS = (".yaml", ".yml", ".json")
 
 def rule_option(value: str, examples: str) -> Any:
     """The option ``--rule``, whose values are such."""
-    return typer.Option(metavar=f"SELECTOR={value}", help=f"After the rules of the plan: {examples}; may be repeated.")
+    return typer.Option(
+        metavar=f"SELECTOR={value}",
+        help=f"After the rules of the plan: {examples}; may be repeated.",
+    )
 
 
 RuleOption: TypeAlias = Annotated[list[str] | None, rule_option("PRECISION", "encoder.**=int8")]
@@ -35,7 +41,11 @@ MetricOption: TypeAlias = Annotated[
 
 
 def read_rules(
-    plan: str | Path | None, typed: list[str] | None, value: str = "VALUE", *, named: Iterable[str] = ()
+    plan: str | Path | None,
+    typed: list[str] | None,
+    value: str = "VALUE",
+    *,
+    named: Iterable[str] = (),
 ) -> dict[str, Any]:
     """The rules of a file, or a value of ``named`` for the whole model, and then those that are typed."""
     from htp_export.plans.rules import read_plan
@@ -44,7 +54,11 @@ def read_rules(
     if plan is not None:
         is_named = str(plan).partition(":")[0] in named
         if not (is_named or Path(plan).suffix.lower() in _PLANS or Path(plan).exists()):
-            known = f" and no precision {plan!r}; there are {', '.join(named)}" if named else f" {str(plan)!r}"
+            known = (
+                f" and no precision {plan!r}; there are {', '.join(named)}"
+                if named
+                else f" {str(plan)!r}"
+            )
             raise InputError(f"no file{known}; a rule is an option: --rule SELECTOR={value}")
         given: Any = str(plan) if is_named else read_plan(Path(plan))
         rules.update({".": given} if is_named or (named and "precision" in given) else given)
@@ -53,7 +67,9 @@ def read_rules(
         rules[selector] = given
     if not rules:
         precisions = f", a precision ({', '.join(named)})" if named else ""
-        raise InputError(f"the rules are missing: give a plan (.yaml or .json){precisions}, or --rule SELECTOR={value}")
+        raise InputError(
+            f"the rules are missing: give a plan (.yaml or .json){precisions}, or --rule SELECTOR={value}"
+        )
     return rules
 
 
@@ -86,7 +102,9 @@ def rules_as_typed(plan: object, typed: Sequence[str] | None) -> Iterator[None]:
     try:
         yield
     except RuleError as error:
-        rules = (text for text in reversed(typed or ()) if _divided(text)[0].strip() == error.selector)
+        rules = (
+            text for text in reversed(typed or ()) if _divided(text)[0].strip() == error.selector
+        )
         place = next((f"--rule {text}" for text in rules), None)
         if place is None:
             is_file = Path(str(plan)).suffix.lower() in _PLANS

@@ -1,8 +1,8 @@
 """Plans: ordered rules that give values to modules, and through them to nodes (docs/quantize.md, "Plans").
 
-A rule holds for the regions of the modules that its selector names, without those that it excludes, call by call. Nodes
-without owners are the root's. What has no value because its modules have different ones is *disputed*: what becomes of
-it, each capability decides, and says.
+A rule holds for the regions of the modules that its selector names, without those that it excludes,
+call by call. Nodes without owners are the root's. What has no value because its modules have
+different ones is *disputed*: what becomes of it, each capability decides, and says.
 """
 
 from __future__ import annotations
@@ -49,13 +49,23 @@ class Deciders:
     def of(self, node: ir.Node) -> tuple[Part, ...]:
         """The parts of a node's work whose modules decide; of modules merged into it, that which keeps a weight."""
         parts = parts_of(self._tagged, node)
-        return self._keepers(node, parts)[:1] if len(parts) > 1 and all(map(self._is_fused, parts)) else parts
+        return (
+            self._keepers(node, parts)[:1]
+            if len(parts) > 1 and all(map(self._is_fused, parts))
+            else parts
+        )
 
-    def with_a_say(self, node: ir.Node, said: Mapping[Part, int | None]) -> Iterator[Sequence[Part]]:
+    def with_a_say(
+        self, node: ir.Node, said: Mapping[Part, int | None]
+    ) -> Iterator[Sequence[Part]]:
         """The parts that have to agree on a node; then, if they do not, fewer."""
         yield tuple(said)
         if len(said) > 1:
-            yield [part for part, number in said.items() if number is not None or not self._is_fused(part)]
+            yield [
+                part
+                for part, number in said.items()
+                if number is not None or not self._is_fused(part)
+            ]
             if all(map(self._is_fused, said)):
                 yield self._keepers(node, tuple(said))
 
@@ -72,13 +82,29 @@ class Deciders:
 
     def _keepers(self, node: ir.Node, parts: tuple[Part, ...]) -> tuple[Part, ...]:
         """The parts whose modules hold the largest weight that a node reads; all if there is none, or none is known."""
-        read = [source.tensor for _, source in self._sources.read_by(node) if is_weight(source.tensor, node)]
+        read = [
+            source.tensor
+            for _, source in self._sources.read_by(node)
+            if is_weight(source.tensor, node)
+        ]
         places = self._places.places.get(max(read, key=elements_of), ()) if read else ()
         owners = [part.call.path for part in parts]
-        held = [(place, self._places.declared[self._places.name_in(place.parameter, owners)]) for place in places]
+        held = [
+            (place, self._places.declared[self._places.name_in(place.parameter, owners)])
+            for place in places
+        ]
         most = max((math.prod(each.shape) for _, each in held), default=0)
-        whole = {each.module for place, each in held if "merged" not in place.how or math.prod(each.shape) == most}
-        return tuple(part for part in parts if any(tags.is_under(path, part.call.path) for path in whole)) or parts
+        whole = {
+            each.module
+            for place, each in held
+            if "merged" not in place.how or math.prod(each.shape) == most
+        }
+        return (
+            tuple(
+                part for part in parts if any(tags.is_under(path, part.call.path) for path in whole)
+            )
+            or parts
+        )
 
 
 V = TypeVar("V")
@@ -89,10 +115,12 @@ class Assigned(Generic[V]):
     """The values that rules give to the modules and nodes of a model.
 
     Attributes:
-        modules: Module path → its value, for the modules that have one in all of their calls, in the model's order.
+        modules: Module path → its value, for the modules that have one in all of their calls, in
+            the model's order.
         nodes: Node → its value, for the nodes that have one, in the order of the model.
         named: Selector → the modules for which its rule holds, in a call of them at least.
-        disputed: Node of several modules whose values differ → module path → value, for those that have one.
+        disputed: Node of several modules whose values differ → module path → value, for those that
+            have one.
         reached: Selector → the nodes in the regions of its rule.
         deciding: Selector → those of them for a module of which no other rule holds.
     """
@@ -126,7 +154,9 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
         ({'': 8, 'net': 4, 'net.act': 4}, [4])
     """
     if not rules:
-        raise InputError("the plan has no rules; give selectors and values, as in {'encoder.layer.*': 'int8'}")
+        raise InputError(
+            "the plan has no rules; give selectors and values, as in {'encoder.layer.*': 'int8'}"
+        )
     tagged.require_tags()
     found, values = _Rules(tagged, list(rules)), list(rules.values())
     named, modules = _of_modules(tagged, found, values)
@@ -144,16 +174,27 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
         for number in set(known):
             deciding[number].append(node)
         listed = deciders.with_a_say(node, said) if known else ()
-        common = next((n for each in listed if (n := _common([said[part] for part in each], values)) is not None), None)
+        common = next(
+            (
+                n
+                for each in listed
+                if (n := _common([said[part] for part in each], values)) is not None
+            ),
+            None,
+        )
         if common is not None:
             nodes[node] = values[common]
         elif known:
-            disputed[node] = {part.call.path: values[n] for part, n in said.items() if n is not None}
+            disputed[node] = {
+                part.call.path: values[n] for part, n in said.items() if n is not None
+            }
     of_rules = [dict(zip(rules, each, strict=True)) for each in (reached, deciding)]
     return Assigned(modules, nodes, dict(zip(rules, named, strict=True)), disputed, *of_rules)
 
 
-def _of_modules(tagged: TaggedModel, found: _Rules, values: Sequence[V]) -> tuple[list[tuple[str, ...]], dict[str, V]]:
+def _of_modules(
+    tagged: TaggedModel, found: _Rules, values: Sequence[V]
+) -> tuple[list[tuple[str, ...]], dict[str, V]]:
     """For each rule, the modules for which it holds; module path → its value."""
     named: list[list[str]] = [[] for _ in values]
     modules: dict[str, V] = {}
@@ -170,7 +211,9 @@ def _of_modules(tagged: TaggedModel, found: _Rules, values: Sequence[V]) -> tupl
 def _common(numbers: Sequence[int | None], values: Sequence[V]) -> int | None:
     """One of several rules, if all have the same value; None if there are others, or none."""
     first = numbers[0] if numbers else None
-    if first is None or any(n is None or (n != first and values[n] != values[first]) for n in numbers):
+    if first is None or any(
+        n is None or (n != first and values[n] != values[first]) for n in numbers
+    ):
         return None
     return first
 
@@ -241,10 +284,18 @@ class _Rules:
     def _steps(self, part: Part) -> list[frozenset[str]]:
         """The modules of a call, from the innermost on, parted where a caller is not above what it called."""
         chain = self._calls.chain(part.call)
-        foreign = [caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)]
+        foreign = [
+            caller for call, caller in pairwise(chain) if not tags.is_under(call.path, caller.path)
+        ]
         regions = [frozenset({"", *part.modules})]
-        regions += [frozenset({"", *self._calls.of_calls((), [caller]).parts[0].modules}) for caller in foreign]
-        return [inner - outer for inner, outer in zip(regions, [*regions[1:], frozenset[str]()], strict=True)]
+        regions += [
+            frozenset({"", *self._calls.of_calls((), [caller]).parts[0].modules})
+            for caller in foreign
+        ]
+        return [
+            inner - outer
+            for inner, outer in zip(regions, [*regions[1:], frozenset[str]()], strict=True)
+        ]
 
     def _stands(self, first: int, later: int, steps: Sequence[frozenset[str]]) -> bool:
         """Whether a rule holds against a later one: it names what was called by a module that the later one names."""
@@ -271,5 +322,8 @@ def read_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
     file = Path(path)
     content = read_json(file) if file.suffix.lower() == ".json" else read_yaml(file)
     if not isinstance(content, dict) or not content:
-        raise FileError(file, "holds no rules; write a mapping from selectors to values, such as 'lm_head: fp16'")
+        raise FileError(
+            file,
+            "holds no rules; write a mapping from selectors to values, such as 'lm_head: fp16'",
+        )
     return content

@@ -30,7 +30,8 @@ def parameter_type(function: Callable[..., Any], name: str) -> Any:
     if parameter is None or parameter.kind is inspect.Parameter.VAR_KEYWORD:
         return None
     try:
-        return eval(parameter.annotation, vars(inspect.getmodule(function)))  # text of our own source
+        # text of our own source
+        return eval(parameter.annotation, vars(inspect.getmodule(function)))
     except NameError:  # imported for type checkers alone
         return parameter.annotation
 
@@ -51,13 +52,21 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 def _said(kind: Any) -> str:
     if typing.get_origin(kind) is typing.Literal:
         return f"one of {', '.join(map(repr, typing.get_args(kind)))}"
-    return kind.__name__ if isinstance(kind, type) else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
+    return (
+        kind.__name__
+        if isinstance(kind, type)
+        else re.sub(r"\b(typing|collections\.abc)\.", "", str(kind))
+    )
 
 
 def _fits(value: Any, kind: Any) -> bool:
     """Whether plain data have the type of a parameter; objects of Python, and types that are not plain, always do."""
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
-    if not isinstance(value, str | bool | int | float | list | tuple | dict) or kind is None or isinstance(kind, str):
+    if (
+        not isinstance(value, str | bool | int | float | list | tuple | dict)
+        or kind is None
+        or isinstance(kind, str)
+    ):
         return True
     if origin in (typing.Union, types.UnionType):
         return any(each is not type(None) and _fits(value, each) for each in inner)
@@ -68,9 +77,15 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, numbers) and (kind is bool or not isinstance(value, bool))
     if origin is collections.abc.Mapping:
         entries = value.items() if isinstance(value, dict) else ()
-        return isinstance(value, dict) and all(_fits(key, inner[0]) and _fits(each, inner[1]) for key, each in entries)
+        return isinstance(value, dict) and all(
+            _fits(key, inner[0]) and _fits(each, inner[1]) for key, each in entries
+        )
     if origin is tuple:
-        return isinstance(value, list | tuple) and len(value) == len(inner) and all(map(_fits, value, inner))
+        return (
+            isinstance(value, list | tuple)
+            and len(value) == len(inner)
+            and all(map(_fits, value, inner))
+        )
     if origin in (collections.abc.Sequence, collections.abc.Iterable):
         return isinstance(value, list | tuple) and all(_fits(each, inner[0]) for each in value)
     return True
@@ -82,7 +97,8 @@ def _fits(value: Any, kind: Any) -> bool:
 def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Make a function raise a TypeError that says what fits, where an argument has another type than its parameter.
 
-    Models, modules, files, mappings and lists are checked; numbers and words have errors of their own.
+    Models, modules, files, mappings and lists are checked; numbers and words have errors of their
+    own.
 
     Examples:
         >>> @checks_arguments
@@ -101,7 +117,11 @@ def checks_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError:
             return function(*args, **kwargs)  # Python's own error names the function
-        wrong = [name for name, value in given.items() if not _suits(value, signature.parameters[name], function)]
+        wrong = [
+            name
+            for name, value in given.items()
+            if not _suits(value, signature.parameters[name], function)
+        ]
         if wrong:
             raise TypeError(_problem(function, signature, given, wrong))
         return function(*args, **kwargs)
@@ -117,13 +137,22 @@ def check_fits(function: Callable[..., Any], name: str, value: Any) -> None:
 
 
 def _problem(
-    function: Callable[..., Any], signature: inspect.Signature, given: Mapping[str, Any], wrong: Sequence[str]
+    function: Callable[..., Any],
+    signature: inspect.Signature,
+    given: Mapping[str, Any],
+    wrong: Sequence[str],
 ) -> str:
     """What is to be said of the arguments that do not fit: of the first one, or that two of them are swapped."""
     name, *others = wrong
-    takes = " or ".join(words for _, words in _checks(signature.parameters[name], function) if words)
+    takes = " or ".join(
+        words for _, words in _checks(signature.parameters[name], function) if words
+    )
     value = repr(given[name])
-    short = value if len(value) <= _LONGEST and "\n" not in value and "<" not in value else "what was given"
+    short = (
+        value
+        if len(value) <= _LONGEST and "\n" not in value and "<" not in value
+        else "what was given"
+    )
     text = f"{function.__name__}: {name} takes {takes}, and {short} is of type {type(given[name]).__name__}"
     for other in others:
         if _suits(given[name], signature.parameters[other], function) and _suits(
@@ -134,7 +163,10 @@ def _problem(
 
 
 def _suits(value: Any, parameter: inspect.Parameter, function: Callable[..., Any]) -> bool:
-    if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or value is parameter.default:
+    if (
+        parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+        or value is parameter.default
+    ):
         return True
     checks = _checks(parameter, function)
     return not checks or any(fits(value) for fits, _ in checks)
@@ -156,7 +188,9 @@ def _checks(parameter: inspect.Parameter, function: Callable[..., Any]) -> list[
         if known is None:
             return []
         fits, words = known
-        checks.append((_texts, "a list of strings") if text.endswith("Sequence[str]") else (fits, words))
+        checks.append(
+            (_texts, "a list of strings") if text.endswith("Sequence[str]") else (fits, words)
+        )
     return [] if {words for _, words in checks} <= {"", "a whole number"} else checks
 
 
@@ -178,7 +212,10 @@ def _members(annotation: Any, names: Mapping[str, Any]) -> Iterator[str]:
 
 def is_torch_module(value: object) -> TypeGuard[nn.Module]:
     """Whether it is a module of PyTorch, which is not imported for this."""
-    return any(f"{each.__module__}.{each.__name__}" == "torch.nn.modules.module.Module" for each in type(value).__mro__)
+    return any(
+        f"{each.__module__}.{each.__name__}" == "torch.nn.modules.module.Module"
+        for each in type(value).__mro__
+    )
 
 
 def _is_onnx(value: Any) -> bool:
@@ -188,7 +225,9 @@ def _is_onnx(value: Any) -> bool:
 
 
 def _texts(value: Any) -> bool:
-    return _is_list(value) and (isinstance(value, Iterator) or all(isinstance(each, str) for each in value))
+    return _is_list(value) and (
+        isinstance(value, Iterator) or all(isinstance(each, str) for each in value)
+    )
 
 
 def _is_list(value: Any) -> bool:
@@ -200,9 +239,15 @@ def _has_type(*kinds: type) -> Callable[[Any], bool]:
 
 
 _KNOWN: dict[str, _Check] = {
-    "ModelSource": (_is_onnx, "an ONNX model: a file, a TaggedModel, an ONNXProgram, a ModelProto or an ir.Model"),
+    "ModelSource": (
+        _is_onnx,
+        "an ONNX model: a file, a TaggedModel, an ONNXProgram, a ModelProto or an ir.Model",
+    ),
     "Module": (is_torch_module, "a PyTorch module"),
-    "ONNXProgram": (lambda value: type(value).__name__ == "ONNXProgram", "what htp_export.export returned"),
+    "ONNXProgram": (
+        lambda value: type(value).__name__ == "ONNXProgram",
+        "what htp_export.export returned",
+    ),
     "None": (lambda value: value is None, ""),
     "NoneType": (lambda value: value is None, ""),
     "str": (_has_type(str), "a string"),

@@ -1,6 +1,7 @@
 """Child processes that are forked while other threads run: these threads do not exist in the child, their locks do.
 
-A lock that such a thread held at the fork is never released in the child, and the child would wait for it for ever.
+A lock that such a thread held at the fork is never released in the child, and the child would wait
+for it for ever.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def in_forked_child(do: _Function) -> _Function:
 class Mutex:
     """A lock of the threads of this process; a child process begins with a free one.
 
-    It is reached as ``lock``, and has no methods of its own: an interrupt can occur in those (`restoring.locked`).
+    It is reached as ``lock``, and has no methods of its own: an interrupt can occur in those
+    (`restoring.locked`).
     """
 
     def __init__(self) -> None:
@@ -60,4 +62,6 @@ def _properties_with_locks() -> Iterator[Any]:
             continue
         for found in list(vars(module).values()):
             members = list(vars(found).values()) if isinstance(found, type) else []
-            yield from (member for member in members if isinstance(member, functools.cached_property))
+            yield from (
+                member for member in members if isinstance(member, functools.cached_property)
+            )

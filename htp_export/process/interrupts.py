@@ -1,6 +1,7 @@
 """Ctrl-C and signals that ask a process to end: a command then removes its unfinished files, and ends.
 
-Its status is 128 and the number of the signal, also where a library drops the exception or makes another one of it.
+Its status is 128 and the number of the signal, also where a library drops the exception or makes
+another one of it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import signal
 from types import FrameType
 from typing import Any
 
-_ENDINGS: dict[int, Any] = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+_ENDINGS: dict[int, Any] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
 """Signal → its handler when Python starts."""
 if hasattr(signal, "SIGHUP"):  # the terminal was closed; not on Windows
     _ENDINGS[signal.SIGHUP] = signal.SIG_DFL
@@ -19,12 +23,13 @@ if hasattr(signal, "SIGHUP"):  # the terminal was closed; not on Windows
 class Interrupts:
     """Notes a Ctrl-C, SIGTERM or SIGHUP while a ``with`` block runs, and raises ``KeyboardInterrupt`` as for Ctrl-C.
 
-    A second SIGTERM or SIGHUP ends the process at once. Only the command line has these handlers, and only where no
-    other program has put its own; functions in Python leave signals to the caller.
+    A second SIGTERM or SIGHUP ends the process at once. Only the command line has these handlers,
+    and only where no other program has put its own; functions in Python leave signals to the
+    caller.
 
-    The exception may get lost: in ``__del__`` and callbacks of weak references Python only reports it, and extension
-    modules whose import is interrupted may drop it and fail with another one later: numpy's import, broken off inside
-    that of ml_dtypes, ends in a ``RecursionError``.
+    The exception may get lost: in ``__del__`` and callbacks of weak references Python only reports
+    it, and extension modules whose import is interrupted may drop it and fail with another one
+    later: numpy's import, broken off inside that of ml_dtypes, ends in a ``RecursionError``.
 
     Attributes:
         seen: The number of the signal; 0 if there was none.

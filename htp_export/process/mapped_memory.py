@@ -1,7 +1,8 @@
 """Memory that is mapped from files, and the release of its pages.
 
-A page of a mapped file becomes resident when it is read, and stays so until the system needs memory. Whoever reads a
-large file once can release the pages behind it, and is never larger than the part that is being read.
+A page of a mapped file becomes resident when it is read, and stays so until the system needs
+memory. Whoever reads a large file once can release the pages behind it, and is never larger than
+the part that is being read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-_PAGEOUT = 21  # MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not name it
+# MADV_PAGEOUT of Linux 5.4, <asm-generic/mman-common.h>; Python 3.11 does not name it
+_PAGEOUT = 21
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class MappedFiles:
 def release_pages(address: int, length: int) -> None:
     """Release the pages of a range of memory that is mapped from a file; what was changed in them is kept.
 
-    Without a system that can do this (Linux 5.4 or later; the file has to be one's own, or writable), the pages stay
-    until the system needs memory.
+    Without a system that can do this (Linux 5.4 or later; the file has to be one's own, or
+    writable), the pages stay until the system needs memory.
     """
     advise = _madvise()
     if advise is not None and length > 0:
@@ -75,5 +77,8 @@ def _madvise() -> Callable[[int, int, int], int] | None:
         function = ctypes.CDLL(None).madvise
     except (OSError, AttributeError):
         return None
-    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int], ctypes.c_int
+    function.argtypes, function.restype = (
+        [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int],
+        ctypes.c_int,
+    )
     return function

@@ -50,7 +50,9 @@ def report_counts(what: str, total: int) -> Iterator[Callable[[int], None]]:
     """
     listener = _listener.get()
     with listening(None):
-        yield (lambda done: None) if listener is None else (lambda done: listener(what, done, total))
+        yield (
+            (lambda done: None) if listener is None else (lambda done: listener(what, done, total))
+        )
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ _ONE_AT_A_TIME = Mutex()
 def quiet(*loggers: str) -> Iterator[None]:
     """Suppress what libraries print and warn of, and what reaches some loggers (``""`` is the root logger).
 
-    One thread at a time, as all of it is the whole process's. The loggers keep their levels and have a handler
-    meanwhile, so that a library that calls ``logging.basicConfig`` when it is imported configures nothing.
+    One thread at a time, as all of it is the whole process's. The loggers keep their levels and
+    have a handler meanwhile, so that a library that calls ``logging.basicConfig`` when it is
+    imported configures nothing.
 
     Examples:
         >>> import logging

@@ -1,12 +1,13 @@
 """Temporary changes of process-wide state that are always reverted, also on errors and on a `KeyboardInterrupt`.
 
-An interrupt can occur between any two lines, also in a ``finally``. Therefore, how to revert a change is recorded
-before the change is made (reverting one that was not made has no effect), and all are reverted in two nested
-``finally`` clauses, the second for what the first did not complete. The function with these has no other ``try``: in
-CPython, an exception on the line of an inner ``try`` is handled by no clause of the same function.
+An interrupt can occur between any two lines, also in a ``finally``. Therefore, how to revert a
+change is recorded before the change is made (reverting one that was not made has no effect), and
+all are reverted in two nested ``finally`` clauses, the second for what the first did not complete.
+The function with these has no other ``try``: in CPython, an exception on the line of an inner
+``try`` is handled by no clause of the same function.
 
-A child process that is forked while another thread has made changes reverts them at once: that thread does not exist
-in the child, and would never do it.
+A child process that is forked while another thread has made changes reverts them at once: that
+thread does not exist in the child, and would never do it.
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ def restored(make: Callable[[Changes], None]) -> Iterator[None]:
 def locked(lock: AbstractContextManager[Any], do: Callable[[], _Result]) -> _Result:
     """Call a function while a lock is held. No method of the lock is implemented in Python: no interrupt is in them.
 
-    The ``with`` block is on one line: a separate line for its end would be another place for an interrupt before the
-    lock is released.
+    The ``with`` block is on one line: a separate line for its end would be another place for an
+    interrupt before the lock is released.
     """
     with lock: return do()  # fmt: skip  # noqa: E701
 
@@ -128,11 +129,14 @@ def set_item(changes: Changes, mapping: MutableMapping[str, Any], key: str, valu
     mapping[key] = value
 
 
-def enter(changes: Changes, context: AbstractContextManager[Any], *, of_thread: bool = False) -> None:
+def enter(
+    changes: Changes, context: AbstractContextManager[Any], *, of_thread: bool = False
+) -> None:
     """Enter a context manager, which is left when the changes are reverted; ``of_thread`` as of `Changes.will_undo`."""
     entered: list[bool] = []
     changes.will_undo(
-        lambda: context.__exit__(None, None, None) if entered and entered.pop() else None, of_thread=of_thread
+        lambda: context.__exit__(None, None, None) if entered and entered.pop() else None,
+        of_thread=of_thread,
     )
     context.__enter__()
     entered.append(True)
@@ -141,7 +145,9 @@ def enter(changes: Changes, context: AbstractContextManager[Any], *, of_thread: 
 class SharedSetting:
     """A setting of torch that all threads share: it has the value that is needed while anyone needs it."""
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]) -> None:
+    def __init__(
+        self, read: Callable[[], Any], write: Callable[[Any], object], needed: Callable[[], Any]
+    ) -> None:
         self._read, self._write, self._needed = read, write, needed
         self._mutex = Mutex()
         self._users: set[object] = set()
@@ -183,15 +189,17 @@ def turn_attention_fast_path_off(changes: Changes) -> None:
     _FAST_PATH.hold(changes)
 
 
-_OBJECTS = 70_000  # allocations minus deallocations that trigger a collection of the youngest generation
+# allocations minus deallocations that trigger a collection of the youngest generation
+_OBJECTS = 70_000
 
 
 def no_collection(*, kept: bool = False) -> contextlib.AbstractContextManager[None]:
     """Suspend cyclic garbage collection: bulk allocation would trigger full collections.
 
-    A full collection visits every object of the process and takes a quarter of a second with transformers loaded. A
-    trace of an export creates few cycles, and a profile is read in a third of the time. If the objects that are created
-    inside are ``kept`` alive, they are moved into the oldest generation.
+    A full collection visits every object of the process and takes a quarter of a second with
+    transformers loaded. A trace of an export creates few cycles, and a profile is read in a third
+    of the time. If the objects that are created inside are ``kept`` alive, they are moved into the
+    oldest generation.
     """
     return restored(functools.partial(hold_collection, kept=kept))
 
@@ -215,8 +223,8 @@ def hold_collection(changes: Changes, *, kept: bool = False) -> None:
 def rare_collections() -> Iterator[None]:
     """Run the garbage collector about a hundred times less often, for a program that imports much and then ends.
 
-    Importing torch and exporting a small model creates about a million objects that stay alive. Visiting them with
-    Python's own thresholds takes 0.8 s of 6 s of processor time.
+    Importing torch and exporting a small model creates about a million objects that stay alive.
+    Visiting them with Python's own thresholds takes 0.8 s of 6 s of processor time.
     """
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS, *before[1:])

@@ -22,8 +22,11 @@ from htp_export.errors import HtpExportError, ModelSourceError, UserCodeError, d
 
 _T = TypeVar("_T")
 _OWN = Path(__file__).parents[1]
-_LIBRARIES = tuple(Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-_files: ContextVar[set[str] | None] = ContextVar("_files", default=None)  # that code of the caller has read
+_LIBRARIES = tuple(
+    Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+# that code of the caller has read
+_files: ContextVar[set[str] | None] = ContextVar("_files", default=None)
 _is_running: ContextVar[bool] = ContextVar("_is_running", default=False)
 
 
@@ -32,7 +35,8 @@ def user_code(name: str) -> Iterator[None]:
     """Call code of the caller inside a ``with`` block; ``name`` says in the message what is called.
 
     Raises:
-        UserCodeError: If it raises anything but an error of htp_export; with the line of it that ran last.
+        UserCodeError: If it raises anything but an error of htp_export; with the line of it that
+            ran last.
 
     Examples:
         >>> try:
@@ -57,8 +61,8 @@ def user_code(name: str) -> Iterator[None]:
 def noting_files() -> Iterator[None]:
     """Note the files that code of the caller reads, for `is_read_by_user_code`, in a ``with`` block.
 
-    These are files that Python opens, modules that it imports among them. It needs an audit hook, which a process
-    keeps until it ends: for the command line, not for the library.
+    These are files that Python opens, modules that it imports among them. It needs an audit hook,
+    which a process keeps until it ends: for the command line, not for the library.
     """
     _add_hook()
     token = _files.set(set())
@@ -109,7 +113,11 @@ def iterated(items: Iterable[_T], name: str) -> Iterator[_T]:
 
 def _place(error: BaseException) -> str:
     """The last line of the caller's own code that ran; of a library, if there is none."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_below(frame.filename, (_OWN,))]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not _is_below(frame.filename, (_OWN,))
+    ]
     own = [
         frame
         for frame in frames
@@ -170,7 +178,9 @@ def call_factory(entry: str, seed: int = 0) -> Any:
             module = import_module(module_name)
             factory = getattr(module, attribute, None)
             if not callable(factory):
-                raise ModelSourceError(entry, f"module {module_name!r} has no function {attribute!r}")
+                raise ModelSourceError(
+                    entry, f"module {module_name!r} has no function {attribute!r}"
+                )
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
                 return factory()

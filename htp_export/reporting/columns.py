@@ -22,10 +22,14 @@ class Column(Generic[R]):
     """A column of a table.
 
     Attributes:
-        name: Its name as data: the key in JSON, the head in CSV and in data frames, and what is typed for it.
-        title: What stands above it. It may be typed in place of the name, with underscores for spaces.
-        value: What it holds for a row, as data; None for nothing. The attribute of its name where none is given.
-        unit: ``B`` for bytes, ``ms``, ``FLOP``, ``%`` for a share of 1; empty for other numbers and for words.
+        name: Its name as data: the key in JSON, the head in CSV and in data frames, and what is
+            typed for it.
+        title: What stands above it. It may be typed in place of the name, with underscores for
+            spaces.
+        value: What it holds for a row, as data; None for nothing. The attribute of its name where
+            none is given.
+        unit: ``B`` for bytes, ``ms``, ``FLOP``, ``%`` for a share of 1; empty for other numbers and
+            for words.
         text: How a value is drawn, where its unit does not say it.
         style: The style of its cells, or what gives the style of a row's.
         right: Whether it is justified to the right.
@@ -77,12 +81,19 @@ def _drawn(value: Any, unit: str) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-MODULE: Column[Any] = Column("module", "module", attrgetter("path"), text=lambda path: path or "(root)", right=False)
+MODULE: Column[Any] = Column(
+    "module", "module", attrgetter("path"), text=lambda path: path or "(root)", right=False
+)
 """The module of a row, which stands first."""
 
 
 CLASS_NAME: Column[Any] = Column(
-    "class_name", "class", text=lambda name: name.rpartition(".")[2], style="cyan", right=False, keep=1
+    "class_name",
+    "class",
+    text=lambda name: name.rpartition(".")[2],
+    style="cyan",
+    right=False,
+    keep=1,
 )
 """The class of a row's module: whole as data, drawn without its module."""
 
@@ -100,10 +111,14 @@ def chosen(columns: Sequence[Column[R]], names: Iterable[str]) -> list[Column[R]
         >>> names_of(chosen(columns, ["nodes", "class"]))
         ['nodes', 'class_name']
     """
-    known = {column.title.replace(" ", "_"): column for column in columns} | {column.name: column for column in columns}
+    known = {column.title.replace(" ", "_"): column for column in columns} | {
+        column.name: column for column in columns
+    }
     for name in names:
         if name not in known:
-            raise InputError(f"there is no column {name!r}; there are {', '.join(names_of(columns))}")
+            raise InputError(
+                f"there is no column {name!r}; there are {', '.join(names_of(columns))}"
+            )
     return [known[name] for name in names]
 
 
@@ -138,7 +153,10 @@ def text_table(columns: Sequence[Column[R]], rows: Iterable[R]) -> list[str]:
         (root)  1,200
         fc          3
     """
-    cells = [[column.heading for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+    cells = [
+        [column.heading for column in columns],
+        *([column.cell(row) for column in columns] for row in rows),
+    ]
     widths = [max(map(len, texts)) for texts in zip(*cells, strict=True)]
     return [
         "  ".join(
@@ -170,7 +188,11 @@ def si(number: float, unit: str = "") -> str:
     size, power = float(number), 0
     while abs(size) >= 999.95 and power < len(_PREFIXES) - 1:  # what would be drawn as 1000
         size, power = size / 1000, power + 1
-    digits = f"{number:,.0f}" if not power else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
+    digits = (
+        f"{number:,.0f}"
+        if not power
+        else f"{size:.{3 if size < 9.9995 else 2 if size < 99.995 else 1}f}"
+    )
     return f"{digits} {_PREFIXES[power]}{unit}".rstrip()
 
 

@@ -58,7 +58,9 @@ def in_both(text: str) -> str:
     """
 
     def both(match: re.Match[str]) -> str:
-        beside = f", or in Python with {match[0]}" if text[: match.start()].endswith(" with ") else None
+        beside = (
+            f", or in Python with {match[0]}" if text[: match.start()].endswith(" with ") else None
+        )
         return _COMMANDS[match[0]] + (beside or f" (in Python: {match[0]})")
 
     return _PYTHON.sub(both, text)
@@ -69,4 +71,6 @@ def tag_note(*facts: TagFacts | None) -> list[Text]:
     from rich.text import Text
 
     missing = any(fact is not None and (fact.advice or fact.untagged) for fact in facts)
-    return [Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)]
+    return [
+        Text(in_commands(line), style="yellow" if missing else "dim") for line in tag_lines(*facts)
+    ]

@@ -14,16 +14,25 @@ T = TypeVar("T")
 
 
 def likeness(
-    class_name: str, calls: int, fate: str, nodes: int, parameters: int, flops: float | None, status: str | None
+    class_name: str,
+    calls: int,
+    fate: str,
+    nodes: int,
+    parameters: int,
+    flops: float | None,
+    status: str | None,
 ) -> Hashable:
     """What makes two modules alike, apart from what is below them. Times and errors differ between alike modules."""
     return (class_name, calls, fate, nodes, parameters, flops, status or "")
 
 
-def folded(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> dict[str | None, list[list[str]]]:
+def folded(
+    parents: Mapping[str, str | None], alike: Callable[[str], Hashable]
+) -> dict[str | None, list[list[str]]]:
     """The modules right below each one of a tree (None: at its top), in runs of alike ones; most hold a single one.
 
-    ``parents`` are those of `drawn_parents`; ``alike`` is what makes modules alike, apart from what is below them.
+    ``parents`` are those of `drawn_parents`; ``alike`` is what makes modules alike, apart from what
+    is below them.
 
     Examples:
         >>> tree = {"": None, "layer.0": "", "layer.0.fc": "layer.0", "layer.1": "", "layer.1.fc": "layer.1"}
@@ -36,7 +45,10 @@ def folded(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) 
     numbers: dict[Hashable, int] = {}
     shapes: dict[str, int] = {}
     for path in sorted(parents, key=len, reverse=True):  # the path of a parent is shorter
-        shape = (alike(path), tuple((child.removeprefix(f"{path}."), shapes[child]) for child in below[path]))
+        shape = (
+            alike(path),
+            tuple((child.removeprefix(f"{path}."), shapes[child]) for child in below[path]),
+        )
         shapes[path] = numbers.setdefault(shape, len(numbers))
     runs: dict[str | None, list[list[str]]] = {path: [] for path in below}
     for parent, siblings in below.items():
@@ -52,10 +64,14 @@ def folded(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) 
 def repeats(parents: Mapping[str, str | None], alike: Callable[[str], Hashable]) -> list[list[str]]:
     """The runs of two and more modules below others, as `folded` has them, those at the top of the tree first."""
     runs = folded(parents, alike)
-    return [run for path, listed in runs.items() if path is not None for run in listed if len(run) > 1]
+    return [
+        run for path, listed in runs.items() if path is not None for run in listed if len(run) > 1
+    ]
 
 
-def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]) -> list[tuple[str, list[T]]]:
+def gathered(
+    rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], Hashable]
+) -> list[tuple[str, list[T]]]:
     """Rows in groups that are alike and whose paths differ in one number only: a common name, and the group.
 
     Examples:
@@ -75,7 +91,12 @@ def gathered(rows: Iterable[T], path: Callable[[T], str], alike: Callable[[T], H
         if best is not None:
             patterns[key] = best[0]
     return [
-        (path(group[0]) if len(group) == 1 else _together(patterns[key], [path(row) for row in group]), group)
+        (
+            path(group[0])
+            if len(group) == 1
+            else _together(patterns[key], [path(row) for row in group]),
+            group,
+        )
         for key, group in groups.items()
     ]
 
@@ -105,4 +126,9 @@ def _follows(name: str, following: str) -> bool:
     """Whether two names are numbers, or end in parts that are, one after the other: ``layer.3`` and ``layer.4``."""
     stem, _, number = name.rpartition(".")
     following_stem, _, successor = following.rpartition(".")
-    return stem == following_stem and number.isdecimal() and successor.isdecimal() and int(successor) == int(number) + 1
+    return (
+        stem == following_stem
+        and number.isdecimal()
+        and successor.isdecimal()
+        and int(successor) == int(number) + 1
+    )

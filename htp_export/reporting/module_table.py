@@ -38,8 +38,9 @@ R = TypeVar("R")
 class TreeTable(Generic[M]):
     """A table that can be printed with ``rich``. Names are drawn as they are, whatever markup they look like.
 
-    Siblings that are ``alike`` are drawn once, as the row that is ``merged`` of theirs; None draws every one. A table
-    that is ``flat`` is a list in the order of its rows, with whole paths, in place of a tree.
+    Siblings that are ``alike`` are drawn once, as the row that is ``merged`` of theirs; None draws
+    every one. A table that is ``flat`` is a list in the order of its rows, with whole paths, in
+    place of a tree.
     """
 
     rows: Sequence[M]
@@ -54,7 +55,10 @@ class TreeTable(Generic[M]):
 
         lines = self._lines()
         cells = [[column.cell(row) for _, row in lines] for column in self.columns]
-        widths = [max(map(len, (column.heading, *texts))) for column, texts in zip(self.columns, cells, strict=True)]
+        widths = [
+            max(map(len, (column.heading, *texts)))
+            for column, texts in zip(self.columns, cells, strict=True)
+        ]
         longest = max((name.cell_len for name, _ in lines), default=0)
         shown = list(range(len(self.columns)))
         room = min(longest, _SHORTEST_NAME)
@@ -69,10 +73,14 @@ class TreeTable(Generic[M]):
         table.add_column("module", no_wrap=True, overflow="ellipsis", max_width=max(left, 1))
         for k in shown:
             side: Literal["right", "left"] = "right" if self.columns[k].right else "left"
-            table.add_column(self.columns[k].heading, justify=side, no_wrap=True, max_width=widths[k])
+            table.add_column(
+                self.columns[k].heading, justify=side, no_wrap=True, max_width=widths[k]
+            )
         for number, (name, _) in enumerate(lines):
             row = lines[number][1]
-            table.add_row(name, *(Text(cells[k][number], style=self.columns[k].style_of(row)) for k in shown))
+            table.add_row(
+                name, *(Text(cells[k][number], style=self.columns[k].style_of(row)) for k in shown)
+            )
         yield table
         left_out = [column.title for k, column in enumerate(self.columns) if k not in shown]
         if left_out:
@@ -81,45 +89,64 @@ class TreeTable(Generic[M]):
     def _lines(self) -> list[tuple[Text, M]]:
         from rich.text import Text
 
-        return [(Text(row.path or "(root)"), row) for row in self.rows] if self.flat else list(self._tree_lines())
+        return (
+            [(Text(row.path or "(root)"), row) for row in self.rows]
+            if self.flat
+            else list(self._tree_lines())
+        )
 
     def _tree_lines(self) -> Iterator[tuple[Text, M]]:
         """Every line with the guide lines in front of it; those at the top have none.
 
-        A line is drawn from alike runs: one, or that of each of the modules above that are drawn once. Lines wait in a
-        list, because modules may be nested deeper than Python's limit of recursion.
+        A line is drawn from alike runs: one, or that of each of the modules above that are drawn
+        once. Lines wait in a list, because modules may be nested deeper than Python's limit of
+        recursion.
         """
         from rich.text import Text
 
         rows, alike = {row.path: row for row in self.rows}, self.alike
         above = drawn_parents(rows)
-        below = folded(above, (lambda path: path) if alike is None else lambda path: alike(rows[path]))
+        below = folded(
+            above, (lambda path: path) if alike is None else lambda path: alike(rows[path])
+        )
 
         def name(path: str) -> str:
             return path.removeprefix(f"{above[path] or ''}.") or "(root)"
 
-        waiting = [("", "", 0, ([path],)) for run in reversed(below[None]) for path in reversed(run)]
+        waiting = [
+            ("", "", 0, ([path],)) for run in reversed(below[None]) for path in reversed(run)
+        ]
         while waiting:
             guide, before, depth, line = waiting.pop()
             run, paths = line[0], [path for run in line for path in run]
-            text = name(run[0]) if len(run) == 1 else f"{name(run[0])} … {name(run[-1])} × {len(run)}"  # noqa: RUF001 - "times"
+            text = name(run[0])
+            if len(run) > 1:
+                text = f"{text} … {name(run[-1])} × {len(run)}"  # noqa: RUF001 - "times"
             yield Text.assemble((guide, "dim"), text), self.merged([rows[path] for path in paths])
             start = before if depth <= _MOST_GUIDES else f"… {depth} levels "
-            for number, inside in enumerate(reversed(list(zip(*(below[path] for path in paths), strict=True)))):
+            for number, inside in enumerate(
+                reversed(list(zip(*(below[path] for path in paths), strict=True)))
+            ):
                 corner, following = ("└── ", "    ") if not number else ("├── ", "│   ")
                 waiting.append((start + corner, start + following, depth + 1, inside))
 
 
 def render_modules(
-    result: ModuleTable, rows: Sequence[Any] | None = None, *, fold: bool = True, sort: str | None = None
+    result: ModuleTable,
+    rows: Sequence[Any] | None = None,
+    *,
+    fold: bool = True,
+    sort: str | None = None,
 ) -> RenderableType:
     """A tree of modules, of all that are listed or of some, then what is known of the whole, in words.
 
-    Siblings with the same cells are one line, unless ``fold`` is False. With ``sort``, a column, it is a list, the
-    largest first; an InputError if there is no such column.
+    Siblings with the same cells are one line, unless ``fold`` is False. With ``sort``, a column, it
+    is a list, the largest first; an InputError if there is no such column.
     """
     listed = sorted_by(result.listed if rows is None else rows, result.columns, sort)
-    table = TreeTable(listed, result.drawn, equal_cells(result.drawn) if fold else None, flat=sort is not None)
+    table = TreeTable(
+        listed, result.drawn, equal_cells(result.drawn) if fold else None, flat=sort is not None
+    )
     return with_lines(table, (result.summary, *result.lines))
 
 
@@ -151,13 +178,17 @@ def merged_row(rows: Sequence[R], means: Iterable[str] = (), most: Iterable[str]
     def largest(values: list[float]) -> float | None:
         return next((value for value in values if math.isnan(value)), max(values, default=None))
 
-    numbers = {name: math.fsum(values) / len(values) if (values := known(name)) else None for name in means}
+    numbers = {
+        name: math.fsum(values) / len(values) if (values := known(name)) else None for name in means
+    }
     first: Any = rows[0]
     row: R = replace(first, **numbers, **{name: largest(known(name)) for name in most})
     return row
 
 
-def with_lines(table: RenderableType, lines: Iterable[str], *more: RenderableType) -> RenderableType:
+def with_lines(
+    table: RenderableType, lines: Iterable[str], *more: RenderableType
+) -> RenderableType:
     """A table, an empty line, and what is known of the whole, with commands in place of Python."""
     from rich.console import Group
     from rich.text import Text

@@ -67,7 +67,11 @@ class PlainData:
     def to_dict(self) -> dict[str, Any]:
         """The same as plain data, for JSON; without models."""
         entries = {name: plain(value) for name, value in self.data().items()}
-        return {name: value for name, value in entries.items() if name not in self.optional or value not in _NOTHING}
+        return {
+            name: value
+            for name, value in entries.items()
+            if name not in self.optional or value not in _NOTHING
+        }
 
 
 class Result(PlainData):
@@ -135,7 +139,9 @@ class Result(PlainData):
             return html_text(str(self))
         columns, rows = table
         lines = ([column.cell(row) for column in columns] for row in rows)
-        return html_table([column.heading for column in columns], lines, (self.summary, *self.lines))
+        return html_table(
+            [column.heading for column in columns], lines, (self.summary, *self.lines)
+        )
 
 
 _NOTHING: tuple[Any, ...] = (None, [], {}, "")
@@ -201,7 +207,9 @@ def drawn_html(result: object) -> str | None:
         return None
     from rich.console import Console
 
-    console = Console(width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False)
+    console = Console(
+        width=_WIDTH, record=True, file=io.StringIO(), highlight=False, force_jupyter=False
+    )
     console.print(table)
     text = console.export_html(code_format=_PAGE, inline_styles=True)
     return "\n".join(line.rstrip() for line in text.splitlines())
@@ -219,7 +227,9 @@ def html_text(text: str) -> str:
     return f'<div style="{_STYLE};{_SCROLLED}">{drawn}</div>{_below(len(lines) - _MOST_LINES, " lines", ())}'
 
 
-def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()) -> str:
+def html_table(
+    header: Sequence[str], lines: Iterable[Sequence[str]], notes: Iterable[str] = ()
+) -> str:
     """A table as HTML, of which the first few hundred lines are drawn, with notes below it; cells are text.
 
     Examples:
@@ -227,7 +237,9 @@ def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Ite
         True
     """
     listed = list(lines)
-    right = [all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*listed, strict=True)]
+    right = [
+        all(_NUMBER.fullmatch(cell) for cell in column) for column in zip(*listed, strict=True)
+    ]
     right = right or [False] * len(header)
 
     def row(kind: str, cells: Sequence[str]) -> str:
@@ -241,7 +253,8 @@ def html_table(header: Sequence[str], lines: Iterable[Sequence[str]], notes: Ite
 def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] = ()) -> str:
     """A tree as HTML that folds without a script, with notes below it; whatever a name looks like, it is text.
 
-    Lines are the level from 0, the name, its whole path, and what is said of it; each after the one that holds it.
+    Lines are the level from 0, the name, its whole path, and what is said of it; each after the one
+    that holds it.
 
     Examples:
         >>> drawn = html_tree([(0, "net", "net", ""), (1, "fc", "net.fc", "Linear")])
@@ -259,11 +272,15 @@ def html_tree(lines: Iterable[tuple[int, str, str, str]], notes: Iterable[str] =
         style = f"margin-left:{1.2 if level else 0}em"
         if k + 1 < len(listed) and listed[k + 1][0] > level:
             opened = " open" if level < _OPEN_LEVELS else ""
-            summary = f'<summary title="{html.escape(path)}" style="cursor:pointer">{text}</summary>'
+            summary = (
+                f'<summary title="{html.escape(path)}" style="cursor:pointer">{text}</summary>'
+            )
             parts.append(f'<details{opened} style="{style}">{summary}')
             open_levels.append(level)
         else:  # as far in as the names of those that fold
-            parts.append(f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>')
+            parts.append(
+                f'<div title="{html.escape(path)}" style="{style};padding-left:1em">{text}</div>'
+            )
     parts += ["</details>"] * len(open_levels)
     return f'<div style="{_TREE}">{"".join(parts)}</div>{_below(len(listed) - _MOST_IN_TREE, "", notes)}'
 

@@ -25,7 +25,8 @@ class Drawn(Protocol):
 def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
     """The modules that are drawn, in order, each with the one that it is drawn below; None at the top.
 
-    A container, which holds what runs and never ran itself, is left out: its name stands before those of its children.
+    A container, which holds what runs and never ran itself, is left out: its name stands before
+    those of its children.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -85,18 +86,22 @@ class ModuleTable(Result):
         """Module path → one number, to lay over a drawing of the model; modules without it are left out.
 
         Args:
-            name: Which: a column or another number of a row, as ``total_ms``, ``self_flops`` or ``share``; None for
-                the first that the result is about.
+            name: Which: a column or another number of a row, as ``total_ms``, ``self_flops`` or
+                ``share``; None for the first that the result is about.
 
         Raises:
             InputError: If the modules have no such number.
         """
         name = name or self.measure
         found = {path: getattr(row, name, None) for path, row in self.by_module.items()}
-        numbers = {path: float(value) for path, value in found.items() if isinstance(value, int | float)}
+        numbers = {
+            path: float(value) for path, value in found.items() if isinstance(value, int | float)
+        }
         if found and not numbers:
             known = dict.fromkeys(each for row in self.by_module.values() for each in _numbers(row))
-            raise InputError(f"modules of {type(self).__name__} have no number {name!r}; there are {', '.join(known)}")
+            raise InputError(
+                f"modules of {type(self).__name__} have no number {name!r}; there are {', '.join(known)}"
+            )
         return numbers
 
     @property
@@ -115,7 +120,10 @@ class ModuleTable(Result):
 
     def data(self) -> dict[str, Any]:
         """What `to_dict` has: the modules by their columns."""
-        return {**super().data(), "modules": {path: self.module_data(row) for path, row in self.by_module.items()}}
+        return {
+            **super().data(),
+            "modules": {path: self.module_data(row) for path, row in self.by_module.items()},
+        }
 
     def to_pandas(self) -> Any:
         """The modules as a ``pandas.DataFrame``: a row for each, and each of `columns` in which one has a value.
@@ -124,7 +132,9 @@ class ModuleTable(Result):
             InputError: If pandas is not installed.
         """
         records = {path: record(self.columns, row) for path, row in self.by_module.items()}
-        known = {name for row in records.values() for name, value in row.items() if value is not None}
+        known = {
+            name for row in records.values() for name, value in row.items() if value is not None
+        }
         names = [name for name in names_of(self.columns) if name in known]
         return data_frame(list(records.values()), names, list(records), "module")
 
@@ -138,7 +148,9 @@ def _numbers(row: object) -> list[str]:
     return [name for name in names if isinstance(getattr(row, name), int | float)]
 
 
-def data_frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str) -> Any:
+def data_frame(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str], index: Sequence[Any], name: str
+) -> Any:
     """Rows as a ``pandas.DataFrame``; ``name`` says what the index is: ``"module"``.
 
     Raises:
@@ -156,8 +168,8 @@ class CompressedModule(ModuleInfo):
     """What became of one module, with all modules below it; ``""`` is the whole model.
 
     Attributes:
-        precision: The precision of its weights now, or the one in which it computes: ``fp32``, ``int8``; ``mixed`` for
-            several. None where that is not known.
+        precision: The precision of its weights now, or the one in which it computes: ``fp32``,
+            ``int8``; ``mixed`` for several. None where that is not known.
         bytes_before: Size of all weights that its nodes read, biases too, before.
         bytes_after: The same afterwards, with scales and zero points.
     """

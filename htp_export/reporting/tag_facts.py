@@ -43,7 +43,10 @@ def evidence_of(reasons: Mapping[str, int]) -> tuple[Evidence, ...]:
     alike: dict[str, list[str]] = {}
     for reason in reasons:
         alike.setdefault(_EVIDENCE.get(reason, reason), []).append(reason)
-    evidence = [Evidence(text, sum(reasons[word] for word in words), tuple(words)) for text, words in alike.items()]
+    evidence = [
+        Evidence(text, sum(reasons[word] for word in words), tuple(words))
+        for text, words in alike.items()
+    ]
     return tuple(sorted(evidence, key=lambda entry: -entry.nodes))
 
 
@@ -52,8 +55,8 @@ class TagFacts:
     """What a model knows about its module tags.
 
     Attributes:
-        source: Where the owners of nodes come from: ``"htp"``, ``"torch"`` or ``"none"``, as `TaggedModel.source` has
-            it.
+        source: Where the owners of nodes come from: ``"htp"``, ``"torch"`` or ``"none"``, as
+            `TaggedModel.source` has it.
         reasons: How the owners are known, a word of ``docs/format.md`` → nodes; most first.
         untagged: Nodes that belong to no module.
         lost: Whether the model still knows its modules, and its nodes no longer.
@@ -72,7 +75,11 @@ class TagFacts:
     def advice(self) -> str:
         """What to do about tags that are missing or not exact; ``""`` where they are exact."""
         if self.lost:
-            scopes = " Modules are read from torch's own scopes, which are not exact." if self.source == "torch" else ""
+            scopes = (
+                " Modules are read from torch's own scopes, which are not exact."
+                if self.source == "torch"
+                else ""
+            )
             return (
                 "The nodes of this file have lost their module tags: "
                 f"htp_export.carry(before, after) brings them back.{scopes}"
@@ -118,11 +125,13 @@ class TagFacts:
         return asdict(self)
 
 
-def tag_lines(*facts: TagFacts | None, names: Sequence[str] = ("before", "after")) -> tuple[str, ...]:
+def tag_lines(
+    *facts: TagFacts | None, names: Sequence[str] = ("before", "after")
+) -> tuple[str, ...]:
     """The line that stands under a table; for two files one for each, or one where both know the same.
 
-    Files that are read with torch's own scopes have none: ``load`` has warned of these. None, where nobody asked, is no
-    line.
+    Files that are read with torch's own scopes have none: ``load`` has warned of these. None, where
+    nobody asked, is no line.
 
     Examples:
         >>> for line in tag_lines(TagFacts("htp", {"scope": 3}), TagFacts("htp", {"scope": 2, "fused": 1})):

@@ -28,8 +28,8 @@ PORTION_BYTES = 1 << 30
 def from_torch(tensor: torch.Tensor) -> Array:
     """Return the values of a tensor, which may share its memory, as an exported file has them.
 
-    Of a quantized tensor, these are its integers; of a complex tensor its real and imaginary parts, in a last dimension
-    (``torch.view_as_real``), because ONNX Runtime has no complex numbers.
+    Of a quantized tensor, these are its integers; of a complex tensor its real and imaginary parts,
+    in a last dimension (``torch.view_as_real``), because ONNX Runtime has no complex numbers.
 
     Examples:
         >>> import torch
@@ -50,8 +50,9 @@ def from_torch(tensor: torch.Tensor) -> Array:
 def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
     """Return an ``OrtValue``, which shares the memory of a contiguous array; a type is for those that numpy lacks.
 
-    Only the returned object keeps this memory alive: a copy of the value in C++, as in a binding of inputs or in an
-    ``AdapterFormat``, does not. For strings see `htp_export.runtime.sessions.to_value`.
+    Only the returned object keeps this memory alive: a copy of the value in C++, as in a binding of
+    inputs or in an ``AdapterFormat``, does not. For strings see
+    `htp_export.runtime.sessions.to_value`.
     """
     import onnxruntime
 
@@ -65,15 +66,16 @@ def to_ort(array: Array, onnx_type: ir.DataType | None = None) -> Any:
 def from_ort(value: Any) -> Array:
     """Copy the values of an ``OrtValue`` that is a tensor in main memory.
 
-    ``OrtValue.numpy()`` returns a view of memory that the value may not own: the memory of an array that was given to
-    ONNX Runtime, or of an adapter file that it has open.
+    ``OrtValue.numpy()`` returns a view of memory that the value may not own: the memory of an array
+    that was given to ONNX Runtime, or of an adapter file that it has open.
     """
     name = _NARROW.get(value.data_type())
     if name is None:
         return np.array(value.numpy())
     import ml_dtypes
 
-    dtype = np.dtype(getattr(ml_dtypes, name))  # ONNX Runtime returns no arrays of types that numpy does not have
+    # ONNX Runtime returns no arrays of types that numpy does not have
+    dtype = np.dtype(getattr(ml_dtypes, name))
     shape = tuple(value.shape())
     stored = ctypes.string_at(value.data_ptr(), math.prod(shape) * dtype.itemsize)
     return np.frombuffer(stored, dtype=dtype).reshape(shape)
@@ -103,7 +105,11 @@ def nan_in(values: Mapping[str, Any]) -> list[str]:
         ['x']
     """
     arrays = arrays_in(values)
-    return [name for name, array in arrays.items() if array.dtype.kind in "fcV" and bool(np.isnan(array).any())]
+    return [
+        name
+        for name, array in arrays.items()
+        if array.dtype.kind in "fcV" and bool(np.isnan(array).any())
+    ]
 
 
 _NARROW = {
@@ -154,5 +160,7 @@ class ArrayStore:
         self._files += 1
         path = self._folder / f"{self._files}.bin"
         with path.open("wb") as stream:
-            np.ascontiguousarray(array).view(np.uint8).tofile(stream) if array.ndim else stream.write(array.tobytes())
+            np.ascontiguousarray(array).view(np.uint8).tofile(
+                stream
+            ) if array.ndim else stream.write(array.tobytes())
         return StoredArray(np.memmap(path, dtype=array.dtype, mode="r", shape=array.shape))

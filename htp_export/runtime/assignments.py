@@ -10,7 +10,13 @@ from pathlib import Path
 import onnx_ir as ir
 
 from htp_export.errors import OnnxRuntimeError
-from htp_export.runtime.sessions import RECORDED, Assigned, OptionChanges, RunnableModel, SessionSettings
+from htp_export.runtime.sessions import (
+    RECORDED,
+    Assigned,
+    OptionChanges,
+    RunnableModel,
+    SessionSettings,
+)
 from htp_export.runtime.traces import session_and_graph
 
 HOST = "CPUExecutionProvider"
@@ -22,9 +28,10 @@ _COPIES = frozenset(("MemcpyFromHost", "MemcpyToHost"))
 class Assignment:
     """Where the nodes of a model run; ``assigned`` are they as ONNX Runtime lists them.
 
-    ``graph`` was divided among the providers: after the optimisations that suit all of them, and before those of each;
-    it has no values of weights. ``provider_of`` has its nodes, in subgraphs too, of which the provider is known.
-    ``copied`` names the tensors that ONNX Runtime copies between memories; None if it does not say.
+    ``graph`` was divided among the providers: after the optimisations that suit all of them, and
+    before those of each; it has no values of weights. ``provider_of`` has its nodes, in subgraphs
+    too, of which the provider is known. ``copied`` names the tensors that ONNX Runtime copies
+    between memories; None if it does not say.
     """
 
     providers: tuple[str, ...]
@@ -35,12 +42,15 @@ class Assignment:
 
 
 def assign(
-    model: RunnableModel, settings: SessionSettings, folder: Path, entries: Mapping[str, str] | None = None
+    model: RunnableModel,
+    settings: SessionSettings,
+    folder: Path,
+    entries: Mapping[str, str] | None = None,
 ) -> Assignment:
     """Let ONNX Runtime load a model, whose nodes have names of their own, and return what it gave to each provider.
 
-    ONNX Runtime writes into ``folder``; ``entries`` are further configuration entries. An InputError if this ONNX
-    Runtime does not say which provider has a node.
+    ONNX Runtime writes into ``folder``; ``entries`` are further configuration entries. An
+    InputError if this ONNX Runtime does not say which provider has a node.
     """
     changes = OptionChanges(entries={**RECORDED, **(entries or {})})
     session, final = session_and_graph(model, settings, folder, changes)
@@ -56,15 +66,22 @@ def assign(
     )
 
 
-def _divided_graph(model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges) -> ir.Model:
+def _divided_graph(
+    model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges
+) -> ir.Model:
     """The graph that ONNX Runtime divides: that of a session without the optimisations after it.
 
-    A provider that compiles its nodes lets ONNX Runtime write no graph. What comes before does not depend on it.
+    A provider that compiles its nodes lets ONNX Runtime write no graph. What comes before does not
+    depend on it.
     """
     import onnxruntime
 
     levels = onnxruntime.GraphOptimizationLevel
-    wanted = levels.ORT_ENABLE_ALL if settings.options is None else settings.options.graph_optimization_level
+    wanted = (
+        levels.ORT_ENABLE_ALL
+        if settings.options is None
+        else settings.options.graph_optimization_level
+    )
     level = min(wanted, levels.ORT_ENABLE_BASIC, key=lambda level: int(level.value))
     changes = replace(changes, attributes={**changes.attributes, "graph_optimization_level": level})
     _, graph = session_and_graph(model, settings, folder, changes)
@@ -72,7 +89,9 @@ def _divided_graph(model: RunnableModel, settings: SessionSettings, folder: Path
         alone = SessionSettings((HOST,), settings.options if settings.providers else None)
         session, graph = session_and_graph(model, alone, folder, changes)
         if graph is None:
-            raise OnnxRuntimeError(session.model.name, "load", "it cannot write the graph that it runs")
+            raise OnnxRuntimeError(
+                session.model.name, "load", "it cannot write the graph that it runs"
+            )
     return graph
 
 
@@ -83,7 +102,8 @@ def _remove_copies(model: ir.Model) -> set[str]:
         [source], [result] = node.inputs, node.outputs
         if source is None or node.graph is None:
             continue
-        kept = result.name if node.op_type == "MemcpyToHost" else source.name  # the other one has a made-up name
+        # the other one has a made-up name
+        kept = result.name if node.op_type == "MemcpyToHost" else source.name
         names.add(kept or "")
         result.replace_all_uses_with(source, replace_graph_outputs=True)
         node.graph.remove(node, safe=True)
@@ -103,7 +123,9 @@ def _matched(assigned: list[Assigned], model: ir.Model) -> dict[ir.Node, str]:
             providers[node] = listed.pop() if len(listed) > 1 else listed[0]
             continue
         makers = (value.producer() for value in node.inputs if value is not None)
-        known = next((providers[maker] for maker in makers if maker is not None and maker in providers), None)
+        known = next(
+            (providers[maker] for maker in makers if maker is not None and maker in providers), None
+        )
         if known is not None and node.op_type != "Constant":
             providers[node] = known
     return providers

@@ -18,14 +18,18 @@ from htp_export.runtime.inputs import Inputs
 _SIZES = (2, 5, 3)  # of open dimensions, one after another
 
 
-def inputs_of_call(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def inputs_of_call(
+    names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """The tensors of a call of a PyTorch model by the names of the inputs of its file: by keyword, otherwise in order.
 
     Raises:
         InputError: If there are not as many tensors as names.
     """
     tensors = list(tensors_in((tuple(args), dict(kwargs))))
-    by_keyword = {name: value for name, value in kwargs.items() if any(value is tensor for tensor in tensors)}
+    by_keyword = {
+        name: value for name, value in kwargs.items() if any(value is tensor for tensor in tensors)
+    }
     if set(names) == set(by_keyword):
         return by_keyword
     if len(names) != len(tensors):
@@ -62,7 +66,8 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
         for mine in ours
         for other in theirs
         if mine not in pairs and other not in pairs
-        if _fit(ours[mine], theirs[other]) and (_numbers(mine) == _numbers(other) or not _numbers(other))
+        if _fit(ours[mine], theirs[other])
+        and (_numbers(mine) == _numbers(other) or not _numbers(other))
     }
 
     def is_open(pair: tuple[str, str]) -> bool:
@@ -70,12 +75,16 @@ def pair_names(ours: Mapping[str, int | None], theirs: Mapping[str, int | None])
 
     for (mine, other), likely in sorted(likeness.items(), key=lambda entry: -entry[1]):
         shared = (
-            pair for pair, rival in likeness.items() if rival == likely and (pair[0] == mine) != (pair[1] == other)
+            pair
+            for pair, rival in likeness.items()
+            if rival == likely and (pair[0] == mine) != (pair[1] == other)
         )
         if likely and is_open((mine, other)) and not any(map(is_open, shared)):
             pairs[mine] = other
     left, free = [m for m in ours if m not in pairs], [t for t in theirs if t not in pairs.values()]
-    if len(left) == len(free) and all(_fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)):
+    if len(left) == len(free) and all(
+        _fit(ours[m], theirs[t]) for m, t in zip(left, free, strict=True)
+    ):
         pairs.update(zip(left, free, strict=True))
     return pairs
 
@@ -84,7 +93,8 @@ def _likeness(name: str, other: str) -> float:
     """The share of words that two names have in common; the last word counts most: it tells keys from values."""
     mine, theirs = words(name), words(other)
     last, others_last = (
-        next((word for word in reversed(_split(each)) if not word.isdigit()), "") for each in (name, other)
+        next((word for word in reversed(_split(each)) if not word.isdigit()), "")
+        for each in (name, other)
     )
     return len(mine & theirs) / len(mine | theirs) + (last == others_last)
 
@@ -97,7 +107,9 @@ def _numbers(name: str) -> frozenset[str]:
     return frozenset(word for word in words(name) if word.isdigit())
 
 
-def feed_original(model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0) -> dict[str, Array]:
+def feed_original(
+    model: ir.Model, given: Mapping[str, Any] | None, seed: int = 0
+) -> dict[str, Array]:
     """Inputs of the original model: those that are given, under its names, or random ones."""
     inputs = Inputs.of(model)
     if given is not None:
@@ -112,7 +124,10 @@ def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Arra
         InputError: If its inputs cannot be made of these.
     """
     inputs = Inputs.of(model)
-    ranks = {declared.name: None if declared.shape is None else len(declared.shape) for declared in inputs}
+    ranks = {
+        declared.name: None if declared.shape is None else len(declared.shape)
+        for declared in inputs
+    }
     pairs = pair_names(ranks, {name: array.ndim for name, array in original.items()})
     feed = {}
     for declared in inputs:
@@ -120,7 +135,10 @@ def feed_other(model: ir.Model, original: Mapping[str, Array]) -> dict[str, Arra
             feed[declared.name] = _in_type(original[pairs[declared.name]], declared)
     shapes = {name: array.shape for name, array in feed.items()}
     sizes = dict(inputs.bind(shapes=shapes).sizes)
-    length = next((array.shape[1] for array in feed.values() if array.dtype.kind in "iu" and array.ndim == 2), 1)
+    length = next(
+        (array.shape[1] for array in feed.values() if array.dtype.kind in "iu" and array.ndim == 2),
+        1,
+    )
     for declared in inputs:
         if declared.name not in feed:
             feed[declared.name] = _made_up(declared, sizes, length)
@@ -140,18 +158,35 @@ def simpler_feeds(model: ir.Model, feed: Mapping[str, Array]) -> Iterator[Mappin
 def _with_empty_cache(model: ir.Model, feed: Mapping[str, Array]) -> dict[str, Array]:
     """The inputs without what is past: a size that only floats have, and that is a part of another input's size."""
     shapes = {declared.name: declared.shape or () for declared in Inputs.of(model)}
-    sums = {str(size): set(str(size).split(" + ")) for shape in shapes.values() for size in shape if " + " in str(size)}
-    floats = {size for name, shape in shapes.items() if feed[name].dtype.kind == "f" for size in shape}
-    others = {size for name, shape in shapes.items() if feed[name].dtype.kind != "f" for size in shape}
-    past = {part for parts in sums.values() for part in parts if part in floats and part not in others}
+    sums = {
+        str(size): set(str(size).split(" + "))
+        for shape in shapes.values()
+        for size in shape
+        if " + " in str(size)
+    }
+    floats = {
+        size for name, shape in shapes.items() if feed[name].dtype.kind == "f" for size in shape
+    }
+    others = {
+        size for name, shape in shapes.items() if feed[name].dtype.kind != "f" for size in shape
+    }
+    past = {
+        part for parts in sums.values() for part in parts if part in floats and part not in others
+    }
     if not past:
         return {}
-    lengths = {str(size): feed[n].shape[k] for n, shape in shapes.items() for k, size in enumerate(shape)}
+    lengths = {
+        str(size): feed[n].shape[k] for n, shape in shapes.items() for k, size in enumerate(shape)
+    }
     empty = {}
     for name, shape in shapes.items():
         array = feed[name]
         for axis, size in enumerate(map(str, shape)):
-            gone = lengths[size] if size in past else sum(lengths.get(p, 0) for p in sums.get(size, set()) & past)
+            gone = (
+                lengths[size]
+                if size in past
+                else sum(lengths.get(p, 0) for p in sums.get(size, set()) & past)
+            )
             array = array[(slice(None),) * axis + (slice(gone, None),)] if gone else array
         empty[name] = array
     return empty
@@ -168,10 +203,15 @@ def _in_type(array: Array, declared: Input) -> Array:
 def _made_up(declared: Input, sizes: Mapping[str, int], length: int) -> Array:
     """An input that the original model does not have."""
     if declared.type is None or declared.shape is None:
-        raise InputError(f"input {declared.name!r} ({declared}) is none of the original model; give it")
+        raise InputError(
+            f"input {declared.name!r} ({declared}) is none of the original model; give it"
+        )
     is_float = declared.type.is_floating_point()
     open_size = 0 if is_float else length
-    shape = [size if isinstance(size, int) else sizes.get(str(size), open_size) for size in declared.shape]
+    shape = [
+        size if isinstance(size, int) else sizes.get(str(size), open_size)
+        for size in declared.shape
+    ]
     check_elements(declared.name, shape)
     if is_float or not shape:
         return np.zeros(shape, declared.type.numpy())

@@ -12,15 +12,16 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 _BLOCK = 1 << 20  # elements that are held in double precision at a time
-_SMALLEST_SCALE = 0.1  # of a tensor: sums that cancel are as far off as the numbers that they were made of
+# of a tensor: sums that cancel are as far off as the numbers that they were made of
+_SMALLEST_SCALE = 0.1
 
 
 @dataclass(frozen=True)
 class Tolerance:
     """A tolerance: elements agree within ``absolute * scale + relative * abs(expected)``.
 
-    ``scale`` is the root mean square of the expected tensor, at least 0.1: kernels sum in other orders, and where large
-    terms cancel, the error is that of the terms and not of the sum.
+    ``scale`` is the root mean square of the expected tensor, at least 0.1: kernels sum in other
+    orders, and where large terms cancel, the error is that of the terms and not of the sum.
     """
 
     absolute: float
@@ -45,15 +46,17 @@ class Difference:
     """The difference between a tensor and its expected values.
 
     Attributes:
-        max_abs: The largest difference of two elements; NaN where shapes or dtypes differ, or where one element is NaN
-            and the other is not; infinite where one of them is.
+        max_abs: The largest difference of two elements; NaN where shapes or dtypes differ, or where
+            one element is NaN and the other is not; infinite where one of them is.
         mean_abs: The mean of the differences.
         max_rel: The largest relative difference, over expected elements that are not zero.
         mean_rel: The mean relative difference.
-        cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN where one is zero.
+        cosine: Cosine of the angle between the tensors, over elements that are finite in both; NaN
+            where one is zero.
         problem: What is wrong, for a person; ``""`` where the tensors agree.
         note: What was done to be able to compare; ``""`` as a rule.
-        excess: The largest difference of two elements in units of what may differ: up to 1, they agree.
+        excess: The largest difference of two elements in units of what may differ: up to 1, they
+            agree.
         comparable: Whether the tensors have the same shape, and dtypes that can be compared.
         nan: Elements that are NaN on both sides; nothing is known of them.
     """
@@ -79,13 +82,17 @@ _NAN = float("nan")
 
 
 def difference(
-    expected: Array, actual: Array, tolerance: Tolerance | None = None, computed_in: Iterable[str] = ()
+    expected: Array,
+    actual: Array,
+    tolerance: Tolerance | None = None,
+    computed_in: Iterable[str] = (),
 ) -> Difference:
     """Compare two arrays, element by element, without broadcasting.
 
-    NaN only agrees with NaN, and an infinity with the same infinity. Floats of different widths are compared in double
-    precision, with the tolerance of the narrowest one, also of those that one of the arrays was computed in, and with a
-    note. Without a tolerance, that of ``TOLERANCES`` for the dtype counts.
+    NaN only agrees with NaN, and an infinity with the same infinity. Floats of different widths are
+    compared in double precision, with the tolerance of the narrowest one, also of those that one of
+    the arrays was computed in, and with a note. Without a tolerance, that of ``TOLERANCES`` for the
+    dtype counts.
 
     Examples:
         >>> difference(np.float32([1, np.nan, np.inf]), np.float32([1, np.nan, np.inf])).agrees
@@ -98,7 +105,8 @@ def difference(
     note, dtype = "", str(expected.dtype)
     if dtype in _DIGITS and str(actual.dtype) in _DIGITS:
         dtype = min(dtype, str(actual.dtype), *computed_in, key=_DIGITS.__getitem__)
-        other = dtype if expected.dtype == actual.dtype else str(actual.dtype)  # computed in it, and cast
+        # computed in it, and cast
+        other = dtype if expected.dtype == actual.dtype else str(actual.dtype)
         if other != str(expected.dtype):
             note = f"{other} against {expected.dtype}, with the tolerance of {dtype}"
     elif expected.dtype != actual.dtype:
@@ -161,7 +169,8 @@ class _Sums:
         if not expected_wide.size:
             return
         apart, size = np.abs(expected_wide - actual_wide), np.abs(expected_wide)
-        if self._tolerance == Tolerance(0.0, 0.0):  # also where double precision holds no more of whole numbers
+        # also where double precision holds no more of whole numbers
+        if self._tolerance == Tolerance(0.0, 0.0):
             self._outside += int(np.count_nonzero(expected != actual))
         else:
             limit = self._tolerance.absolute * self._scale + self._tolerance.relative * size
@@ -196,7 +205,9 @@ class _Sums:
         elif self._outside:
             problem = f"{self._outside} of {self._count} elements differ"
         lengths = (self._one * self._other) ** 0.5
-        cosine = self._dot / lengths if lengths else (1.0 if not (self._one or self._other) else _NAN)
+        cosine = (
+            self._dot / lengths if lengths else (1.0 if not (self._one or self._other) else _NAN)
+        )
         return Difference(
             self._max_abs,
             self._sum_abs / max(self._count, 1),
@@ -205,6 +216,8 @@ class _Sums:
             min(1.0, cosine) if cosine == cosine else cosine,
             problem,
             note,
-            max(self._excess, float("inf")) if self._strays or (problem and self._excess <= 1) else self._excess,
+            max(self._excess, float("inf"))
+            if self._strays or (problem and self._excess <= 1)
+            else self._excess,
             nan=self._nan,
         )

@@ -19,11 +19,12 @@ def safe_entries(model: ir.Model) -> dict[str, str]:
 def can_crash(model: ir.Model) -> bool:
     """Return whether ONNX Runtime can crash when it optimises a model.
 
-    `AT_FAULT` changes Transpose → Cast → MatMul to Cast → Transpose → MatMul in order to fuse the last two. If the
-    other operand of the MatMul has another rank and the Transpose moves the first axis, it then does not fuse, and
-    reports no change: the new nodes stay without operator definitions, which later optimisers read. On the CPU, ONNX
-    Runtime inserts such a Cast itself if the MatMul is in float16. Other optimisers move the nodes next to each other,
-    so it is not asked here whether they are neighbours.
+    `AT_FAULT` changes Transpose → Cast → MatMul to Cast → Transpose → MatMul in order to fuse the
+    last two. If the other operand of the MatMul has another rank and the Transpose moves the first
+    axis, it then does not fuse, and reports no change: the new nodes stay without operator
+    definitions, which later optimisers read. On the CPU, ONNX Runtime inserts such a Cast itself if
+    the MatMul is in float16. Other optimisers move the nodes next to each other, so it is not asked
+    here whether they are neighbours.
 
     Examples:
         >>> def model(*nodes: ir.Node) -> ir.Model:
@@ -46,7 +47,12 @@ def _is_at_risk(transpose: ir.Node) -> bool:
     if axes is None or len(axes) < 3 or axes[0] != 1:
         return False
     narrow = ir.DataType.FLOAT16
-    if any(value is not None and value.dtype == narrow for value in (*transpose.inputs, *transpose.outputs)):
+    if any(
+        value is not None and value.dtype == narrow
+        for value in (*transpose.inputs, *transpose.outputs)
+    ):
         return True
     readers = [use.node for output in transpose.outputs for use in output.uses()]
-    return any(node.op_type == "Cast" and node.attributes["to"].as_int() != narrow for node in readers)
+    return any(
+        node.op_type == "Cast" and node.attributes["to"].as_int() != narrow for node in readers
+    )

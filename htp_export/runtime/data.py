@@ -1,8 +1,9 @@
 """Data of a user: the inputs of runs in every form in which they are given, checked against the inputs of a model.
 
-One run is a mapping from input name to array, or an ``.npz`` file. Data are one run, several of these, a folder of
-``.npz`` files, or ``"package.module:factory"``, a function that returns data. Only a text that the user gives names
-code: what a file holds is read as plain arrays, and nothing of it is run.
+One run is a mapping from input name to array, or an ``.npz`` file. Data are one run, several of
+these, a folder of ``.npz`` files, or ``"package.module:factory"``, a function that returns data.
+Only a text that the user gives names code: what a file holds is read as plain arrays, and nothing
+of it is run.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _FORMS = "arrays by input name, several of these, an .npz file, a folder of them
 class Samples:
     """The inputs of several runs, each checked when it is its turn; each iteration starts from the first one.
 
-    ``given`` is None for random values; these have the sizes ``dims`` and ``shapes``. Given ones must have ``dims``.
+    ``given`` is None for random values; these have the sizes ``dims`` and ``shapes``. Given ones
+    must have ``dims``.
     """
 
     given: Iterable[Run] | None
@@ -59,8 +61,9 @@ class Samples:
     ) -> Samples:
         """The runs that a user's data stand for; random ones for None.
 
-        ``passes`` is how often they are read: an iterator, which can be read once, is kept in memory for a second time.
-        An InputError if they are no data; its subclasses name the file or the factory at fault.
+        ``passes`` is how often they are read: an iterator, which can be read once, is kept in
+        memory for a second time. An InputError if they are no data; its subclasses name the file or
+        the factory at fault.
         """
         check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
         return cls(_runs_of(data, shapes, seed, passes), Inputs.of(model), dims, shapes, seed)
@@ -80,7 +83,9 @@ class Samples:
         for number, run in enumerate(listed):
             yield self._feed(run, f"data, run {number}").arrays
         if number < 0:
-            raise InputError("data have no runs; give a mapping from input names to arrays for each")
+            raise InputError(
+                "data have no runs; give a mapping from input names to arrays for each"
+            )
 
     def only(self, what: str) -> Feed:
         """The inputs of the one run that there is; an `InputError` has ``what`` takes no more than one."""
@@ -116,12 +121,16 @@ def check_runs(data: Data | None) -> None:
             _files(each)
 
 
-def _runs_of(data: Data | None, shapes: object = None, seed: int = 0, passes: int = 1) -> Iterable[Run] | None:
+def _runs_of(
+    data: Data | None, shapes: object = None, seed: int = 0, passes: int = 1
+) -> Iterable[Run] | None:
     """The runs of data, of which none is read yet; None for None."""
     if data is None:
         return None
     if shapes:
-        raise InputError("shapes are those of random inputs, and data have their own; give one of them")
+        raise InputError(
+            "shapes are those of random inputs, and data have their own; give one of them"
+        )
     runs = _runs(data, seed)
     with user_code("data"):
         once = iter(runs) is runs
@@ -134,8 +143,12 @@ def _runs(data: Any, seed: int) -> Iterable[Run]:
     if isinstance(data, str) and names_factory(data):
         returned = call_factory(data, seed)
         if not _is_data(returned):
-            raise ModelSourceError(data, f"returns {type(returned).__name__}, and data are {_FORMS}")
-        return _files(returned) if isinstance(returned, str | os.PathLike) else _runs(returned, seed)
+            raise ModelSourceError(
+                data, f"returns {type(returned).__name__}, and data are {_FORMS}"
+            )
+        return (
+            _files(returned) if isinstance(returned, str | os.PathLike) else _runs(returned, seed)
+        )
     if isinstance(data, str | os.PathLike):
         return _files(data)
     if not _is_data(data):
@@ -173,5 +186,7 @@ def _one(runs: Iterable[Run], what: str) -> Run:
     found = list(itertools.islice(iterated(runs, "data"), 2))
     if len(found) != 1:
         several = f"{what} takes one run, and data have several"
-        raise InputError(f"{several if found else 'data have no runs'}; give one mapping of input name → array")
+        raise InputError(
+            f"{several if found else 'data have no runs'}; give one mapping of input name → array"
+        )
     return found[0]

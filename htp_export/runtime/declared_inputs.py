@@ -26,9 +26,10 @@ Shape = tuple[int | str | None, ...]
 class Input:
     """An input of a model.
 
-    The type is None if it is unknown, or the input is not a tensor. The shape has for each dimension a size, a name, or
-    None for an open dimension without a name; it is None if the rank is unknown. ``rows`` are those of the smallest
-    table in which it is looked up; None if there is no table.
+    The type is None if it is unknown, or the input is not a tensor. The shape has for each
+    dimension a size, a name, or None for an open dimension without a name; it is None if the rank
+    is unknown. ``rows`` are those of the smallest table in which it is looked up; None if there is
+    no table.
     """
 
     name: str
@@ -45,11 +46,19 @@ class Input:
         shape = None
         if value.shape is not None:
             shape = tuple(dim if isinstance(dim, int) else dim.value for dim in value.shape)
-        return cls(str(value.name), value.dtype if known else None, shape, tensor, min(_rows(value), default=None))
+        return cls(
+            str(value.name),
+            value.dtype if known else None,
+            shape,
+            tensor,
+            min(_rows(value), default=None),
+        )
 
     def __str__(self) -> str:
         shape = (
-            "any shape" if self.shape is None else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
+            "any shape"
+            if self.shape is None
+            else f"[{', '.join('?' if d is None else str(d) for d in self.shape)}]"
         )
         return f"{self.type.name.lower() if self.type is not None else 'no tensor'} {shape}"
 
@@ -92,29 +101,43 @@ def _text_for(wanted: Input, array: Array) -> Array:
     found = np.empty(array.shape, object)
     for place, each in np.ndenumerate(array):
         if not isinstance(each, str | bytes):
-            raise InputError(f"input {wanted.name!r}: has an element of type {type(each).__name__}, and takes strings")
+            raise InputError(
+                f"input {wanted.name!r}: has an element of type {type(each).__name__}, and takes strings"
+            )
         try:
             found[place] = str(each, "utf-8") if isinstance(each, bytes) else str(each)
         except UnicodeDecodeError as error:
-            raise InputError(f"input {wanted.name!r}: has bytes that are no text in UTF-8: {each!r}") from error
+            raise InputError(
+                f"input {wanted.name!r}: has bytes that are no text in UTF-8: {each!r}"
+            ) from error
     return found
 
 
 def in_precision_of(wanted: Input, array: Array) -> Array:
     """An array of floats in the precision of an input; other arrays as they are."""
     kind = wanted.type
-    if kind is None or not kind.is_floating_point() or not is_float(array) or array.dtype == kind.numpy():
+    if (
+        kind is None
+        or not kind.is_floating_point()
+        or not is_float(array)
+        or array.dtype == kind.numpy()
+    ):
         return array
     return array.astype(kind.numpy())
 
 
 def check_array(wanted: Input, array: Array | ArrayHeader) -> None:
     """Refuse an array, or the header of one, with another type or shape than an input has."""
-    expected = wanted.type.numpy() if wanted.type is not None and wanted.type != ir.DataType.STRING else None
+    expected = (
+        wanted.type.numpy()
+        if wanted.type is not None and wanted.type != ir.DataType.STRING
+        else None
+    )
     fits = array.dtype == expected if expected is not None else array.dtype.kind in "OUS"
     if fits and wanted.shape is not None:
         fits = len(array.shape) == len(wanted.shape) and all(
-            not isinstance(dim, int) or dim == size for dim, size in zip(wanted.shape, array.shape, strict=True)
+            not isinstance(dim, int) or dim == size
+            for dim, size in zip(wanted.shape, array.shape, strict=True)
         )
     if not fits:
         actual = f"{_type_name(array)} {list(array.shape)}"
@@ -131,7 +154,9 @@ def _type_name(array: Array | ArrayHeader) -> str:
 def check_elements(name: str, shape: Sequence[int]) -> None:
     """Refuse the shape of an input for which no array is made (`InputError`): a file may state any."""
     if len(shape) > MOST_DIMENSIONS:
-        raise InputError(f"input {name!r}: has {len(shape)} dimensions, and numpy at most {MOST_DIMENSIONS}")
+        raise InputError(
+            f"input {name!r}: has {len(shape)} dimensions, and numpy at most {MOST_DIMENSIONS}"
+        )
     elements = math.prod(map(int, shape))
     if elements > _MOST_ELEMENTS or max(shape, default=0) > _MOST_ELEMENTS:
         raise InputError(
@@ -140,11 +165,15 @@ def check_elements(name: str, shape: Sequence[int]) -> None:
         )
 
 
-def random_array(wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float) -> Array:
+def random_array(
+    wanted: Input, shape: Sequence[int], generator: np.random.Generator, true: float
+) -> Array:
     """Create a random array for an input, see `Inputs.random`; an `InputError` if it is not a tensor of numbers."""
     kind = wanted.type
     if kind is None or kind == ir.DataType.STRING:
-        raise InputError(f"input {wanted.name!r}: no random value can be made of {wanted}; give data")
+        raise InputError(
+            f"input {wanted.name!r}: no random value can be made of {wanted}; give data"
+        )
     check_elements(wanted.name, shape)
     if kind == ir.DataType.BOOL:
         return np.asarray(generator.random(shape) < true)

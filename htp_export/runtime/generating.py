@@ -78,7 +78,11 @@ class Decoder:
         """
         inputs = {each.name: each for each in Inputs.of(model)}
         taken = {_layer(name): name for name in inputs if CACHE.fullmatch(name)}
-        returned = {_layer(name): name for value in model.graph.outputs if CACHE.fullmatch(name := str(value.name))}
+        returned = {
+            _layer(name): name
+            for value in model.graph.outputs
+            if CACHE.fullmatch(name := str(value.name))
+        }
         for found, verb in ((taken, "take"), (returned, "return")):
             if not found:
                 raise InputError(
@@ -86,10 +90,18 @@ class Decoder:
                     "task text-generation-with-past"
                 )
         if taken.keys() != returned.keys():
-            raise InputError("the layers of the cache that the model takes are not those that it returns")
-        unknown = [name for name in inputs if name not in {_IDS, _MASK, _POSITIONS, *taken.values()}]
+            raise InputError(
+                "the layers of the cache that the model takes are not those that it returns"
+            )
+        unknown = [
+            name for name in inputs if name not in {_IDS, _MASK, _POSITIONS, *taken.values()}
+        ]
         if unknown or _IDS not in inputs:
-            problem = f"has nothing for the input {unknown[0]!r}" if unknown else f"needs an input {_IDS!r}"
+            problem = (
+                f"has nothing for the input {unknown[0]!r}"
+                if unknown
+                else f"needs an input {_IDS!r}"
+            )
             raise InputError(f"the loop that generates tokens {problem}")
         if all(value.name != _LOGITS for value in model.graph.outputs):
             raise InputError(f"the loop that generates tokens needs an output {_LOGITS!r}")
@@ -110,7 +122,11 @@ class Decoder:
         """The inputs besides the cache for new tokens, ``[batch, new]``, the last of a text of this length."""
         places = np.tile(np.arange(length - new.shape[1], length), (len(new), 1))
         given = {_IDS: new, _MASK: np.ones((len(new), length), np.int64), _POSITIONS: places}
-        return {name: array.astype(self._dtype(name)) for name, array in given.items() if name in self.inputs}
+        return {
+            name: array.astype(self._dtype(name))
+            for name, array in given.items()
+            if name in self.inputs
+        }
 
     def _dtype(self, name: str) -> Any:
         kind = self.inputs[name].type
@@ -122,15 +138,17 @@ class Decoder:
         ids = np.random.default_rng(seed).integers(0, logits.shape[-1], (1, _RANDOM_LENGTH))
         return ids.astype(self._dtype(_IDS))
 
-    def generate(self, session: Session, ids: Array, count: int, following: Array | None = None) -> Generated:
+    def generate(
+        self, session: Session, ids: Array, count: int, following: Array | None = None
+    ) -> Generated:
         """Run a prompt, and a token after the other; the cache stays in ONNX Runtime.
 
         Args:
             session: The loaded model.
             ids: The prompt, ``[batch, length]``, without padding.
             count: How many tokens are chosen.
-            following: The tokens that it goes on with, ``[batch, count]``, whatever it chooses, so that models can be
-                compared at every place; None for its own.
+            following: The tokens that it goes on with, ``[batch, count]``, whatever it chooses, so
+                that models can be compared at every place; None for its own.
         """
         values = session.values(self.first_feed(ids))
         names = [_LOGITS, *self.cache.values()]
@@ -155,6 +173,8 @@ def _layer(name: str) -> tuple[int, str]:
 def _empty(declared: Input, batch: int) -> Array:
     """A tensor of the cache without tokens: sizes that the file leaves open are 0."""
     shape = declared.shape or ()
-    sizes = [batch if k == 0 else size if isinstance(size, int) else 0 for k, size in enumerate(shape)]
+    sizes = [
+        batch if k == 0 else size if isinstance(size, int) else 0 for k, size in enumerate(shape)
+    ]
     check_elements(declared.name, sizes)
     return np.zeros(sizes, np.float32 if declared.type is None else declared.type.numpy())

@@ -16,7 +16,13 @@ from htp_export.files.npz_file import NpzArrays
 from htp_export.format.bounds import LARGEST, MOST_DIMENSIONS
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.runtime.arrays import Array
-from htp_export.runtime.declared_inputs import Input, array_for, check_array, in_precision_of, random_array
+from htp_export.runtime.declared_inputs import (
+    Input,
+    array_for,
+    check_array,
+    in_precision_of,
+    random_array,
+)
 from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.symbolic import Symbolic
 
@@ -27,8 +33,10 @@ class Bound:
 
     Attributes:
         sizes: Name of an open dimension → size.
-        shapes: Input name → shape, with None for a dimension that stays open; None if the rank is unknown.
-        open: The dimensions that stay open: names, ``x: 1`` for one without a name, ``x: all`` for a whole shape.
+        shapes: Input name → shape, with None for a dimension that stays open; None if the rank is
+            unknown.
+        open: The dimensions that stay open: names, ``x: 1`` for one without a name, ``x: all`` for
+            a whole shape.
         conflicts: Contradictions between the sizes, or with the model, a sentence each.
     """
 
@@ -44,7 +52,9 @@ class Bound:
         if self.open:
             named = [name for name in self.open if ":" not in name]
             example = (
-                f"dims ({', '.join(f'{name}=...' for name in named)})" if len(named) == len(self.open) else "shapes"
+                f"dims ({', '.join(f'{name}=...' for name in named)})"
+                if len(named) == len(self.open)
+                else "shapes"
             )
             problem = f"sizes are open: {', '.join(map(repr, self.open))}; give {example} or data"
             raise OpenDimensionError(self.open, problem)
@@ -80,7 +90,11 @@ class Inputs:
     @classmethod
     def of(cls, model: ir.Model) -> Inputs:
         """The inputs of a model."""
-        return cls(Input.of(value) for value in model.graph.inputs if value.name not in model.graph.initializers)
+        return cls(
+            Input.of(value)
+            for value in model.graph.inputs
+            if value.name not in model.graph.initializers
+        )
 
     def __iter__(self) -> Iterator[Input]:
         return iter(self._inputs)
@@ -92,7 +106,10 @@ class Inputs:
         return name in self._by_name
 
     def bind(
-        self, *, dims: Mapping[str, int] | None = None, shapes: Mapping[str, Sequence[int]] | None = None
+        self,
+        *,
+        dims: Mapping[str, int] | None = None,
+        shapes: Mapping[str, Sequence[int]] | None = None,
     ) -> Bound:
         """Set the sizes of open dimensions by name, or by shapes, which do so for all inputs."""
         sizes = dict(dims or {})
@@ -101,7 +118,9 @@ class Inputs:
             _check_name("open dimension", name, names)
             if not _is_size(size):
                 raise InputError(f"size {name!r} is a whole number, not {_shown(size)}")
-        given_shapes = {name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()}
+        given_shapes = {
+            name: self._given_shape(name, shape) for name, shape in (shapes or {}).items()
+        }
         conflicts = dict.fromkeys(
             text
             for later in (self._computed, ())  # first the sizes of which others are computed
@@ -109,9 +128,13 @@ class Inputs:
             for text in _match(self._by_name[name], shape, sizes, dims or {}, later)
         )
         for name in self._computed & sizes.keys():
-            expected = evaluate(name, {other: size for other, size in sizes.items() if other != name})
+            expected = evaluate(
+                name, {other: size for other, size in sizes.items() if other != name}
+            )
             if expected not in (None, sizes[name]):
-                conflicts[f"size {name!r} is {sizes[name]}, but by the others it is {expected}"] = None
+                conflicts[f"size {name!r} is {sizes[name]}, but by the others it is {expected}"] = (
+                    None
+                )
         bound: dict[str, tuple[int | None, ...] | None] = {}
         open_sizes: dict[str, None] = {}
         for declared in self:
@@ -121,35 +144,56 @@ class Inputs:
                 bound[declared.name] = None
                 open_sizes.update({f"{declared.name}: all": None} if declared.tensor else {})
             else:
-                shape = tuple(evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in declared.shape)
+                shape = tuple(
+                    evaluate(dim, sizes) if isinstance(dim, str) else dim for dim in declared.shape
+                )
                 bound[declared.name] = shape
                 stays = (
-                    (k, dim) for k, dim in enumerate(declared.shape) if shape[k] is None and dim not in self._computed
+                    (k, dim)
+                    for k, dim in enumerate(declared.shape)
+                    if shape[k] is None and dim not in self._computed
                 )
-                open_sizes.update({dim if isinstance(dim, str) else f"{declared.name}: {k}": None for k, dim in stays})
+                open_sizes.update(
+                    {
+                        dim if isinstance(dim, str) else f"{declared.name}: {k}": None
+                        for k, dim in stays
+                    }
+                )
         return Bound(sizes, bound, tuple(open_sizes), tuple(conflicts))
 
-    def feed(self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None) -> Feed:
+    def feed(
+        self, arrays_by_name: Mapping[str, Any], dims: Mapping[str, int] | None = None
+    ) -> Feed:
         """Check given inputs (numpy arrays, torch tensors, or nested lists of numbers), and convert them to arrays.
 
-        ``dims``: name of an open dimension → the size that the inputs must have there. An InputError has the input and
-        the expected type and shape.
+        ``dims``: name of an open dimension → the size that the inputs must have there. An
+        InputError has the input and the expected type and shape.
         """
         if not isinstance(arrays_by_name, Mapping):
-            raise InputError(f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}")
+            raise InputError(
+                f"inputs are a dict of name → array, not {type(arrays_by_name).__name__}"
+            )
         for name in arrays_by_name:
             _check_name("input", name, self._by_name)
-        missing = [f"{name!r} ({declared})" for name, declared in self._by_name.items() if name not in arrays_by_name]
+        missing = [
+            f"{name!r} ({declared})"
+            for name, declared in self._by_name.items()
+            if name not in arrays_by_name
+        ]
         if missing:
             raise InputError(f"no value for input {', '.join(missing)}")
         if isinstance(arrays_by_name, NpzArrays):
             for declared in self:  # before anything is unpacked
                 check_array(declared, arrays_by_name.headers[declared.name])
-        arrays = {declared.name: array_for(declared, arrays_by_name[declared.name]) for declared in self}
+        arrays = {
+            declared.name: array_for(declared, arrays_by_name[declared.name]) for declared in self
+        }
         for declared in self:
             check_array(declared, arrays[declared.name])
         if dims:
-            self.bind(dims=dims, shapes={name: array.shape for name, array in arrays.items()}).check()
+            self.bind(
+                dims=dims, shapes={name: array.shape for name, array in arrays.items()}
+            ).check()
         return Feed(arrays, self._types)
 
     def feed_again(self, arrays_by_name: Mapping[str, Array]) -> Feed:
@@ -167,7 +211,9 @@ class Inputs:
         for place, declared in enumerate(self):
             array = arrays_by_name.get(declared.name, places[place] if places else None)
             if array is None:
-                raise InputError(f"takes an input {declared.name!r}, and the other file has none of that name")
+                raise InputError(
+                    f"takes an input {declared.name!r}, and the other file has none of that name"
+                )
             feed[declared.name] = in_precision_of(declared, array)
         return self.feed(feed)
 
@@ -182,9 +228,8 @@ class Inputs:
     ) -> Feed:
         """Create random inputs: floats are normally distributed, integers are 0 or 1, which most vocabularies have.
 
-        They are 0 where they are looked up in a table of one row.
-        ``open_sizes`` are for further open dimensions, see `assume`; ``true`` is the probability that a boolean is
-        true.
+        They are 0 where they are looked up in a table of one row. ``open_sizes`` are for further
+        open dimensions, see `assume`; ``true`` is the probability that a boolean is true.
         """
         bound, notes = self.assume(self.bind(dims=dims, shapes=shapes), open_sizes)
         if dims:
@@ -203,11 +248,13 @@ class Inputs:
             check_array(declared, arrays[declared.name])
         return Feed(arrays, self._types, notes)
 
-    def assume(self, bound: Bound, open_sizes: Sequence[int] = (1,)) -> tuple[Bound, tuple[str, ...]]:
+    def assume(
+        self, bound: Bound, open_sizes: Sequence[int] = (1,)
+    ) -> tuple[Bound, tuple[str, ...]]:
         """Assume sizes for the dimensions that stay open; returns a note for each, too.
 
-        The ``open_sizes`` are taken one after another. Dimensions with the same name have the same size, and so have
-        those without a name. A tensor of unknown rank is an error.
+        The ``open_sizes`` are taken one after another. Dimensions with the same name have the same
+        size, and so have those without a name. A tensor of unknown rank is an error.
 
         Examples:
             >>> x = Inputs([Input("x", ir.DataType.FLOAT, ("batch", 4))])
@@ -235,14 +282,20 @@ class Inputs:
             for place, dim in _open(declared, bound):
                 filled[place] = unnamed[0] if dim is None else evaluate(dim, sizes)
                 if filled[place] is None:
-                    given = ", ".join(f"{name}={sizes[name]}" for name in sorted(names_in(str(dim))))
-                    raise OpenDimensionError([str(dim)], f"{dim!r} is no size if {given}; give other dims")
+                    given = ", ".join(
+                        f"{name}={sizes[name]}" for name in sorted(names_in(str(dim)))
+                    )
+                    raise OpenDimensionError(
+                        [str(dim)], f"{dim!r} is no size if {given}; give other dims"
+                    )
             shapes[declared.name] = None if bound.shapes[declared.name] is None else tuple(filled)
         return Bound(sizes, shapes, (), bound.conflicts), tuple(notes)
 
     @cached_property
     def _open_names(self) -> Mapping[str, None]:
-        return dict.fromkeys(dim for declared in self for dim in declared.shape or () if isinstance(dim, str))
+        return dict.fromkeys(
+            dim for declared in self for dim in declared.shape or () if isinstance(dim, str)
+        )
 
     @cached_property
     def _computed(self) -> frozenset[str]:
@@ -258,9 +311,13 @@ class Inputs:
     def _given_shape(self, name: str, shape: Sequence[int]) -> tuple[int, ...]:
         _check_name("input", name, self._by_name)
         if not isinstance(shape, Sequence) or not all(map(_is_size, shape)):
-            raise InputError(f"input {name!r}: a shape is a list of whole numbers, not {_shown(shape)}")
+            raise InputError(
+                f"input {name!r}: a shape is a list of whole numbers, not {_shown(shape)}"
+            )
         if len(shape) > MOST_DIMENSIONS:
-            raise InputError(f"input {name!r}: a shape of {len(shape)} dimensions; numpy has at most {MOST_DIMENSIONS}")
+            raise InputError(
+                f"input {name!r}: a shape of {len(shape)} dimensions; numpy has at most {MOST_DIMENSIONS}"
+            )
         return tuple(int(size) for size in shape)
 
 
@@ -277,7 +334,11 @@ def _check_name(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def _is_size(size: object) -> bool:
-    return isinstance(size, int | np.integer) and not isinstance(size, bool) and 0 <= int(size) <= LARGEST
+    return (
+        isinstance(size, int | np.integer)
+        and not isinstance(size, bool)
+        and 0 <= int(size) <= LARGEST
+    )
 
 
 def _shown(value: object) -> str:
@@ -295,7 +356,11 @@ def _open(declared: Input, bound: Bound) -> Iterator[tuple[int, str | None]]:
 
 
 def _match(
-    wanted: Input, shape: tuple[int, ...], sizes: dict[str, int], dims: Mapping[str, int], later: Container[str] = ()
+    wanted: Input,
+    shape: tuple[int, ...],
+    sizes: dict[str, int],
+    dims: Mapping[str, int],
+    later: Container[str] = (),
 ) -> Iterator[str]:
     """Iterate over the contradictions of a shape with the model and with known sizes; add sizes that were unknown.
 

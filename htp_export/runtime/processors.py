@@ -19,5 +19,8 @@ def saturates() -> bool:
         lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return False
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set[str]())
+    flags = next(
+        (set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")),
+        set[str](),
+    )
     return "avx2" in flags and not flags & {"avx512_vnni", "avx_vnni"}

@@ -22,21 +22,30 @@ from htp_export.files.data_files import check_data
 from htp_export.files.filesystem import temporary_folder
 from htp_export.process.user_code import user_code
 from htp_export.runtime.arrays import Array, nan_in, to_ort
-from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings, as_written
+from htp_export.runtime.sessions import (
+    OptionChanges,
+    RunnableModel,
+    Session,
+    SessionSettings,
+    as_written,
+)
 
-_SMALL_BYTES = 1024  # what is smaller stays in the model: shape inference reads it, and sharing saves nothing
+# what is smaller stays in the model: shape inference reads it, and sharing saves nothing
+_SMALL_BYTES = 1024
 _NO_FILE = "weights"
 
 
 class Runner:
     """Runs a model and returns any of its tensors.
 
-    ONNX Runtime uses the weights in the user's memory, or maps their files. With ``SessionOptions`` of the user, which
-    would keep references to them, weights in memory are copied into the model. Optimisation is off. The model is not
-    changed unless ``use_up``.
+    ONNX Runtime uses the weights in the user's memory, or maps their files. With ``SessionOptions``
+    of the user, which would keep references to them, weights in memory are copied into the model.
+    Optimisation is off. The model is not changed unless ``use_up``.
     """
 
-    def __init__(self, model: ir.Model, name: str, settings: SessionSettings, *, use_up: bool = False) -> None:
+    def __init__(
+        self, model: ir.Model, name: str, settings: SessionSettings, *, use_up: bool = False
+    ) -> None:
         self._settings = settings
         self._outputs = frozenset(value.name for value in model.graph.outputs)
         if settings.options is not None:
@@ -44,7 +53,9 @@ class Runner:
             weakref.finalize(self, files.close)
             runnable = RunnableModel.of(model, name, files.enter_context(temporary_folder()))
             if isinstance(runnable.source, Path):
-                runnable = replace(runnable, source=runnable.source.read_bytes(), folder=runnable.source.parent)
+                runnable = replace(
+                    runnable, source=runnable.source.read_bytes(), folder=runnable.source.parent
+                )
             self._model = runnable
         else:
             self._model = _sharing_weights(model if use_up else model.clone(), name)
@@ -55,17 +66,28 @@ class Runner:
             return run(feed)
 
     @contextlib.contextmanager
-    def opened(self, names: Sequence[str]) -> Iterator[Callable[[Mapping[str, Array]], dict[str, Array]]]:
+    def opened(
+        self, names: Sequence[str]
+    ) -> Iterator[Callable[[Mapping[str, Array]], dict[str, Array]]]:
         """Load the model once, for several runs that return the same tensors of the main graph."""
         names = list(dict.fromkeys(names))
         assert isinstance(self._model.source, bytes)
-        source = self._model.source + _more_outputs(name for name in names if name not in self._outputs)
+        source = self._model.source + _more_outputs(
+            name for name in names if name not in self._outputs
+        )
         with _weights_folder(self._model) as folder:
-            session = Session(replace(self._model, source=source, folder=folder), self._settings, as_written())
+            session = Session(
+                replace(self._model, source=source, folder=folder), self._settings, as_written()
+            )
 
             def run(feed: Mapping[str, Array]) -> dict[str, Array]:
-                results = session.run({name: feed[name] for name in session.inputs if name in feed}, names)
-                no_tensor = next((name for name, array in results.items() if not isinstance(array, np.ndarray)), None)
+                results = session.run(
+                    {name: feed[name] for name in session.inputs if name in feed}, names
+                )
+                no_tensor = next(
+                    (name for name, array in results.items() if not isinstance(array, np.ndarray)),
+                    None,
+                )
                 if no_tensor is not None:
                     raise OnnxRuntimeError(self._model.name, "run", f"{no_tensor!r} is no tensor")
                 return results
@@ -78,7 +100,9 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
 
     Nothing is read of that file. Weights in files, ONNX Runtime maps itself.
     """
-    tensors = (value.const_value for graph in model.graphs() for value in graph.initializers.values())
+    tensors = (
+        value.const_value for graph in model.graphs() for value in graph.initializers.values()
+    )
     files = [tensor for tensor in tensors if isinstance(tensor, ir.ExternalTensor)]
     check_data(files)
     folder = os.fspath(files[0].base_dir) if files else ""
@@ -88,7 +112,8 @@ def _sharing_weights(model: ir.Model, name: str) -> RunnableModel:
         tensor = value.const_value
         if tensor is None or tensor.nbytes <= _SMALL_BYTES:
             continue
-        if tensor.dtype == ir.DataType.STRING or tensor.dtype.bitwidth < 8:  # numpy lays these out in another way
+        # numpy lays these out in another way
+        if tensor.dtype == ir.DataType.STRING or tensor.dtype.bitwidth < 8:
             continue
         if isinstance(tensor, ir.ExternalTensor) and os.fspath(tensor.base_dir) == folder:
             continue
@@ -150,7 +175,8 @@ def outputs_of(
 ) -> list[dict[str, Array]]:
     """The outputs of a model for each of the inputs, as an application that runs the file gets them.
 
-    All optimisations are on but those of layouts: many models run, and a crash of one would end all.
+    All optimisations are on but those of layouts: many models run, and a crash of one would end
+    all.
     """
     import onnxruntime
 
@@ -168,22 +194,34 @@ def metric_value(metric: Metric, outputs: Outputs) -> float:
     except (TypeError, ValueError) as error:
         raise InputError(f"the metric returned {found!r}, which is no number") from error
     if math.isnan(number):
-        listed = (f"output {name!r} of run {k} has NaN" for k, run in enumerate(outputs) for name in nan_in(run))
-        raise InputError(f"the metric returned {number}: {next(listed, 'the outputs that it was given have none')}")
+        listed = (
+            f"output {name!r} of run {k} has NaN"
+            for k, run in enumerate(outputs)
+            for name in nan_in(run)
+        )
+        raise InputError(
+            f"the metric returned {number}: {next(listed, 'the outputs that it was given have none')}"
+        )
     return number
 
 
-def measured_metric(metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]) -> float:
+def measured_metric(
+    metric: Metric, model: ir.Model, name: str, feeds: Iterable[Mapping[str, Array]]
+) -> float:
     """Return the number that a metric gives to a model, which runs on the CPU; ``name`` is its name in errors."""
     with temporary_folder() as folder:
-        return metric_value(metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings()))
+        return metric_value(
+            metric, outputs_of(RunnableModel.of(model, name, folder), feeds, SessionSettings())
+        )
 
 
 TIMED_RUNS = 20  # a median that single slow ones do not move
 _WARMUP = 2  # runs: the first allocates memory, the second fills caches
 
 
-def median_times(sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], runs: int) -> list[float]:
+def median_times(
+    sessions: Sequence[Session], feeds: Sequence[Mapping[str, Array]], runs: int
+) -> list[float]:
     """The median time of a run of each session in ms, after some to warm up.
 
     The sessions run in turn, so that what else the machine does slows down all of them.

@@ -35,7 +35,9 @@ _DEFAULTS = {
 }
 """Configuration entries whose default is not the empty text; an entry cannot be removed, only set to its default."""
 
-_NODE_AT_FAULT = re.compile(r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("([^"]*)"|in node \(([^)]*)\)""")
+_NODE_AT_FAULT = re.compile(
+    r"""Name:'([^']*)'|Node \(([^)]*)\) Op|In Node, \("([^"]*)"|in node \(([^)]*)\)"""
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,10 @@ class SessionSettings:
         """How many kernels may run at the same time: one, unless the options say otherwise."""
         import onnxruntime
 
-        if self.options is None or self.options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL:
+        if (
+            self.options is None
+            or self.options.execution_mode != onnxruntime.ExecutionMode.ORT_PARALLEL
+        ):
             return 1
         return int(self.options.inter_op_num_threads) or os.cpu_count() or 1
 
@@ -89,21 +94,25 @@ def as_written(*, threads: int | None = None) -> OptionChanges:
     """
     import onnxruntime
 
-    attributes: dict[str, Any] = {"graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL}
+    attributes: dict[str, Any] = {
+        "graph_optimization_level": onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    }
     if threads is not None:
         attributes["intra_op_num_threads"] = threads
-    # Prepacking copies weights, which does not pay for one run, and sums those that are constants in another order.
-    # Spinning threads of many sessions slow down each other, and those of torch.
-    return OptionChanges(attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"})
+    # Prepacking copies weights, which does not pay for one run, and sums those that are constants
+    # in another order. Spinning threads of many sessions slow down each other, and those of torch.
+    return OptionChanges(
+        attributes, {"session.disable_prepacking": "1", "session.intra_op.allow_spinning": "0"}
+    )
 
 
 @dataclass(frozen=True)
 class RunnableModel:
     """A model in a form that ONNX Runtime loads: a file, or the bytes of one with the folder of external weights.
 
-    ``weights``: name → ``OrtValue`` of initializers of which the source only has types and shapes. They share memory. A
-    user's ``SessionOptions`` would keep references to them: they are for sessions without one. ``model`` is the same
-    one; errors name modules by the tags of its nodes.
+    ``weights``: name → ``OrtValue`` of initializers of which the source only has types and shapes.
+    They share memory. A user's ``SessionOptions`` would keep references to them: they are for
+    sessions without one. ``model`` is the same one; errors name modules by the tags of its nodes.
     """
 
     source: Path | bytes
@@ -116,12 +125,16 @@ class RunnableModel:
     def of(cls, model: ir.Model, name: str, temporary: Path) -> RunnableModel:
         """Create one from a model in memory, which is not changed. External weights are read from their files.
 
-        The model is written to the ``temporary`` folder if it has more weights in memory than a protobuf message may
-        have, or external weights in several folders.
+        The model is written to the ``temporary`` folder if it has more weights in memory than a
+        protobuf message may have, or external weights in several folders.
         """
         tensors = [slot.tensor for slot in slots(model)]
         check_data(tensors)
-        folders = {os.fspath(tensor.base_dir) for tensor in tensors if isinstance(tensor, ir.ExternalTensor)}
+        folders = {
+            os.fspath(tensor.base_dir)
+            for tensor in tensors
+            if isinstance(tensor, ir.ExternalTensor)
+        }
         size = sum(tensor.nbytes for tensor in tensors if not isinstance(tensor, ir.ExternalTensor))
         if len(folders) > 1 or size > LARGE_BYTES:
             write_for_tool(model, temporary / "model.onnx")
@@ -132,7 +145,9 @@ class RunnableModel:
     @classmethod
     def of_file(cls, file: Path, model: ir.Model, temporary: Path) -> RunnableModel:
         """Create one from a file and what was read from it; ONNX Runtime reads the file if its weights lie there."""
-        external = [slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)]
+        external = [
+            slot.tensor for slot in slots(model) if isinstance(slot.tensor, ir.ExternalTensor)
+        ]
         check_data(external)
         if all(Path(tensor.base_dir) == file.parent.absolute() for tensor in external):
             return cls(file, os.fspath(file), model=model)
@@ -158,7 +173,9 @@ class RunnableModel:
         if self.model is None:
             return ""
         inputs = Inputs.of(self.model)
-        tensors = {name: value for name, value in values.items() if name in inputs and value.is_tensor()}
+        tensors = {
+            name: value for name, value in values.items() if name in inputs and value.is_tensor()
+        }
         sizes = inputs.bind(shapes={name: value.shape() for name, value in tensors.items()}).sizes
         names = [name for name in sizes if name.isidentifier()]
         if not names:
@@ -176,7 +193,9 @@ class RunnableModel:
 
     def _owners(self, name: str) -> tuple[str, ...]:
         nodes = self.model.graph.all_nodes() if self.model is not None else ()
-        return next((tuple(tags.owners_of(node.metadata_props)) for node in nodes if node.name == name), ())
+        return next(
+            (tuple(tags.owners_of(node.metadata_props)) for node in nodes if node.name == name), ()
+        )
 
 
 RECORDED = {"session.record_ep_graph_assignment_info": "1"}
@@ -196,7 +215,10 @@ class Session:
     """A model that ONNX Runtime has loaded; ``inputs`` include those with default values."""
 
     def __init__(
-        self, model: RunnableModel, settings: SessionSettings | None = None, changes: OptionChanges | None = None
+        self,
+        model: RunnableModel,
+        settings: SessionSettings | None = None,
+        changes: OptionChanges | None = None,
     ) -> None:
         self.model = model
         with model.failing_to("load"):
@@ -215,8 +237,8 @@ class Session:
     ) -> dict[str, Any]:
         """Run the model once: output name → array; a list of arrays for a sequence, None for an optional without value.
 
-        ``types``: input name → ONNX element type, for types that numpy does not have. After ``longest`` seconds the run
-        ends in an error.
+        ``types``: input name → ONNX element type, for types that numpy does not have. After
+        ``longest`` seconds the run ends in an error.
         """
         names = list(dict.fromkeys(self.outputs if outputs is None else outputs))
         found = {}
@@ -226,17 +248,26 @@ class Session:
             values[place] = None  # its memory is released before the next one is copied
         return found
 
-    def values(self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None) -> dict[str, Any]:
+    def values(
+        self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None
+    ) -> dict[str, Any]:
         """Convert arrays to ``OrtValue``s; ``types`` as for `run`."""
         with self.model.failing_to("run"):
-            return {name: to_value(array, (types or {}).get(name)) for name, array in arrays.items()}
+            return {
+                name: to_value(array, (types or {}).get(name)) for name, array in arrays.items()
+            }
 
     def run_values(
-        self, values: Mapping[str, Any], outputs: Sequence[str] | None = None, *, longest: float | None = None
+        self,
+        values: Mapping[str, Any],
+        outputs: Sequence[str] | None = None,
+        *,
+        longest: float | None = None,
     ) -> list[Any]:
         """Run the model once on ``OrtValue``s, and return one for each output; arguments as for `run`.
 
-        An output that is an input, which has its name, is the given value: another one would not keep its memory alive.
+        An output that is an input, which has its name, is the given value: another one would not
+        keep its memory alive.
         """
         names = list(self.outputs if outputs is None else outputs)
         with self.model.failing_to("run", values), _stopped_after(longest) as options:
@@ -244,12 +275,15 @@ class Session:
         return [values.get(name, result) for name, result in zip(names, results, strict=True)]
 
     def bound(
-        self, arrays: Mapping[str, Array], types: Mapping[str, ir.DataType] | None = None, device: str = "cpu"
+        self,
+        arrays: Mapping[str, Array],
+        types: Mapping[str, ir.DataType] | None = None,
+        device: str = "cpu",
     ) -> Callable[[], None]:
         """Return what runs the model once with inputs and outputs in the memory of a device, and waits for its end.
 
-        Arrays are copied to the device now, except for types that numpy does not have, as for `run`. The device has
-        ONNX Runtime's name: ``cpu``, ``cuda``, ``dml``.
+        Arrays are copied to the device now, except for types that numpy does not have, as for
+        `run`. The device has ONNX Runtime's name: ``cpu``, ``cuda``, ``dml``.
         """
         import onnxruntime
 
@@ -264,7 +298,8 @@ class Session:
                 binding.bind_output(name, device)
 
         def run() -> None:
-            with self.model.failing_to("run", values):  # this also keeps the memory of the bound values alive
+            # this also keeps the memory of the bound values alive
+            with self.model.failing_to("run", values):
                 self._session.run_with_iobinding(binding)
                 binding.synchronize_outputs()
 
@@ -373,7 +408,9 @@ def to_value(array: Array, onnx_type: ir.DataType | None = None) -> Any:
         return to_ort(array, onnx_type)
     model = onnx.parser.parse_model(f"{_HELPER} () => (string[] y) {{}}")
     text: Any = [str(each) for each in array.flat]
-    model.graph.initializer.append(onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, text))
+    model.graph.initializer.append(
+        onnx.helper.make_tensor("y", onnx.TensorProto.STRING, array.shape, text)
+    )
     return Session(RunnableModel(model.SerializeToString(), "text")).run_values({})[0]
 
 
@@ -386,4 +423,5 @@ def from_value(value: Any) -> Any:
     kind = re.sub(r"tensor\((\w+)\)", r"\1", value.data_type())
     model = onnx.parser.parse_model(f"{_HELPER} ({kind} x) => ({kind} y) {{ y = Identity(x) }}")
     session = Session(RunnableModel(model.SerializeToString(), "a sequence"))
-    return session._session.run(None, {"x": value})[0]  # only the results of a session are converted
+    # only the results of a session are converted
+    return session._session.run(None, {"x": value})[0]

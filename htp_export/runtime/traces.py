@@ -1,7 +1,8 @@
 """What ONNX Runtime records of a session: the graph that it runs, the time of each kernel, and the memory of each node.
 
-It writes a line about memory for each node of the graph that ran: a name that ends in a hash of the names of its inputs
-and outputs, and bytes. It takes the hash of ``core/framework/resource_accountant.cc``, ``MakeUniqueNodeName``.
+It writes a line about memory for each node of the graph that ran: a name that ends in a hash of the
+names of its inputs and outputs, and bytes. It takes the hash of
+``core/framework/resource_accountant.cc``, ``MakeUniqueNodeName``.
 """
 
 from __future__ import annotations
@@ -27,35 +28,55 @@ from htp_export.model.regions import all_nodes
 from htp_export.process.progress import counted
 from htp_export.process.restoring import no_collection
 from htp_export.runtime.inputs import Feed
-from htp_export.runtime.sessions import LARGE_BYTES, OptionChanges, RunnableModel, Session, SessionSettings
+from htp_export.runtime.sessions import (
+    LARGE_BYTES,
+    OptionChanges,
+    RunnableModel,
+    Session,
+    SessionSettings,
+)
 
 _EXTERNAL_FILE = "session.optimized_model_external_initializers_file_name"
 _EXTERNAL_SIZE = "session.optimized_model_external_initializers_min_size_in_bytes"
 
 
 def session_and_graph(
-    model: RunnableModel, settings: SessionSettings, folder: Path, changes: OptionChanges | None = None
+    model: RunnableModel,
+    settings: SessionSettings,
+    folder: Path,
+    changes: OptionChanges | None = None,
 ) -> tuple[Session, ir.Model | None]:
     """Return a session and its optimised graph, without the values of weights.
 
-    The graph is None if ONNX Runtime cannot write one, because an execution provider compiles parts of it. ONNX Runtime
-    writes weights that are not in a file into the graph, or, which takes longer, into a file beside it if they are too
-    large for a protobuf message. All files are in ``folder``.
+    The graph is None if ONNX Runtime cannot write one, because an execution provider compiles parts
+    of it. ONNX Runtime writes weights that are not in a file into the graph, or, which takes
+    longer, into a file beside it if they are too large for a protobuf message. All files are in
+    ``folder``.
     """
     changes = changes or OptionChanges()
-    attempts: Sequence[str] = ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
+    attempts: Sequence[str] = (
+        ["within", "beside", "none"] if model.size < LARGE_BYTES else ["beside", "none"]
+    )
     first: OnnxRuntimeError | None = None
     for attempt in attempts:
         written = folder / f"{attempt}.onnx"
-        entries = {_EXTERNAL_FILE: f"{written.name}.data", _EXTERNAL_SIZE: "1024"} if attempt == "beside" else {}
+        entries = (
+            {_EXTERNAL_FILE: f"{written.name}.data", _EXTERNAL_SIZE: "1024"}
+            if attempt == "beside"
+            else {}
+        )
         path = os.fspath(written) if attempt != "none" else ""
         attributes = {**changes.attributes, "optimized_model_filepath": path}
         try:
-            session = Session(model, settings, OptionChanges(attributes, {**changes.entries, **entries}))
+            session = Session(
+                model, settings, OptionChanges(attributes, {**changes.entries, **entries})
+            )
         except OnnxRuntimeError as error:
             first = first or error
         else:
-            return session, ir.from_proto(onnx.load(written, load_external_data=False)) if path else None
+            return session, ir.from_proto(
+                onnx.load(written, load_external_data=False)
+            ) if path else None
     assert first is not None
     raise first
 
@@ -74,8 +95,8 @@ _ON_DEVICE = "device kernel"
 class KernelKey:
     """A kernel, as it is identified in the trace: its label, which is the node's name, or operator and index.
 
-    ``index`` is that of the node in its graph; ``holders`` are the kernels whose subgraphs contain it, the outermost
-    first.
+    ``index`` is that of the node in its graph; ``holders`` are the kernels whose subgraphs contain
+    it, the outermost first.
     """
 
     label: str
@@ -89,8 +110,8 @@ class KernelKey:
 class Trace:
     """Times of kernels in several runs: each kernel's own, in ms, by run, in the order of their first launch.
 
-    ``timing`` is ``kernels``; ``launches`` if kernels on a device were only put in its queue, and the trace does not
-    have their times on the device.
+    ``timing`` is ``kernels``; ``launches`` if kernels on a device were only put in its queue, and
+    the trace does not have their times on the device.
     """
 
     runs: int
@@ -101,14 +122,17 @@ class Trace:
     def typical(self, key: KernelKey) -> float:
         """Return the time of a kernel in ms: the mean over the middle half of the runs, sorted by their total time.
 
-        Like a median, this ignores runs with interruptions, but the times of all kernels add up to the time of a run.
-        Medians of kernels do not: on a busy machine each run is interrupted elsewhere, and their sum is a third of it.
+        Like a median, this ignores runs with interruptions, but the times of all kernels add up to
+        the time of a run. Medians of kernels do not: on a busy machine each run is interrupted
+        elsewhere, and their sum is a third of it.
         """
         return statistics.fmean(self.times[key][run] for run in self._middle)
 
     @cached_property
     def _middle(self) -> list[int]:
-        totals = [math.fsum(times[run] for times in self.times.values()) for run in range(self.runs)]
+        totals = [
+            math.fsum(times[run] for times in self.times.values()) for run in range(self.runs)
+        ]
         order = sorted(range(self.runs), key=totals.__getitem__)
         cut = self.runs // 4
         return order[cut : self.runs - cut]
@@ -117,13 +141,18 @@ class Trace:
 class ProfiledSession:
     """A session under ONNX Runtime's profiler.
 
-    ``optimized`` is the optimised graph, without the values of weights; None if ONNX Runtime cannot write it, because
-    an execution provider compiles parts of it.
+    ``optimized`` is the optimised graph, without the values of weights; None if ONNX Runtime cannot
+    write it, because an execution provider compiles parts of it.
     """
 
     def __init__(self, model: RunnableModel, settings: SessionSettings, temporary: Path) -> None:
-        profiling = {"enable_profiling": True, "profile_file_prefix": os.fspath(temporary / "profile")}
-        self._session, self.optimized = session_and_graph(model, settings, temporary, OptionChanges(profiling))
+        profiling = {
+            "enable_profiling": True,
+            "profile_file_prefix": os.fspath(temporary / "profile"),
+        }
+        self._session, self.optimized = session_and_graph(
+            model, settings, temporary, OptionChanges(profiling)
+        )
 
     @property
     def providers(self) -> tuple[str, ...]:
@@ -153,15 +182,24 @@ class _Event:
     inside: list[_Event]
     on_device: int = 0
 
-    def kernels(self, holders: tuple[KernelKey, ...] = ()) -> Iterator[tuple[KernelKey, int, int, int]]:
+    def kernels(
+        self, holders: tuple[KernelKey, ...] = ()
+    ) -> Iterator[tuple[KernelKey, int, int, int]]:
         """Iterate over this kernel and those inside: key, start, own duration and time on a device, in microseconds."""
         if self.key is None:
             for event in self.inside:
                 yield from event.kernels(holders)
             return
-        key = KernelKey(self.key.label, self.key.op_type, self.key.index, self.key.provider, holders)
+        key = KernelKey(
+            self.key.label, self.key.op_type, self.key.index, self.key.provider, holders
+        )
         inside = [kernel for event in self.inside for kernel in event.kernels((*holders, key))]
-        yield key, self.start, max(0, self.duration - sum(duration for _, _, duration, _ in inside)), self.on_device
+        yield (
+            key,
+            self.start,
+            max(0, self.duration - sum(duration for _, _, duration, _ in inside)),
+            self.on_device,
+        )
         yield from inside
 
 
@@ -175,10 +213,15 @@ def read_trace(path: Path, runs: int) -> Trace:
 
 
 def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
-    windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][-runs:]
+    windows = [(e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run"][
+        -runs:
+    ]
     first = windows[0][0] if windows else 0
     late = [event for event in events if event.get("ts", first) >= first]
-    kernels = sorted((kernel for event in _nested(late) for kernel in event.kernels()), key=lambda kernel: kernel[1])
+    kernels = sorted(
+        (kernel for event in _nested(late) for kernel in event.kernels()),
+        key=lambda kernel: kernel[1],
+    )
     measured = {key.provider for key, _, _, on_device in kernels if on_device}
     launches_only = bool({key.provider for key, _, _, _ in kernels} & QUEUED - measured)
     times: defaultdict[KernelKey, list[float]] = defaultdict(lambda: [0.0] * len(windows))
@@ -192,14 +235,17 @@ def _trace(events: Sequence[Mapping[str, Any]], runs: int) -> Trace:
         if run < len(windows) and start >= windows[run][0]:
             times[key][run] += (on_device if key.provider in measured else duration) / 1000
             launches[key] += 1
-    return Trace(len(windows), dict(times), dict(launches), "launches" if launches_only else "kernels")
+    return Trace(
+        len(windows), dict(times), dict(launches), "launches" if launches_only else "kernels"
+    )
 
 
 def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
     """Return the kernels of the main graph, with the events inside them.
 
-    An event is written when it ends, after the events inside it. Only kernels contain executions of graphs, and only
-    executions contain kernels; an event is inside the next one on its thread that started before it.
+    An event is written when it ends, after the events inside it. Only kernels contain executions of
+    graphs, and only executions contain kernels; an event is inside the next one on its thread that
+    started before it.
     """
     open_events: defaultdict[int, list[_Event]] = defaultdict(list)
     launched: dict[str, _Event] = {}
@@ -216,7 +262,9 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
         if kernel:
             label = name.removesuffix(_KERNEL)
             index = int(arguments.get("node_index", -1))
-            key = KernelKey(label, str(arguments.get("op_name", "")), index, str(arguments.get("provider", "")))
+            key = KernelKey(
+                label, str(arguments.get("op_name", "")), index, str(arguments.get("provider", ""))
+            )
         before = open_events[event["tid"]]
         inside: list[_Event] = []
         while before and before[-1].start >= event["ts"] and (before[-1].key is None) == kernel:
@@ -227,11 +275,14 @@ def _nested(events: Sequence[Mapping[str, Any]]) -> list[_Event]:
 
 
 def _add_to_launch(
-    event: Mapping[str, Any], launched: Mapping[str, _Event], open_events: Mapping[int, list[_Event]]
+    event: Mapping[str, Any],
+    launched: Mapping[str, _Event],
+    open_events: Mapping[int, list[_Event]],
 ) -> None:
     """Add the time of a kernel on a device to the node that launched it, whose event stands before it.
 
-    ONNX Runtime does not find the node of each: those without are kernels of their own, which belong to no module.
+    ONNX Runtime does not find the node of each: those without are kernels of their own, which
+    belong to no module.
     """
     launch = launched.get(str(event.get("args", {}).get("parent_name", "")))
     if launch is not None and launch.key is not None:
@@ -242,7 +293,8 @@ def _add_to_launch(
 
 
 _STATISTICS = "session.collect_node_memory_stats_to_file"
-_MASK = 0xFFFFFFFF  # 32 bits; the numbers below are those of MurmurHash3_x86_128, which ONNX Runtime uses
+# 32 bits; the numbers below are those of MurmurHash3_x86_128, which ONNX Runtime uses
+_MASK = 0xFFFFFFFF
 _FACTORS = (0x239B961B, 0xAB0E9789, 0x38B34AE5, 0xA1E38B93)  # multiplied with each word
 _ROTATIONS = (15, 16, 17, 18)  # of each word, in bits
 _MIXED = ((19, 0x561CCD1B), (17, 0x0BCAA747), (15, 0x96CD1C35), (13, 0x32AC3B17))
@@ -252,8 +304,8 @@ _MIXED = ((19, 0x561CCD1B), (17, 0x0BCAA747), (15, 0x96CD1C35), (13, 0x32AC3B17)
 class NodeMemory:
     """What ONNX Runtime allocated for a node, as the record names it, in one run: for its outputs, and while it ran.
 
-    An output that takes the memory of an input has none. ``op_type`` is empty if no node of the graph has the name;
-    ``nodes`` are several if names of tensors repeat in subgraphs.
+    An output that takes the memory of an input has none. ``op_type`` is empty if no node of the
+    graph has the name; ``nodes`` are several if names of tensors repeat in subgraphs.
     """
 
     name: str
@@ -267,9 +319,9 @@ def measured_memory(
 ) -> tuple[list[NodeMemory], ir.Model | None]:
     """Run a model once, and return what ONNX Runtime allocated for each of its nodes, and the graph that ran.
 
-    Buffers are not reused, so that each node has its own: otherwise only the first of many with equal sizes would have
-    any. A node that writes over its input allocates nothing. A node in a loop counts once. The graph is None if ONNX
-    Runtime cannot write it.
+    Buffers are not reused, so that each node has its own: otherwise only the first of many with
+    equal sizes would have any. A node that writes over its input allocates nothing. A node in a
+    loop counts once. The graph is None if ONNX Runtime cannot write it.
     """
     import onnxruntime
 
@@ -297,7 +349,11 @@ def _read(file: Path, graph: ir.Model | None) -> list[NodeMemory]:
             name, _, _, outputs, inside = line.rsplit(",", 4)
             nodes = known.get(name, [])
             op_type = nodes[0].op_type if nodes else ""
-            found.append(NodeMemory(name.rpartition("_")[0], op_type, int(outputs) + int(inside), tuple(nodes)))
+            found.append(
+                NodeMemory(
+                    name.rpartition("_")[0], op_type, int(outputs) + int(inside), tuple(nodes)
+                )
+            )
     return found
 
 

@@ -1,7 +1,8 @@
 """Sizes that a file writes as expressions of open dimensions: ``past + 2*sequence``.
 
-They are computed here, with bounds, and not by SymPy, which computes any power and simplifies whatever it reads: a file
-would have it work on ``n**n**n`` for ever. The syntax is that of `onnx_ir.SymbolicDim`.
+They are computed here, with bounds, and not by SymPy, which computes any power and simplifies
+whatever it reads: a file would have it work on ``n**n**n`` for ever. The syntax is that of
+`onnx_ir.SymbolicDim`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ _LONGEST = 500
 _MOST_BITS = 4096
 """Of numbers between the steps: 64 factors of 64 bits."""
 
-_TOKEN = re.compile(r"\s*(?:(?P<number>[0-9]+)|(?P<name>[^\W\d][\w.]*)|(?P<sign>\*\*|//|[-+*/%(),]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<number>[0-9]+)|(?P<name>[^\W\d][\w.]*)|(?P<sign>\*\*|//|[-+*/%(),]))"
+)
 
 
 def names_in(text: str) -> frozenset[str]:
@@ -74,7 +77,9 @@ class _Reader:
     def names(self) -> frozenset[str]:
         """The names that are no functions."""
         following = pairwise([*self._tokens, ("", "")])
-        return frozenset(token for (kind, token), (_, after) in following if kind == "name" and after != "(")
+        return frozenset(
+            token for (kind, token), (_, after) in following if kind == "name" and after != "("
+        )
 
     def result(self) -> Fraction:
         value = self._sum()

@@ -8,7 +8,16 @@ from typing import TypeVar
 
 import onnx_ir as ir
 
-from htp_export.shapes.known import Dims, Fact, Known, Operation, constant_tensor, objects, small_array, small_contents
+from htp_export.shapes.known import (
+    Dims,
+    Fact,
+    Known,
+    Operation,
+    constant_tensor,
+    objects,
+    small_array,
+    small_contents,
+)
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
 from htp_export.shapes.operators import rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
@@ -21,8 +30,8 @@ _MOST_TRIPS = 2**31
 class Inference(Known):
     """Infers shapes while it walks over a graph.
 
-    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`. ``sizes`` are those of
-    open dimensions that are to be numbers.
+    A subclass may look at every node that is visited, by overriding `visit`, `body` and `call`.
+    ``sizes`` are those of open dimensions that are to be numbers.
     """
 
     def __init__(
@@ -49,11 +58,15 @@ class Inference(Known):
         operation = self.operation(node) if self._calling else node
         self._visits += self._depth > 0
         function = self._functions.get(node.op_identifier()) if self._functions else None
-        if self._visits > _MOST_VISITS and (function is not None or operation.op_type in CONTROL_FLOW):
+        if self._visits > _MOST_VISITS and (
+            function is not None or operation.op_type in CONTROL_FLOW
+        ):
             self._conclude(operation, ())
         elif function is not None and function not in self._calling:
             self.call(function, operation)
-        elif operation.domain == "" and (operation.op_type in CONTROL_FLOW or operation.op_type == "SequenceMap"):
+        elif operation.domain == "" and (
+            operation.op_type in CONTROL_FLOW or operation.op_type == "SequenceMap"
+        ):
             self._control_flow(operation)
         elif operation.op_type == "Constant" and operation.domain == "":
             self._constant(operation)
@@ -69,7 +82,11 @@ class Inference(Known):
             if not attribute.is_ref():
                 resolved.append(attribute)
             elif attribute.ref_attr_name in self._attributes:
-                resolved.append(ir.Attr(name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value))
+                resolved.append(
+                    ir.Attr(
+                        name, attribute.type, self._attributes[str(attribute.ref_attr_name)].value
+                    )
+                )
         return _Called(node, ir.Node(node.domain, node.op_type, (), resolved))
 
     def call(self, function: ir.Function, operation: Operation) -> None:
@@ -92,7 +109,9 @@ class Inference(Known):
         self._attributes, self._opsets, self._in_function = saved
         self._conclude(operation, results)
 
-    def body(self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None) -> list[Fact]:
+    def body(
+        self, name: str, graph: ir.Graph, inputs: Sequence[Fact], times: int | None
+    ) -> list[Fact]:
         """Walk over the subgraph of an attribute, which runs so many times if that is known; what it gives back."""
         for value, fact in zip(graph.inputs, inputs, strict=False):
             self.state(value, fact)
@@ -105,19 +124,36 @@ class Inference(Known):
         """What is true of two tensors, as those that two branches give."""
         kind = first.type if first.type == second.type else None
         shape = None
-        if first.shape is not None and second.shape is not None and len(first.shape) == len(second.shape):
-            shape = tuple(a if a == b else None for a, b in zip(first.shape, second.shape, strict=True))
-        if first.contents is None or second.contents is None or first.contents.shape != second.contents.shape:
+        if (
+            first.shape is not None
+            and second.shape is not None
+            and len(first.shape) == len(second.shape)
+        ):
+            shape = tuple(
+                a if a == b else None for a, b in zip(first.shape, second.shape, strict=True)
+            )
+        if (
+            first.contents is None
+            or second.contents is None
+            or first.contents.shape != second.contents.shape
+        ):
             return Fact(kind, shape)
-        same = all(a == b for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True))
+        same = all(
+            a == b
+            for a, b in zip(first.contents.reshape(-1), second.contents.reshape(-1), strict=True)
+        )
         return Fact(kind, shape, first.contents if same else None)
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
         """What is true of the state of a loop before each run of its body, and after the last one."""
         while True:  # each round forgets at least one dimension
             after = run(state)
-            common = [self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)]
-            if all(b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)):
+            common = [
+                self.either(b, a).forgetting_values() for b, a in zip(state, after, strict=False)
+            ]
+            if all(
+                b.shape == c.shape and b.type == c.type for b, c in zip(state, common, strict=False)
+            ):
                 return common
             state = common
 
@@ -127,7 +163,11 @@ class Inference(Known):
 
     def _if(self, operation: Operation) -> list[Fact]:
         decided = self.constant(operation.inputs[0])
-        taken = ("then_branch", "else_branch") if decided is None else ("then_branch" if decided[0] else "else_branch",)
+        taken = (
+            ("then_branch", "else_branch")
+            if decided is None
+            else ("then_branch" if decided[0] else "else_branch",)
+        )
         results = [self.body(name, operation.attributes[name].as_graph(), (), 1) for name in taken]
         if len(results) == 1:
             return results[0]
@@ -147,11 +187,16 @@ class Inference(Known):
         state = [_forgetful(self.fact(value)) for value in operation.inputs[2:]]
         state, results = self._runs(graph, lambda state: (counter, runs, *state), state, 1, trips)
         again = results[0].contents  # as the body runs only while its condition holds
-        trips = self.trips(trips, trips == 0 or (again is not None and again.reshape(-1).tolist() == [True]))
+        trips = self.trips(
+            trips, trips == 0 or (again is not None and again.reshape(-1).tolist() == [True])
+        )
         return [*state, *(_stacked(fact, trips) for fact in results[1 + len(state) :])]
 
     def _scan(self, operation: Operation) -> list[Fact]:
-        graph, count = operation.attributes["body"].as_graph(), operation.attributes["num_scan_inputs"].as_int()
+        graph, count = (
+            operation.attributes["body"].as_graph(),
+            operation.attributes["num_scan_inputs"].as_int(),
+        )
         first = len(operation.inputs) - count
         if not 0 <= first <= len(operation.inputs):
             raise ValueError(f"{count} inputs are scanned, of {len(operation.inputs)}")
@@ -164,7 +209,10 @@ class Inference(Known):
         state, results = self._runs(graph, lambda state: (*state, *slices), state, 0, trips)
         out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(results)
         trips = self.trips(trips, True)
-        stacked = (_stacked(fact, trips, axis) for fact, axis in zip(results[first:], out_axes, strict=False))
+        stacked = (
+            _stacked(fact, trips, axis)
+            for fact, axis in zip(results[first:], out_axes, strict=False)
+        )
         return [*state, *stacked]
 
     def _runs(
@@ -179,7 +227,9 @@ class Inference(Known):
         results: list[Fact] = []
 
         def run(state: list[Fact]) -> list[Fact]:
-            results[:] = self.body("body", graph, given(state), trips if isinstance(trips, int) else None)
+            results[:] = self.body(
+                "body", graph, given(state), trips if isinstance(trips, int) else None
+            )
             return results[first : first + len(state)]
 
         return self.repeat(state, run), results
@@ -188,10 +238,17 @@ class Inference(Known):
         graph = operation.attributes["body"].as_graph()
         given = [_element(self.fact(value)) for value in operation.inputs]
         results = self.body("body", graph, given, None)
-        return [Fact() if fact.type is None else Fact(ir.SequenceType(fact.type)) for fact in results]
+        return [
+            Fact() if fact.type is None else Fact(ir.SequenceType(fact.type)) for fact in results
+        ]
 
     def _control_flow(self, operation: Operation) -> None:
-        runs = {"If": self._if, "Loop": self._loop, "Scan": self._scan, "SequenceMap": self._sequence_map}
+        runs = {
+            "If": self._if,
+            "Loop": self._loop,
+            "Scan": self._scan,
+            "SequenceMap": self._sequence_map,
+        }
         run = runs[operation.op_type]
         try:
             results = run(operation)
@@ -203,7 +260,9 @@ class Inference(Known):
         """Note what a function or a subgraph gave, under the names that the node gives it."""
         for place, value in enumerate(operation.outputs):
             fact = results[place] if place < len(results) else Fact()
-            self.state(value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array))
+            self.state(
+                value, Fact(fact.type, self._settled(value, fact.shape), fact.contents, fact.array)
+            )
 
     def _constant(self, operation: Operation) -> None:
         value = operation.outputs[0]
@@ -211,7 +270,9 @@ class Inference(Known):
             return  # that is looked at when it is asked for
         self._contents.pop(value, None)
         self._arrays.pop(value, None)
-        tensor = constant_tensor(operation.resolved.outputs[0] if isinstance(operation, _Called) else value)
+        tensor = constant_tensor(
+            operation.resolved.outputs[0] if isinstance(operation, _Called) else value
+        )
         if tensor is None:  # its value is not written as ONNX has it
             return
         self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
@@ -224,13 +285,17 @@ class Inference(Known):
             self._contents[value] = self._arrays[value] = None
             if self._depth:  # it may be visited again
                 self._types.pop(value, None)
-        if operation.attributes and any(attribute.is_ref() for attribute in operation.attributes.values()):
+        if operation.attributes and any(
+            attribute.is_ref() for attribute in operation.attributes.values()
+        ):
             self._conclude(operation, ())  # an attribute is known only where its function is called
             return
         typed = True
         shapes = _safely(rules.shape, operation, self)
         for place, value in enumerate(outputs):
-            self._shapes[value] = self._settled(value, shapes[place] if shapes and place < len(shapes) else None)
+            self._shapes[value] = self._settled(
+                value, shapes[place] if shapes and place < len(shapes) else None
+            )
             if value.type is None or self._in_function:
                 dtype = self._type_of(operation, place)
                 typed = typed and dtype is not None
@@ -257,12 +322,22 @@ class Inference(Known):
             return source
         value = operation.inputs[source] if source < len(operation.inputs) else None
         known = None if value is None else self._known_type(value)
-        return known.dtype if isinstance(known, ir.TensorType) else known if isinstance(known, ir.DataType) else None
+        return (
+            known.dtype
+            if isinstance(known, ir.TensorType)
+            else known
+            if isinstance(known, ir.DataType)
+            else None
+        )
 
     def _evaluate(self, operation: Operation) -> bool:
-        if not operation.inputs or any(value is not None and self.array(value) is None for value in operation.inputs):
+        if not operation.inputs or any(
+            value is not None and self.array(value) is None for value in operation.inputs
+        ):
             return False
-        arrays = evaluated(operation, self._version(operation), list(map(self.fact, operation.inputs)))
+        arrays = evaluated(
+            operation, self._version(operation), list(map(self.fact, operation.inputs))
+        )
         if arrays is None:
             return False
         for value, array in zip(operation.outputs, arrays, strict=True):
@@ -272,13 +347,19 @@ class Inference(Known):
 
     def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None]) -> None:
         """Complete what a rule said, or did not, with what ONNX's own inference says of the node."""
-        results = inferred(operation, self._version(operation), list(map(self.fact, operation.inputs)))
-        for place, (value, (kind, shape)) in enumerate(zip(operation.outputs, results, strict=True)):
+        results = inferred(
+            operation, self._version(operation), list(map(self.fact, operation.inputs))
+        )
+        for place, (value, (kind, shape)) in enumerate(
+            zip(operation.outputs, results, strict=True)
+        ):
             dims = shapes[place] if place < len(shapes) else None
             if dims is None:
                 dims = shape
             elif shape is not None and len(shape) == len(dims):
-                dims = [theirs if dim is None else dim for dim, theirs in zip(dims, shape, strict=True)]
+                dims = [
+                    theirs if dim is None else dim for dim, theirs in zip(dims, shape, strict=True)
+                ]
             self._shapes[value] = self._settled(value, dims)
             if kind is not None and (self._types.get(value) is None or self._in_function):
                 self._types[value] = kind
@@ -287,11 +368,21 @@ class Inference(Known):
         return self._opsets.get(operation.domain, 0)
 
 
-_NOT_VALID = (ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, TypeError, ValueError)
+_NOT_VALID = (
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    TypeError,
+    ValueError,
+)
 """What a rule raises for a node that is not as the definition of its operator has it."""
 
 
-def _safely(rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known) -> _T | None:
+def _safely(
+    rule: Callable[[Operation, Known], _T | None] | None, node: Operation, known: Known
+) -> _T | None:
     """What a rule says; None for a node that is not valid."""
     try:
         return None if rule is None else rule(node, known)

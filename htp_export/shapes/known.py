@@ -104,8 +104,12 @@ class Known:
             return None
         if value not in self._contents:
             array = self.array(value)
-            small = array is not None and array.size <= LARGEST_CONTENTS and array.dtype.kind in "biu"
-            self._contents[value] = objects(array.tolist(), array.shape) if small and array is not None else None
+            small = (
+                array is not None and array.size <= LARGEST_CONTENTS and array.dtype.kind in "biu"
+            )
+            self._contents[value] = (
+                objects(array.tolist(), array.shape) if small and array is not None else None
+            )
         return self._contents[value]
 
     def constant(self, value: ir.Value | None) -> list[int] | None:
@@ -140,7 +144,8 @@ class Known:
         if value.const_value is not None:
             return value.const_value.dtype
         first, second = value.type, self._types.get(value)
-        if self._in_function and second is not None:  # what a function's body says may be true of another call
+        # what a function's body says may be true of another call
+        if self._in_function and second is not None:
             return second
         return second if first is None or first.dtype == ir.DataType.UNDEFINED else first
 
@@ -173,7 +178,10 @@ class Known:
     def _completed(self, value: ir.Value, inferred: Dims | None) -> Shape | None:
         if inferred is None:
             return None
-        dims = (self._unnamed(value, place) if dim is None else dim for place, dim in enumerate(inferred))
+        dims = (
+            self._unnamed(value, place) if dim is None else dim
+            for place, dim in enumerate(inferred)
+        )
         return possible(tuple(dims))
 
     def _unnamed(self, value: ir.Value, place: int) -> Dim:
@@ -182,7 +190,8 @@ class Known:
 
     def _declared(self, value: ir.Value) -> Shape | None:
         tensor = value.const_value
-        is_default = value.shape is not None and value.is_graph_input()  # a caller may give a tensor of another shape
+        # a caller may give a tensor of another shape
+        is_default = value.shape is not None and value.is_graph_input()
         shape = value.shape if tensor is None or is_default else tensor.shape
         if shape is None:
             return None
@@ -190,7 +199,8 @@ class Known:
         for place, dim in enumerate(shape):
             if isinstance(dim, int):
                 dims.append(dim)
-            elif dim.value is None or self._in_function:  # a name in a function is another size in each call
+            elif dim.value is None or self._in_function:
+                # a name in a function is another size in each call
                 dims.append(self._unnamed(value, place))
             else:
                 dims.append(self._named(dim))
@@ -221,7 +231,10 @@ class Known:
 
 def possible(shape: Shape) -> Shape | None:
     """A shape; None for one that no tensor has, which a file may state: all sizes can be multiplied and printed."""
-    is_possible = len(shape) <= MOST_DIMENSIONS and math.prod(dim for dim in shape if isinstance(dim, int)) <= LARGEST
+    is_possible = (
+        len(shape) <= MOST_DIMENSIONS
+        and math.prod(dim for dim in shape if isinstance(dim, int)) <= LARGEST
+    )
     return shape if is_possible else None
 
 
@@ -231,7 +244,8 @@ def small_array(tensor: ir.TensorProtocol) -> Array | None:
     most = MOST_ELEMENTS if dtype in WHOLE else _MOST_FRACTIONS
     if tensor.size > most or dtype in _NO_NUMBERS:
         return None
-    if ir.ExternalTensor not in type(tensor).__mro__:  # isinstance looks at every method of it, which takes longer
+    # isinstance looks at every method of it, which takes longer
+    if ir.ExternalTensor not in type(tensor).__mro__:
         return np.asarray(tensor.numpy())
     if tensor.size > LARGEST_CONTENTS or dtype not in WHOLE:
         return None
@@ -248,7 +262,8 @@ def constant_tensor(value: ir.Value) -> ir.TensorProtocol | None:
         return None
     written = node.attributes.get("value")
     if written is not None and written.type == ir.AttributeType.TENSOR and not written.is_ref():
-        tensor: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
+        # as_tensor() looks at every method of it, which takes longer
+        tensor: ir.TensorProtocol = written.value
         return tensor
     try:
         return ir.convenience.get_const_tensor(value)
@@ -290,4 +305,6 @@ def objects(nested: Any, shape: Sequence[int] | None = None) -> Contents:
 def small_contents(contents: Contents) -> bool:
     """Whether there are few elements, and numbers among them are such as ONNX's integers can hold."""
     few = contents.size <= LARGEST_CONTENTS
-    return few and all(not isinstance(n, int) or -LARGEST - 1 <= n <= LARGEST for n in contents.reshape(-1))
+    return few and all(
+        not isinstance(n, int) or -LARGEST - 1 <= n <= LARGEST for n in contents.reshape(-1)
+    )

@@ -1,6 +1,7 @@
 """Kinds of operators: what each of them does to the values and shapes that it reads.
 
-Sets that say the same thing stand here once. A set for one purpose only stands where it is used, and is made of these.
+Sets that say the same thing stand here once. A set for one purpose only stands where it is used,
+and is made of these.
 """
 
 from __future__ import annotations
@@ -16,7 +17,14 @@ import onnx_ir as ir
 _Input = TypeVar("_Input")
 
 RANDOM = frozenset(
-    ("Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike")
+    (
+        "Bernoulli",
+        "Multinomial",
+        "RandomNormal",
+        "RandomNormalLike",
+        "RandomUniform",
+        "RandomUniformLike",
+    )
 )
 """Without inputs, or with constant ones, these still give other values in every run."""
 
@@ -45,7 +53,15 @@ NEUTRAL = {"Mul": 1, "Div": 1, "Pow": 1, "Add": 0, "Sub": 0, "And": True, "Or": 
 """Operator → the second argument with which it gives the first one back, but for -0, which becomes 0 if 0 is added."""
 
 IN_PLACE = frozenset(
-    ("Identity", "Cast", "CastLike", "MemcpyToHost", "MemcpyFromHost", "QuantizeLinear", "DequantizeLinear")
+    (
+        "Identity",
+        "Cast",
+        "CastLike",
+        "MemcpyToHost",
+        "MemcpyFromHost",
+        "QuantizeLinear",
+        "DequantizeLinear",
+    )
 )
 """They change where or how exactly a tensor is kept, and leave every number in its place."""
 
@@ -177,15 +193,18 @@ _COMPOSED = {"Gemm": ("MatMul", "Add")}
 
 @functools.cache
 def _standard() -> frozenset[str]:
-    return frozenset(schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml"))
+    return frozenset(
+        schema.name for schema in onnx.defs.get_all_schemas() if schema.domain in ("", "ai.onnx.ml")
+    )
 
 
 @functools.cache
 def _parts(op: str) -> tuple[str, ...]:
     """The operators that an operator's name is made of, and the words between them.
 
-    The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators have no other one
-    in them (``MaxPool``, ``ConvTranspose``), unless all else says how it is quantized.
+    The longest of ONNX's names counts: ``FusedMatMul`` is a MatMul and no Mul. ONNX's own operators
+    have no other one in them (``MaxPool``, ``ConvTranspose``), unless all else says how it is
+    quantized.
     """
     standard, name = _standard(), base_op(op)
     words = _WORD.findall(name)
@@ -197,9 +216,13 @@ def _parts(op: str) -> tuple[str, ...]:
         at = end
     known = [part for part in parts if part in standard]
     if name in standard:
-        quantized = len(known) == 1 and all(part in _QUANTIZED for part in parts if part not in known)
+        quantized = len(known) == 1 and all(
+            part in _QUANTIZED for part in parts if part not in known
+        )
         return (name, *known) if quantized and len(parts) > 1 else (name,)
-    return tuple(inner for part in parts for inner in (_parts(part) if part in standard else (part,)))
+    return tuple(
+        inner for part in parts for inner in (_parts(part) if part in standard else (part,))
+    )
 
 
 def resembles(op: str, counterpart: str) -> bool:
@@ -212,4 +235,8 @@ def resembles(op: str, counterpart: str) -> bool:
         (True, False, False)
     """
     name, wanted = base_op(op), base_op(counterpart)
-    return name == wanted or wanted in (*_parts(op), *_COMPOSED.get(name, ())) or name in _parts(counterpart)
+    return (
+        name == wanted
+        or wanted in (*_parts(op), *_COMPOSED.get(name, ()))
+        or name in _parts(counterpart)
+    )

@@ -65,8 +65,8 @@ EVALUATED = (
 ) - (RANDOM | {"Dropout"})
 """Operators with which sizes, places and masks are computed.
 
-Their time and memory are those of their inputs and results. Others can take any time for a small result: windows that
-are padded, samples, regular expressions, images.
+Their time and memory are those of their inputs and results. Others can take any time for a small
+result: windows that are padded, samples, regular expressions, images.
 """
 
 
@@ -89,18 +89,32 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> li
     opsets = [onnx.OperatorSetIdProto(domain=node.domain, version=version)]
     proto = _node_proto(node, inputs)
     try:
-        protos = onnx.shape_inference.infer_node_outputs(schema, proto, types, data, opset_imports=opsets)
-    except (onnx.shape_inference.InferenceError, onnx.checker.ValidationError, RuntimeError, ValueError, KeyError):
+        protos = onnx.shape_inference.infer_node_outputs(
+            schema, proto, types, data, opset_imports=opsets
+        )
+    except (
+        onnx.shape_inference.InferenceError,
+        onnx.checker.ValidationError,
+        RuntimeError,
+        ValueError,
+        KeyError,
+    ):
         return nothing  # a node that is not as its schema wants it
     return [_read(protos.get(name), names) for name in proto.output]
 
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
     """The numbers of the outputs, where those of all inputs are known and all are small; else None."""
-    if node.op_type not in EVALUATED or node.domain or _schema(node.op_type, version, node.domain) is None:
+    if (
+        node.op_type not in EVALUATED
+        or node.domain
+        or _schema(node.op_type, version, node.domain) is None
+    ):
         return None
     arrays = {f"i{place}": known.array for place, known in enumerate(inputs) if known is not None}
-    if any(array is None for array in arrays.values()) or not all(value.name for value in node.outputs):
+    if any(array is None for array in arrays.values()) or not all(
+        value.name for value in node.outputs
+    ):
         return None
     broadcast = math.prod(max(1, array.size) for array in arrays.values() if array is not None)
     if node.op_type in GROWING or broadcast > MOST_ELEMENTS:
@@ -110,12 +124,19 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> l
                 return None
     proto = _node_proto(node, inputs)
     function = onnx.helper.make_function(
-        "", "f", list(filter(None, proto.input)), list(proto.output), [proto], [onnx.helper.make_opsetid("", version)]
+        "",
+        "f",
+        list(filter(None, proto.input)),
+        list(proto.output),
+        [proto],
+        [onnx.helper.make_opsetid("", version)],
     )
     try:
         with np.errstate(all="ignore"):
             outputs = ReferenceEvaluator(function).run(None, arrays, attributes={})
-    except Exception:  # whatever numpy says of values that the operator does not take, or an operator that it has not
+    except Exception:
+        # whatever numpy says of values that the operator does not take, or an operator that it has
+        # not
         return None
     results = [np.asarray(array) for array in outputs]
     small = all(array.size <= MOST_ELEMENTS and array.dtype.kind not in "OSU" for array in results)
@@ -137,13 +158,16 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
         return None
     if len(output.types) == 1:
         return ir.DataType[kinds.pop().removeprefix("tensor(").removesuffix(")").upper()]
-    return next((k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None)
+    return next(
+        (k for k, formal in enumerate(schema.inputs) if formal.type_str == output.type_str), None
+    )
 
 
 def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
     """The attributes of a node, by name, without those that say what its operator does anyway.
 
-    Tools write such defaults out, and take them away: two nodes that differ in them alone are the same.
+    Tools write such defaults out, and take them away: two nodes that differ in them alone are the
+    same.
 
     Examples:
         >>> node = ir.node("Gemm", [], attributes={"alpha": 1.0, "transB": 1})
@@ -155,14 +179,17 @@ def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
         return []
     defaults = _defaults(node.op_type, versions.get(node.domain, 0), node.domain)
     return [
-        written[name] for name in sorted(written) if (written[name].type, written[name].value) != defaults.get(name)
+        written[name]
+        for name in sorted(written)
+        if (written[name].type, written[name].value) != defaults.get(name)
     ]
 
 
 def is_written_as(node: ir.Node, version: int, later: int) -> bool:
     """Whether a node of one opset means the same in a later one: attributes that it has, and defaults of the others.
 
-    True for operators that have no schema in the later opset, or in this one. The higher of both is the later one.
+    True for operators that have no schema in the later opset, or in this one. The higher of both is
+    the later one.
 
     Examples:
         >>> pad = ir.node("Pad", [ir.val("x")], attributes={"pads": [0, 1]})
@@ -199,26 +226,41 @@ def misfit(node: ir.Node, version: int) -> str:
     if unknown is not None:
         return f"{node.op_type} with {unknown}"
     absent = next(
-        (name for name, each in schema.attributes.items() if each.required and name not in node.attributes), None
+        (
+            name
+            for name, each in schema.attributes.items()
+            if each.required and name not in node.attributes
+        ),
+        None,
     )
     if absent is not None:
         return f"{node.op_type} without {absent}"
     if not schema.min_input <= len(node.inputs) <= schema.max_input:
         return f"{node.op_type} of {len(node.inputs)} inputs"
-    for formal, value in zip(schema.inputs, node.inputs, strict=False):  # further ones are of the kind of the last
+    # further ones are of the kind of the last
+    for formal, value in zip(schema.inputs, node.inputs, strict=False):
         if value is None:
             if formal.option == onnx.defs.OpSchema.FormalParameterOption.Single:
                 return f"{node.op_type} without {formal.name}"
-        elif isinstance(value.type, ir.TensorType) and f"tensor({value.type.dtype.name.lower()})" not in formal.types:
+        elif (
+            isinstance(value.type, ir.TensorType)
+            and f"tensor({value.type.dtype.name.lower()})" not in formal.types
+        ):
             return f"{node.op_type} of {value.type.dtype.name}"
     return ""
 
 
 @lru_cache(maxsize=4096)
-def _defaults(op_type: str, version: int, domain: str) -> Mapping[str, tuple[ir.AttributeType, Any]]:
+def _defaults(
+    op_type: str, version: int, domain: str
+) -> Mapping[str, tuple[ir.AttributeType, Any]]:
     schema = _schema(op_type, version, domain)
     known = {} if schema is None else schema.attributes
-    read = {name: ir.from_proto(each.default_value) for name, each in known.items() if each.default_value.name}
+    read = {
+        name: ir.from_proto(each.default_value)
+        for name, each in known.items()
+        if each.default_value.name
+    }
     return {name: (attribute.type, attribute.value) for name, attribute in read.items()}
 
 
@@ -226,7 +268,9 @@ def _node_proto(node: Operation, inputs: Sequence[Fact | None]) -> onnx.NodeProt
     """The node alone, with inputs and outputs named by their positions; a subgraph is left out."""
     proto = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
     proto.input.extend("" if known is None else f"i{place}" for place, known in enumerate(inputs))
-    proto.output.extend(f"o{place}" if value.name else "" for place, value in enumerate(node.outputs))
+    proto.output.extend(
+        f"o{place}" if value.name else "" for place, value in enumerate(node.outputs)
+    )
     for attribute in node.attributes.values():
         if attribute.type not in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
             ir.serde.serialize_attribute_into(proto.attribute.add(), attribute)

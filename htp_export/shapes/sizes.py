@@ -1,7 +1,7 @@
 """Sizes of tensors as polynomials of the model's free dimensions, such as ``batch * sequence + 1``.
 
-A file can multiply sizes as often as it likes. A polynomial that gets too long to work with becomes one new symbol:
-less is known of it then, and nothing that is wrong.
+A file can multiply sizes as often as it likes. A polynomial that gets too long to work with becomes
+one new symbol: less is known of it then, and nothing that is wrong.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ _Monomial: TypeAlias = tuple[str, ...]
 class Size:
     """A polynomial of free dimensions, none of which is negative; what is constant is an ``int`` instead.
 
-    Its terms are products of dimensions, by name in order, each with its factor; sorted, no factor is 0.
+    Its terms are products of dimensions, by name in order, each with its factor; sorted, no factor
+    is 0.
     """
 
     terms: tuple[tuple[_Monomial, int], ...]
@@ -57,7 +58,10 @@ class Size:
 
     def __str__(self) -> str:
         written = []
-        for names, factor in (*(term for term in self.terms if term[0]), *(term for term in self.terms if not term[0])):
+        for names, factor in (
+            *(term for term in self.terms if term[0]),
+            *(term for term in self.terms if not term[0]),
+        ):
             parts = [*names] if factor == 1 and names else [str(factor), *names]
             written.append("*".join(map(_in_parentheses, parts) if len(parts) > 1 else parts))
         return " + ".join(written)
@@ -143,7 +147,9 @@ def divide(dividend: Dim, divisor: Dim) -> Dim:
     if even is not None:
         return even
     common = math.gcd(*(factor for dim in (dividend, divisor) for _, factor in _terms(dim)))
-    above, below = (_in_parentheses(str(_divide_evenly(dim, common))) for dim in (dividend, divisor))
+    above, below = (
+        _in_parentheses(str(_divide_evenly(dim, common))) for dim in (dividend, divisor)
+    )
     return symbol(f"{above}//{below}")
 
 
@@ -209,7 +215,10 @@ def _made(terms: dict[_Monomial, int]) -> Dim:
     if len(left) == 1 and () in left:
         return left[()]
     size = Size(tuple(sorted(left.items())))
-    long = sum(len(names) + 1 for names in left) > _MOST_FACTORS or max(map(abs, left.values())) > LARGEST
+    long = (
+        sum(len(names) + 1 for names in left) > _MOST_FACTORS
+        or max(map(abs, left.values())) > LARGEST
+    )
     return symbol(str(size)) if long else size
 
 

@@ -1,7 +1,8 @@
 """Shapes of all tensors of a model, and contents of small integer ones: in terms of its open dimensions, or in numbers.
 
-ONNX's own shape inference knows numbers and names; what TorchScript exports compute of sizes (``Shape``, ``Gather``,
-``Mul``, ``Concat``, …) needs sums and products of names, and what small tensors hold.
+ONNX's own shape inference knows numbers and names; what TorchScript exports compute of sizes
+(``Shape``, ``Gather``, ``Mul``, ``Concat``, …) needs sums and products of names, and what small
+tensors hold.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from htp_export.shapes.sizes import is_unnamed, product
 class Symbolic(Inference):
     """What is known of the tensors of one graph, and of the subgraphs in it.
 
-    It is made of the graph as it is. A tensor that a pass adds is looked at when it is first asked for. What cannot be
-    inferred is not known; no error is raised for it.
+    It is made of the graph as it is. A tensor that a pass adds is looked at when it is first asked
+    for. What cannot be inferred is not known; no error is raised for it.
 
     Args:
         graph: A graph of a model, in topological order.
@@ -58,15 +59,25 @@ class Symbolic(Inference):
 
     def described(self, value: ir.Value) -> ir.Value:
         """A value of the same name with the type and shape that are known: what the file says, completed."""
-        kind = value.type if value.type is not None and value.dtype != ir.DataType.UNDEFINED else self.type(value)
+        kind = (
+            value.type
+            if value.type is not None and value.dtype != ir.DataType.UNDEFINED
+            else self.type(value)
+        )
         shape = self.shape(value) if kind is None or isinstance(kind, ir.TensorType) else None
-        return ir.Value(name=value.name, type=kind, shape=None if shape is None else written_shape(shape))
+        return ir.Value(
+            name=value.name, type=kind, shape=None if shape is None else written_shape(shape)
+        )
 
     def bytes_of(self, value: ir.Value) -> int | None:
         """The size of a tensor; None where it is not known as a number, and for texts."""
         shape, dtype = self.shape(value), self.dtype(value)
         elements = None if shape is None else product(shape)
-        if not isinstance(elements, int) or dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
+        if not isinstance(elements, int) or dtype in (
+            None,
+            ir.DataType.STRING,
+            ir.DataType.UNDEFINED,
+        ):
             return None
         return math.ceil(elements * dtype.itemsize)
 
@@ -79,4 +90,6 @@ def written_shape(shape: Shape) -> ir.Shape:
         >>> print(written_shape((symbol("batch") * 2, 3, unnamed("x", 0))))
         [2*batch,3,None]
     """
-    return ir.Shape([dim if isinstance(dim, int) else None if is_unnamed(dim) else str(dim) for dim in shape])
+    return ir.Shape(
+        [dim if isinstance(dim, int) else None if is_unnamed(dim) else str(dim) for dim in shape]
+    )

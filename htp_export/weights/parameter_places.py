@@ -1,7 +1,8 @@
 """The stored tensors that nodes read, and where in them the parameters that PyTorch had are.
 
-The file says which parameters each module holds, and of which of them an initializer was made. Of one that a tool made
-in another way, only the modules are known whose nodes read it: their parameters without a place are ``merged`` into it.
+The file says which parameters each module holds, and of which of them an initializer was made. Of
+one that a tool made in another way, only the modules are known whose nodes read it: their
+parameters without a place are ``merged`` into it.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class WeightSource:
 class WeightSources:
     """What the values of one model have their numbers from.
 
-    A value that is computed of several tensors has no source. An argument of a function has one for each call of it.
+    A value that is computed of several tensors has no source. An argument of a function has one for
+    each call of it.
 
     Args:
         tagged: The model.
@@ -98,10 +100,17 @@ class WeightSources:
     def _ends(self, value: ir.Value) -> tuple[WeightSource, ...]:
         if value.is_initializer() or is_standard(value.producer(), "Constant"):
             return (WeightSource(value),) if stored_tensor(value) is not None else ()
-        if not value.is_graph_input() or value.graph is None or value.graph not in self._tagged.index.calls:
+        if (
+            not value.is_graph_input()
+            or value.graph is None
+            or value.graph not in self._tagged.index.calls
+        ):
             return ()
-        self._known[value] = ()  # a function that calls itself: no valid model, but files come from anywhere
-        formals = self._positions.setdefault(value.graph, {formal: k for k, formal in enumerate(value.graph.inputs)})
+        # a function that calls itself: no valid model, but files come from anywhere
+        self._known[value] = ()
+        formals = self._positions.setdefault(
+            value.graph, {formal: k for k, formal in enumerate(value.graph.inputs)}
+        )
         return tuple(self._passed(self._tagged.index.calls[value.graph], formals[value]))
 
     def _passed(self, calls: Sequence[ir.Node], position: int) -> Iterator[WeightSource]:
@@ -181,7 +190,11 @@ def places_in(recipe: Recipe) -> Iterator[Place]:
             if recipe[0] == "equal":
                 yield replace(place, is_copy=place.is_copy or number > 0)
                 continue
-            if recipe[0] == "concat" and len(names) > 1 and all(each == everything for each in names):
+            if (
+                recipe[0] == "concat"
+                and len(names) > 1
+                and all(each == everything for each in names)
+            ):
                 word, how = "reordered", ()
             elif word is None:
                 word, how = "merged" if len(everything) > 1 else "computed", ()
@@ -193,7 +206,8 @@ def places_in(recipe: Recipe) -> Iterator[Place]:
 class _Stored:
     """A stored tensor, how it was made, and the owners of the nodes that read it.
 
-    ``merged_owners``: those of nodes that do a part of the work of several modules, and not equal work of each.
+    ``merged_owners``: those of nodes that do a part of the work of several modules, and not equal
+    work of each.
     """
 
     value: ir.Value
@@ -220,7 +234,11 @@ class _Stored:
     @property
     def is_computed(self) -> bool:
         """Whether it may be one of several tensors that stand for a parameter together, such as levels and scales."""
-        return isinstance(self.recipe, list) and self.recipe[0] in ("computed", "quantize") and bool(self.parameters)
+        return (
+            isinstance(self.recipe, list)
+            and self.recipe[0] in ("computed", "quantize")
+            and bool(self.parameters)
+        )
 
 
 @cache
@@ -259,7 +277,8 @@ class ParameterPlaces:
     def __init__(self, tagged: TaggedModel, sources: WeightSources) -> None:
         self.declared = _declared(tagged)
         self._tagged = tagged
-        self._names: defaultdict[str, list[str]] = defaultdict(list)  # a parameter → its names, the first one first
+        # a parameter → its names, the first one first
+        self._names: defaultdict[str, list[str]] = defaultdict(list)
         for each in self.declared.values():
             self._names[each.first].append(each.name)
         self._stored = self._read(sources)
@@ -311,11 +330,22 @@ class ParameterPlaces:
         return stored
 
     def _by_recipe(self) -> None:
-        quantized = {each.parameters for each in self._stored.values() if each.is_computed and each.is_quantized}
+        quantized = {
+            each.parameters
+            for each in self._stored.values()
+            if each.is_computed and each.is_quantized
+        }
         for stored in self._stored.values():
-            if stored.is_computed and len(stored.tensor.shape) < 2 and not stored.tensor.dtype.is_integer():
-                stored.is_weight = stored.is_weight and stored.parameters not in quantized  # else they are its scales
-            for place in places_in(stored.recipe) if stored.is_weight or not stored.is_computed else ():
+            if (
+                stored.is_computed
+                and len(stored.tensor.shape) < 2
+                and not stored.tensor.dtype.is_integer()
+            ):
+                # else they are its scales
+                stored.is_weight = stored.is_weight and stored.parameters not in quantized
+            for place in (
+                places_in(stored.recipe) if stored.is_weight or not stored.is_computed else ()
+            ):
                 known = self.declared.get(place.parameter)
                 if known is not None:
                     how = place.how
@@ -327,9 +357,11 @@ class ParameterPlaces:
         """Put the parameters without a place into what was made in a way that is not known, of their modules."""
         known = {name for each in self._stored.values() for name in each.places}
         placed = {self.declared[name].module for name in known}
-        unknown: defaultdict[str, list[_Stored]] = defaultdict(list)  # a module → what its nodes read
+        # a module → what its nodes read
+        unknown: defaultdict[str, list[_Stored]] = defaultdict(list)
         for stored in self._stored.values():
-            is_named = stored.recipe == stored.value.name and not stored.places  # by whoever made it
+            # by whoever made it
+            is_named = stored.recipe == stored.value.name and not stored.places
             if stored.is_weight and (is_named or not is_exact(stored.recipe)):
                 for owner in stored.owners:
                     unknown[owner].append(stored)
@@ -337,7 +369,9 @@ class ParameterPlaces:
         merged: dict[ir.Value, _Stored] = {}
         for each in self.declared.values():
             for stored in unknown[each.module] if each.first not in known else ():
-                if stored.value in left or (each.module not in placed and each.module in stored.merged_owners):
+                if stored.value in left or (
+                    each.module not in placed and each.module in stored.merged_owners
+                ):
                     stored.places.setdefault(each.first, Place(each.first))
                     merged[stored.value] = stored
         for stored in merged.values():

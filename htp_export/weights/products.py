@@ -1,7 +1,8 @@
 """Products and their weights: what a node multiplies with a stored tensor or looks up in one, and over which axes.
 
-A stored tensor is a weight if such a node reads it, directly or through operators that only change its layout or type.
-Biases, factors of normalisations and embeddings that are added are none, as in ``torch.nn.utils.prune``.
+A stored tensor is a weight if such a node reads it, directly or through operators that only change
+its layout or type. Biases, factors of normalisations and embeddings that are added are none, as in
+``torch.nn.utils.prune``.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ class Product:
     Attributes:
         node: The node.
         place: The place of the weight among its inputs.
-        value: The stored tensor that the weight is made of: an initializer, or the output of a ``Constant``.
+        value: The stored tensor that the weight is made of: an initializer, or the output of a
+            ``Constant``.
         reduced: The axis of the stored tensor over which the node sums.
         channels: The axis of the stored tensor that the results have.
         how: How the weight is made of the stored tensor, see ``WeightSource.how``.
@@ -104,7 +106,9 @@ class Product:
     @property
     def activation(self) -> ir.Value | None:
         """What is multiplied with the weight; None for a table."""
-        return None if self.node.op_type == "Gather" else self.node.inputs[1 if self.place == 0 else 0]
+        return (
+            None if self.node.op_type == "Gather" else self.node.inputs[1 if self.place == 0 else 0]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +139,9 @@ class Weight:
 
     def owners(self, tagged: TaggedModel) -> tuple[str, ...]:
         """The modules whose nodes read it or a copy, in order."""
-        return tuple(dict.fromkeys(path for use in self.uses for path in tagged.owners_of(use.node)))
+        return tuple(
+            dict.fromkeys(path for use in self.uses for path in tagged.owners_of(use.node))
+        )
 
     @property
     def reduced(self) -> int:
@@ -144,7 +150,10 @@ class Weight:
 
 
 def changed_when_written(
-    tensor: ir.TensorProtocol, change: Callable[[_Array], _Array], recipe: Recipe, shape: Sequence[int] | None = None
+    tensor: ir.TensorProtocol,
+    change: Callable[[_Array], _Array],
+    recipe: Recipe,
+    shape: Sequence[int] | None = None,
 ) -> ir.TensorProtocol:
     """A tensor with other numbers of the same type; they are computed when they are read, as when a file is written.
 
@@ -167,14 +176,19 @@ def products_of(tagged: TaggedModel, nodes: Iterable[ir.Node]) -> Iterator[Produ
     sources = WeightSources(tagged)
     for node in nodes:
         for place in _PRODUCTS.get(operator_of(node), ()):
-            value, axes = node.inputs[place] if place < len(node.inputs) else None, weight_axes(node, place)
+            value, axes = (
+                node.inputs[place] if place < len(node.inputs) else None,
+                weight_axes(node, place),
+            )
             found = None if value is None else _source(sources, value)
             if found is not None and axes is not None:
                 source, order, how = found
                 yield Product(node, place, source, order[axes[0]], order[axes[1]], how)
 
 
-def _source(sources: WeightSources, value: ir.Value) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
+def _source(
+    sources: WeightSources, value: ir.Value
+) -> tuple[ir.Value, Sequence[int], tuple[str, ...]] | None:
     """The stored tensor that a weight is made of, for each axis of the weight that of the tensor, and how."""
     found = sources.of(value)
     if len(found) != 1:
@@ -189,7 +203,10 @@ def _source(sources: WeightSources, value: ir.Value) -> tuple[ir.Value, Sequence
     order: Sequence[int] = range(rank)
     for step in source.steps:
         if step.op_type == "Transpose":
-            order = [order[axis] for axis in (step.attributes.get_ints("perm", ()) or range(rank - 1, -1, -1))]
+            order = [
+                order[axis]
+                for axis in (step.attributes.get_ints("perm", ()) or range(rank - 1, -1, -1))
+            ]
     return source.tensor, order, source.how
 
 
@@ -227,18 +244,24 @@ def weights_of(tagged: TaggedModel) -> list[Weight]:
             is_same = np.array_equal(tensor, copy)
             if is_same or (tensor.ndim == 2 and np.array_equal(tensor.T, copy)):
                 one, other = weights[first], weights.pop(second)
-                weights[first] = Weight(one.value, (*one.uses, *other.uses), {**one.copies, second: not is_same})
+                weights[first] = Weight(
+                    one.value, (*one.uses, *other.uses), {**one.copies, second: not is_same}
+                )
     return list(weights.values())
 
 
-def _tied_pairs(tagged: TaggedModel, weights: Mapping[ir.Value, Weight]) -> Iterator[tuple[ir.Value, ir.Value]]:
+def _tied_pairs(
+    tagged: TaggedModel, weights: Mapping[ir.Value, Weight]
+) -> Iterator[tuple[ir.Value, ir.Value]]:
     """Stored tensors of modules whose parameters PyTorch tied."""
     by_owner: dict[str, list[ir.Value]] = {}
     for value, weight in weights.items():
         for path in weight.owners(tagged):
             by_owner.setdefault(path, []).append(value)
     for parameter in (tagged.declared or {}).values():
-        for one in by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ():
+        for one in (
+            by_owner.get(tags.parent_path(parameter.tied) or "", ()) if parameter.tied else ()
+        ):
             for other in by_owner.get(parameter.module, ()):
                 if one is not other:
                     yield one, other

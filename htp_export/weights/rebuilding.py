@@ -27,7 +27,8 @@ class Rebuilt:
 
     Attributes:
         tensors: Initializer → its new contents, for those that parameters give.
-        unknown: Initializer → why it cannot be made of the parameters; those that depend on none are in neither.
+        unknown: Initializer → why it cannot be made of the parameters; those that depend on none
+            are in neither.
     """
 
     tensors: Mapping[ir.Value, ir.TensorProtocol]
@@ -38,11 +39,14 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
     """Make the stored tensors of a model of other parameters, name → tensor or array; each is computed when it is read.
 
     Raises:
-        InputError: If the recipe of an initializer is not what the file format says, or does not fit the parameters.
+        InputError: If the recipe of an initializer is not what the file format says, or does not
+            fit the parameters.
     """
     tensors: dict[ir.Value, ir.TensorProtocol] = {}
     unknown: dict[ir.Value, str] = {}
-    for value in (value for graph in tagged.model.graphs() for value in graph.initializers.values()):
+    for value in (
+        value for graph in tagged.model.graphs() for value in graph.initializers.values()
+    ):
         if (recipe := recipe_of(value)) == CONSTANT or value.const_value is None:
             continue
         missing = next((name for name in parameters_in(recipe) if name not in state_dict), None)
@@ -55,7 +59,9 @@ def rebuilt(tagged: TaggedModel, state_dict: Mapping[str, Any]) -> Rebuilt:
     return Rebuilt(tensors, unknown)
 
 
-def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]) -> ir.TensorProtocol:
+def remade(
+    stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, Any]
+) -> ir.TensorProtocol:
     """A stored tensor with what parameters give by an exact recipe; it is computed when it is read.
 
     Examples:
@@ -63,8 +69,13 @@ def remade(stored: ir.TensorProtocol, recipe: Recipe, state_dict: Mapping[str, A
         >>> remade(stored, ["transpose", "w", []], {"w": np.float32([[1], [2]])}).numpy()
         array([[1., 2.]], dtype=float32)
     """
-    make, shape = _Rebuilding(str(stored.name), recipe, state_dict, stored), ir.Shape(stored.shape.numpy())
-    return ir.LazyTensor(make, stored.dtype, shape, name=stored.name, metadata_props={**stored.metadata_props})
+    make, shape = (
+        _Rebuilding(str(stored.name), recipe, state_dict, stored),
+        ir.Shape(stored.shape.numpy()),
+    )
+    return ir.LazyTensor(
+        make, stored.dtype, shape, name=stored.name, metadata_props={**stored.metadata_props}
+    )
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,18 @@ class _Rebuilding:
             with np.errstate(all="ignore"):
                 made = np.asarray(self._made(self.recipe))
         except (ValueError, TypeError, IndexError, KeyError) as error:
-            raise InputError(f"initializer {self.name!r}: its recipe does not fit: {error}") from error
+            raise InputError(
+                f"initializer {self.name!r}: its recipe does not fit: {error}"
+            ) from error
         shape, kind = tuple(self.stored.shape.numpy()), self.stored.dtype.numpy()
         if made.shape != shape or made.dtype != kind:
             is_made = f"of {made.dtype} {list(made.shape)}, and the file has {kind} {list(shape)}"
             raise InputError(f"initializer {self.name!r}: the parameters make a tensor {is_made}")
-        return ir.Tensor(np.ascontiguousarray(made).reshape(shape), dtype=self.stored.dtype, name=self.stored.name)
+        return ir.Tensor(
+            np.ascontiguousarray(made).reshape(shape),
+            dtype=self.stored.dtype,
+            name=self.stored.name,
+        )
 
     def _made(self, recipe: Recipe) -> Any:
         if isinstance(recipe, str):
@@ -100,13 +117,19 @@ class _Rebuilding:
         if word == "equal":
             first, *others = map(self._made, parts)
             if any(first.tobytes() != other.tobytes() for other in others):
-                raise ValueError("parameters that the file has once, because they were equal, differ now")
+                raise ValueError(
+                    "parameters that the file has once, because they were equal, differ now"
+                )
             return first
-        last = self._made(parts[-1]) if word in _ARITHMETIC else parts[-1]  # an operand, or the setting
+        # an operand, or the setting
+        last = self._made(parts[-1]) if word in _ARITHMETIC else parts[-1]
         return self._bounded(_STEPS[word](*(self._made(part) for part in parts[:-1]), last))
 
     def _bounded(self, result: Any) -> Any:
-        largest = max((math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)), default=1)
+        largest = max(
+            (math.prod(self.parameters[name].shape) for name in parameters_in(self.recipe)),
+            default=1,
+        )
         if result.size > _GROWTH * max(largest, self.stored.size):
             raise ValueError(f"a step makes {result.size:,} elements")
         return result
@@ -141,7 +164,16 @@ def _quantized(array: _Array, blocks: list[Any]) -> _Array:
         "zero_points": np.zeros((columns, -(-count // pack)), np.uint8),
     }
     kernel = getattr(kernels, f"quantize_matmul_{bits}bits")
-    kernel(made["levels"], padded, made["scales"], made["zero_points"], block, columns, rows, bool(symmetric))
+    kernel(
+        made["levels"],
+        padded,
+        made["scales"],
+        made["zero_points"],
+        block,
+        columns,
+        rows,
+        bool(symmetric),
+    )
     return made[what]
 
 
@@ -166,8 +198,8 @@ def _type(name: str) -> ir.DataType:
 def narrowed(array: _Array, to: ir.DataType) -> _Array:
     """Numbers in a narrower float type.
 
-    Finite numbers stay finite: masks are filled with the largest float, and infinity minus infinity is no number.
-    Numbers other than 0 stay so: they may be what keeps a divisor from 0.
+    Finite numbers stay finite: masks are filled with the largest float, and infinity minus infinity
+    is no number. Numbers other than 0 stay so: they may be what keeps a divisor from 0.
 
     Examples:
         >>> narrowed(np.array([-3.4e38, 1e-12, 0.0, np.inf], np.float32), ir.DataType.FLOAT16)
@@ -180,7 +212,9 @@ def narrowed(array: _Array, to: ir.DataType) -> _Array:
     largest, smallest = np.float32(limits.max), np.float32(limits.smallest_subnormal)
     finite = np.isfinite(array)
     bounded = np.where(finite, np.clip(array, -largest, largest), array)
-    kept = np.where((bounded != 0) & (np.abs(bounded) < smallest), np.copysign(smallest, bounded), bounded)
+    kept = np.where(
+        (bounded != 0) & (np.abs(bounded) < smallest), np.copysign(smallest, bounded), bounded
+    )
     return np.asarray(kept).astype(kind)
 
 
@@ -206,7 +240,8 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "reshape": lambda array, sizes: array.reshape(sizes),
     "squeeze": lambda array, axes: array.squeeze(tuple(axes) or None),
     "unsqueeze": lambda array, axes: np.expand_dims(array, tuple(axes)),
-    "expand": lambda array, sizes: np.broadcast_to(array, np.broadcast_shapes(array.shape, sizes)),  # a view
+    # a view
+    "expand": lambda array, sizes: np.broadcast_to(array, np.broadcast_shapes(array.shape, sizes)),
     "cast": lambda array, to: array.astype(_type(to).numpy()),
     "narrow": lambda array, to: narrowed(array, _type(to)),
     "slice": _slice,

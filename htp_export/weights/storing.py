@@ -31,7 +31,8 @@ def store(value: ir.Value, tensor: ir.TensorProtocol) -> None:
         return
     for name in [name for name in node.attributes if name.startswith(_FORMS)]:
         del node.attributes[name]
-    # The attribute holds the numbers themselves: it cannot lie in a data file that is written later.
+    # The attribute holds the numbers themselves: it cannot lie in a data file that is written
+    # later.
     node.attributes.add(ir.AttrTensor("value", ir.Tensor(tensor.numpy(), dtype=tensor.dtype)))
 
 

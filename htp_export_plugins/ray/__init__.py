@@ -20,8 +20,9 @@ _TYPES = frozenset(("FLOAT", "FLOAT16", "DOUBLE", "BOOL", "STRING", *_WHOLE_NUMB
 def write_stages(partition: Partition, folder: Path) -> Partition:
     """Write ``serve_app.py`` and ``serve.yaml`` into the folder of written stages.
 
-    The program is the same for every model: it reads the manifest. The configuration has a deployment for each stage,
-    to say how many replicas it has, what each needs, and how often it is checked.
+    The program is the same for every model: it reads the manifest. The configuration has a
+    deployment for each stage, to say how many replicas it has, what each needs, and how often it is
+    checked.
 
     Returns:
         The stages as they are.
@@ -32,15 +33,26 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
     for number, stage in enumerate(partition.stages):
         for name, tensor in (*stage.inputs.items(), *stage.outputs.items()):
             if tensor.type is not None and tensor.type not in _TYPES:
-                raise InputError(f"stage {number}: tensor {name!r} is {tensor}, which numpy arrays cannot carry")
+                raise InputError(
+                    f"stage {number}: tensor {name!r} is {tensor}, which numpy arrays cannot carry"
+                )
     program = Path(__file__).with_name("application.py").read_text(encoding="utf-8")
     (folder / "serve_app.py").write_text(program, encoding="utf-8", newline="\n")
-    (folder / "serve.yaml").write_text(_configuration(len(partition.stages)), encoding="utf-8", newline="\n")
+    (folder / "serve.yaml").write_text(
+        _configuration(len(partition.stages)), encoding="utf-8", newline="\n"
+    )
     return partition
 
 
 def _configuration(stages: int) -> str:
     listed = [{"name": name, **options} for name, options in deployments(stages).items()]
-    application = {"name": "stages", "route_prefix": "/", "import_path": "serve_app:build", "args": {}}
+    application = {
+        "name": "stages",
+        "route_prefix": "/",
+        "import_path": "serve_app:build",
+        "args": {},
+    }
     content = {"applications": [{**application, "deployments": listed}]}
-    return f"# Start in this folder: serve run serve.yaml\n{yaml.safe_dump(content, sort_keys=False)}"
+    return (
+        f"# Start in this folder: serve run serve.yaml\n{yaml.safe_dump(content, sort_keys=False)}"
+    )

@@ -1,7 +1,8 @@
 """A Ray Serve application that runs the stages of a model one after another, each in a replica of its own.
 
-This file stands alone: it reads ``manifest.json`` beside it, and needs ``ray[serve]``, ``onnxruntime`` and ``numpy``.
-Written by htp_export.partition(..., serve="ray"). Start it in its folder: ``serve run serve.yaml``.
+This file stands alone: it reads ``manifest.json`` beside it, and needs ``ray[serve]``,
+``onnxruntime`` and ``numpy``. Written by htp_export.partition(..., serve="ray"). Start it in its
+folder: ``serve run serve.yaml``.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ ATTEMPTS = 5
 def deployments(stages: int) -> dict[str, dict[str, Any]]:
     """Deployment → its options; ``serve.yaml`` has the same ones, to be edited.
 
-    A replica of a stage holds its weights, so that there is one. It computes one request at a time; more wait beside
-    it, so that it has no pause. The stages of a request run one after another: together, they ask for one CPU.
+    A replica of a stage holds its weights, so that there is one. It computes one request at a time;
+    more wait beside it, so that it has no pause. The stages of a request run one after another:
+    together, they ask for one CPU.
     """
     checks = {"health_check_period_s": 2, "health_check_timeout_s": 10}
     stage = {"num_replicas": 1, "max_ongoing_requests": 4, **checks}
@@ -54,9 +56,14 @@ def array_of(value: Any, entry: dict[str, Any]) -> Any:
     shape = entry["shape"]
     if shape is not None and (
         len(shape) != array.ndim
-        or any(isinstance(size, int) and size != there for size, there in zip(shape, array.shape, strict=True))
+        or any(
+            isinstance(size, int) and size != there
+            for size, there in zip(shape, array.shape, strict=True)
+        )
     ):
-        raise BodyError(f"input {name!r} has the shape {list(array.shape)}, and the model takes {shape}")
+        raise BodyError(
+            f"input {name!r} has the shape {list(array.shape)}, and the model takes {shape}"
+        )
     return array
 
 
@@ -66,12 +73,15 @@ class Stage:
     def __init__(self, folder: str, number: int, providers: list[str]) -> None:
         import onnxruntime
 
-        entry = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))["stages"][number]
+        entry = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))[
+            "stages"
+        ][number]
         self._sources = {given["name"]: given["stage"] for given in entry["inputs"]}
         self._outputs = [made["name"] for made in entry["outputs"]]
         file = pathlib.Path(folder) / pathlib.PurePath(entry["file"]).name
         options = onnxruntime.SessionOptions()
-        for key, value in entry.get("session_config", {}).items():  # without these, ONNX Runtime cannot load the file
+        # without these, ONNX Runtime cannot load the file
+        for key, value in entry.get("session_config", {}).items():
             options.add_session_config_entry(key, value)
         self._session = onnxruntime.InferenceSession(str(file), options, providers=providers)
 
@@ -79,7 +89,10 @@ class Stage:
         """Run the stage on what the model was given, and what each stage gave from which it takes something."""
         numbers = sorted({source for source in self._sources.values() if source is not None})
         given = dict(zip(numbers, before, strict=True))
-        feed = {name: (inputs if source is None else given[source])[name] for name, source in self._sources.items()}
+        feed = {
+            name: (inputs if source is None else given[source])[name]
+            for name, source in self._sources.items()
+        }
         return dict(zip(self._outputs, self._session.run(self._outputs, feed), strict=True))
 
 
@@ -90,7 +103,9 @@ class Pipeline:
         manifest = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))
         self._stages = stages
         self._inputs = manifest["inputs"]
-        self._outputs = {made["name"]: (made["stage"], made["tensor"]) for made in manifest["outputs"]}
+        self._outputs = {
+            made["name"]: (made["stage"], made["tensor"]) for made in manifest["outputs"]
+        }
         self._sources = [
             sorted({given["stage"] for given in entry["inputs"] if given["stage"] is not None})
             for entry in manifest["stages"]
@@ -104,7 +119,8 @@ class Pipeline:
             except Exception as error:
                 from ray.exceptions import ObjectLostError, RayActorError
 
-                # A replica died, with the tensors that it held; a new one is started. Stages have no state.
+                # A replica died, with the tensors that it held; a new one is started. Stages have
+                # no state.
                 if not isinstance(error, (RayActorError, ObjectLostError)) or attempt == ATTEMPTS:
                     raise
                 await asyncio.sleep(attempt)
@@ -114,13 +130,17 @@ class Pipeline:
         responses: list[Any] = []
         for stage, sources in zip(self._stages, self._sources, strict=True):
             responses.append(stage.remote(inputs, *(responses[source] for source in sources)))
-        given = {number: await responses[number] for number in sorted({number for number, _ in self._outputs.values()})}
+        given = {
+            number: await responses[number]
+            for number in sorted({number for number, _ in self._outputs.values()})
+        }
         return {name: given[number][made] for name, (number, made) in self._outputs.items()}
 
     async def __call__(self, request: Any) -> Any:
         """Answer a request over HTTP: inputs as nested lists under their names, and outputs likewise.
 
-        A body that is no input of the model is answered with status 400 and a sentence under ``error``.
+        A body that is no input of the model is answered with status 400 and a sentence under
+        ``error``.
         """
         try:
             inputs = self.inputs_of(await request.body())
@@ -138,13 +158,17 @@ class Pipeline:
             raise BodyError("the body is no JSON") from None
         names = [entry["name"] for entry in self._inputs]
         if not isinstance(given, dict) or given.keys() != set(names):
-            raise BodyError(f"the body is no object with the inputs of the model: {', '.join(names)}")
+            raise BodyError(
+                f"the body is no object with the inputs of the model: {', '.join(names)}"
+            )
         arrays = {entry["name"]: array_of(given[entry["name"]], entry) for entry in self._inputs}
         sizes: dict[str, int] = {}
         for entry in self._inputs:
             for size, there in zip(entry["shape"] or (), arrays[entry["name"]].shape, strict=False):
                 if isinstance(size, str) and sizes.setdefault(size, there) != there:
-                    raise BodyError(f"{size} is {sizes[size]} and, in input {entry['name']!r}, {there}")
+                    raise BodyError(
+                        f"{size} is {sizes[size]} and, in input {entry['name']!r}, {there}"
+                    )
         return arrays
 
 
@@ -152,8 +176,8 @@ def build(arguments: dict[str, Any]) -> Any:
     """The application.
 
     Args:
-        arguments: ``folder``, where the stages are on every machine that runs one: here, where it is not said;
-            ``providers``, execution providers of ONNX Runtime, by comma.
+        arguments: ``folder``, where the stages are on every machine that runs one: here, where it
+            is not said; ``providers``, execution providers of ONNX Runtime, by comma.
     """
     from ray import cloudpickle, serve
 

@@ -26,13 +26,30 @@ from tests.nets import EXPORTERS, Holding, spread
 STEPS = ("q_proj", "k_proj", "v_proj", "scores", "softmax", "context", "out_proj")
 
 GRID = [
-    {"bias": bias, "batch_first": first, "add_bias_kv": bias_kv, "add_zero_attn": zero, "kinds": kinds}
+    {
+        "bias": bias,
+        "batch_first": first,
+        "add_bias_kv": bias_kv,
+        "add_zero_attn": zero,
+        "kinds": kinds,
+    }
     for bias, first, bias_kv, zero, kinds in itertools.product(
-        (True, False), (True, False), (True, False), (True, False), ("self", "memory", "three", "sizes")
+        (True, False),
+        (True, False),
+        (True, False),
+        (True, False),
+        ("self", "memory", "three", "sizes"),
     )
 ]
 CALLS = [
-    {"batched": batched, "weights": weights, "average": average, "mask": mask, "padding": padding, "causal": causal}
+    {
+        "batched": batched,
+        "weights": weights,
+        "average": average,
+        "mask": mask,
+        "padding": padding,
+        "causal": causal,
+    }
     for batched, weights, average, mask, padding, causal in itertools.product(
         (True, False),
         (True, False),
@@ -75,7 +92,9 @@ def call_of(
     padding = None if call["padding"] == "none" else torch.randn(padding_shape, generator=generator)
     kwargs = {
         "attn_mask": mask > 0.3 if kind == "bool" and mask is not None else mask,
-        "key_padding_mask": padding > 0.3 if call["padding"] == "bool" and padding is not None else padding,
+        "key_padding_mask": padding > 0.3
+        if call["padding"] == "bool" and padding is not None
+        else padding,
         "need_weights": call["weights"],
         "average_attn_weights": call["average"],
         "is_causal": call["causal"],
@@ -83,7 +102,9 @@ def call_of(
     return attention, (query, key, value), kwargs
 
 
-@pytest.mark.parametrize("options", quick(GRID, *GRID[::9]), ids=lambda options: "-".join(map(str, options.values())))
+@pytest.mark.parametrize(
+    "options", quick(GRID, *GRID[::9]), ids=lambda options: "-".join(map(str, options.values()))
+)
 def test_results_are_those_of_the_slow_path_over_all_arguments(options):
     for seed, call in enumerate(random.Random(str(options)).sample(CALLS, 12)):
         attention, args, kwargs = call_of(options, call, seed)
@@ -97,7 +118,9 @@ def test_results_are_those_of_the_slow_path_over_all_arguments(options):
                         assert ours is None
                         continue
                     tolerance = 0.0 if exact else 1e-5
-                    torch.testing.assert_close(ours, torchs, rtol=0, atol=tolerance, equal_nan=True, msg=str(call))
+                    torch.testing.assert_close(
+                        ours, torchs, rtol=0, atol=tolerance, equal_nan=True, msg=str(call)
+                    )
 
 
 def test_weights_are_views_and_the_state_dict_and_the_model_are_as_before():
@@ -118,8 +141,13 @@ def test_weights_are_views_and_the_state_dict_and_the_model_are_as_before():
 
 def test_nested_tensors_and_taken_names_are_refused_by_module():
     model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)}).eval()
-    nested = torch.nested.as_nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
-    with decomposed_attention(model), pytest.raises(InputError, match=r"'attention'.*nested tensors"):
+    nested = torch.nested.as_nested_tensor(
+        [torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged
+    )
+    with (
+        decomposed_attention(model),
+        pytest.raises(InputError, match=r"'attention'.*nested tensors"),
+    ):
         model["attention"](nested, nested, nested)
     model["attention"].scores = nn.Identity()
     with pytest.raises(InputError, match=r"'attention'.*'scores'"), decomposed_attention(model):
@@ -143,9 +171,13 @@ class Grouped(Holding, softmax=nn.Linear(8, 8)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = self.softmax(x).unflatten(-1, (4, 2)).transpose(1, 2)
         key = heads[:, :2]
-        causal = F.scaled_dot_product_attention(heads, key, key, is_causal=True, scale=0.7, enable_gqa=True)
+        causal = F.scaled_dot_product_attention(
+            heads, key, key, is_causal=True, scale=0.7, enable_gqa=True
+        )
         hidden = torch.ones(5, 5, dtype=torch.bool).tril(-1)
-        return F.scaled_dot_product_attention(causal, heads, heads, hidden).transpose(1, 2).flatten(2)
+        return (
+            F.scaled_dot_product_attention(causal, heads, heads, hidden).transpose(1, 2).flatten(2)
+        )
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -168,7 +200,11 @@ class Masked(Holding, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(2))):
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         for layer in self.layers:
             heads = layer(x).view(2, 5, 2, 4).transpose(1, 2)
-            x = F.scaled_dot_product_attention(heads, heads, heads, mask).transpose(1, 2).reshape(2, 5, 8)
+            x = (
+                F.scaled_dot_product_attention(heads, heads, heads, mask)
+                .transpose(1, 2)
+                .reshape(2, 5, 8)
+            )
         return x
 
 
@@ -189,7 +225,11 @@ MASKS = {"flags": FLAGS, "numbers": torch.zeros(5, 5).masked_fill(~FLAGS, -torch
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("mask", "exporter"),
-    quick(itertools.product((None, "flags", "numbers"), EXPORTERS), ("flags", "dynamo"), ("numbers", "torchscript")),
+    quick(
+        itertools.product((None, "flags", "numbers"), EXPORTERS),
+        ("flags", "dynamo"),
+        ("numbers", "torchscript"),
+    ),
 )
 def test_steps_take_no_more_nodes_with_any_mask(mask, exporter, tmp_path):
     model = Masked().eval()
@@ -232,10 +272,19 @@ def test_a_transformer_exports_with_seven_steps_a_layer_and_no_more_nodes(export
         assert set(tagged[path].children) == {f"{path}.{step}" for step in STEPS}
         synthetic = {name for name in STEPS if tagged.hierarchy[f"{path}.{name}"].synthetic}
         assert synthetic == set(STEPS) - {"out_proj"}
-        kinds = {step: {node.op_type for node in tagged[f"{path}.{step}"].nodes} - {"Constant"} for step in STEPS}
+        kinds = {
+            step: {node.op_type for node in tagged[f"{path}.{step}"].nodes} - {"Constant"}
+            for step in STEPS
+        }
         assert kinds["softmax"] == {"Softmax"}
         assert kinds["context"] == {"MatMul"}
-        assert kinds["q_proj"] == kinds["k_proj"] == kinds["v_proj"] == kinds["out_proj"] == {"MatMul", "Add"}
+        assert (
+            kinds["q_proj"]
+            == kinds["k_proj"]
+            == kinds["v_proj"]
+            == kinds["out_proj"]
+            == {"MatMul", "Add"}
+        )
         assert {"Mul", "MatMul"} <= kinds["scores"]
 
 
@@ -254,7 +303,10 @@ def test_the_report_has_the_numbers_of_both_exports_and_of_each_step():
     calls = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
     assert rows["model"].operations == len(calls) > rows["attention"].operations > 0
     cost, root = rows["model"].cost, costs[""]
-    assert (cost.traffic_bytes, cost.fused_traffic_bytes) == (root.traffic_bytes, root.fused_traffic_bytes)
+    assert (cost.traffic_bytes, cost.fused_traffic_bytes) == (
+        root.traffic_bytes,
+        root.fused_traffic_bytes,
+    )
     assert (cost.peak_bytes, cost.fused_peak_bytes) == (root.peak_bytes, root.fused_peak_bytes)
     cost = rows["attention"].cost
     assert cost.traffic_bytes == sum(costs[path].traffic_bytes for path in layers)
@@ -264,13 +316,25 @@ def test_the_report_has_the_numbers_of_both_exports_and_of_each_step():
     assert all(row.modules == 2 for row in named)
     assert sum(row.nodes for row in named) <= report.after["attention"].nodes
     assert sum(row.operations for row in named) <= report.after["attention"].operations
-    assert report.after["scores"].cost.fused_traffic_bytes < report.after["scores"].cost.traffic_bytes
-    assert report.after["softmax"].cost.fused_traffic_bytes == report.after["softmax"].cost.traffic_bytes  # one node
+    assert (
+        report.after["scores"].cost.fused_traffic_bytes < report.after["scores"].cost.traffic_bytes
+    )
+    # one node
+    assert (
+        report.after["softmax"].cost.fused_traffic_bytes
+        == report.after["softmax"].cost.traffic_bytes
+    )
     assert report.after["model"].nodes <= report.before["model"].nodes
     data = json.loads(json.dumps(report.to_dict()))
-    assert data["after"]["scores"]["cost"]["traffic_bytes"] == report.after["scores"].cost.traffic_bytes
+    assert (
+        data["after"]["scores"]["cost"]["traffic_bytes"]
+        == report.after["scores"].cost.traffic_bytes
+    )
     lines = str(report).splitlines()
-    assert [line.split()[:2] for line in lines[1:3]] == [["before", "model"], ["before", "attention"]]
+    assert [line.split()[:2] for line in lines[1:3]] == [
+        ["before", "model"],
+        ["before", "attention"],
+    ]
     assert len(lines) == 1 + 2 + 2 + len(STEPS) + 1
     assert lines[-1] == report.summary
     assert lines[-1].startswith("2 modules with attention; ONNX nodes from ")
@@ -303,15 +367,25 @@ def test_a_kept_kernel_takes_what_scaled_dot_product_attention_takes():
     attention = spread(nn.MultiheadAttention(8, 2, batch_first=True).eval())
     with torch.no_grad(), restored(turn_attention_fast_path_off):
         expected, weighted = model(x), attention(x, x, x)
-        with decomposed_attention(model, keep_kernel=True), decomposed_attention(attention, keep_kernel=True):
+        with (
+            decomposed_attention(model, keep_kernel=True),
+            decomposed_attention(attention, keep_kernel=True),
+        ):
             torch.testing.assert_close(model(x), expected)
             torch.testing.assert_close(attention(x, x, x), weighted)
-    with pytest.raises(InputError, match="exclude"), decomposed_attention(model, exact=True, keep_kernel=True):
+    with (
+        pytest.raises(InputError, match="exclude"),
+        decomposed_attention(model, exact=True, keep_kernel=True),
+    ):
         pass
 
 
 TINY = ["bert", "--random-weights"]
-TINY += [part for size in ("hidden_size=16", "intermediate_size=16", "vocab_size=40") for part in ("--set", size)]
+TINY += [
+    part
+    for size in ("hidden_size=16", "intermediate_size=16", "vocab_size=40")
+    for part in ("--set", size)
+]
 TINY += ["--set", "num_hidden_layers=1", "--set", "num_attention_heads=2", "--quiet"]
 
 
@@ -322,7 +396,9 @@ def test_the_command_line_has_attention_in_steps_and_kept(keep, tmp_path):
     options = ["--decompose-attention", "--verify", *(["--keep-attention"] if keep else [])]
     assert main(["export", *TINY, *options, "-o", str(file)]) == 0
     tagged = htp_export.load(file)
-    steps = tuple(f"encoder.layer.0.attention.self.{step}" for step in ("scores", "softmax", "context"))
+    steps = tuple(
+        f"encoder.layer.0.attention.self.{step}" for step in ("scores", "softmax", "context")
+    )
     assert set(steps) < set(tagged.paths)
     kernels = [tagged.owners_of(node) for node in tagged[""].nodes if node.op_type == "Attention"]
     assert kernels == ([steps] if keep else [])

@@ -19,18 +19,28 @@ from tests.attention.test_attention import whole_and_in_steps
 from tests.exporting import BOTH, quick
 from tests.nets import EXPORTERS, Holding, spread
 
-SIZES = {"num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+SIZES = {
+    "num_hidden_layers": 1,
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
 # Model type → overrides, and a module with attention.
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "bert": (SIZES, "encoder.layer.0.attention.self"),
-    "gpt2": ({"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32}, "h.0.attn"),
+    "gpt2": (
+        {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 32},
+        "h.0.attn",
+    ),
     "llama": ({**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2}, "layers.0.self_attn"),
     "t5": (
         {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50},
         "decoder.block.0.layer.1.EncDecAttention",
     ),
     "vit": (
-        {key: size for key, size in SIZES.items() if key != "vocab_size"} | {"image_size": 16, "patch_size": 8},
+        {key: size for key, size in SIZES.items() if key != "vocab_size"}
+        | {"image_size": 16, "patch_size": 8},
         "layers.0.attention",
     ),
     "whisper": (
@@ -43,21 +53,42 @@ MODELS: dict[str, tuple[dict[str, Any], str]] = {
             "max_source_positions": 8,
             "max_target_positions": 16,
             "vocab_size": 60,
-            **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1),
+            **dict.fromkeys(
+                ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1
+            ),
         },
         "decoder.layers.0.encoder_attn",
     ),
     # Scores between the product and the softmax: a soft limit; a column more, which is cut off again afterwards.
     "gemma2": (
-        {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "attn_logit_softcapping": 1.0, "query_pre_attn_scalar": 8},
+        {
+            **SIZES,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "attn_logit_softcapping": 1.0,
+            "query_pre_attn_scalar": 8,
+        },
         "layers.0.self_attn",
     ),
     "gpt_oss": (
-        {**SIZES, "num_key_value_heads": 1, "head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
+        {
+            **SIZES,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
         "layers.0.self_attn",
     ),
     "swin": (
-        {"embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2, "image_size": 16, "patch_size": 2},
+        {
+            "embed_dim": 8,
+            "depths": [1, 1],
+            "num_heads": [1, 2],
+            "window_size": 2,
+            "image_size": 16,
+            "patch_size": 2,
+        },
         "encoder.layers.1.blocks.0.attention",
     ),
 }
@@ -68,12 +99,16 @@ def model_of(name: str, implementation: str) -> tuple[nn.Module, dict[str, Any],
     from htp_export.huggingface import example_inputs, load_model
 
     overrides, path = MODELS[name]
-    model = load_model(name, random_weights=True, overrides=overrides, attn_implementation=implementation)
+    model = load_model(
+        name, random_weights=True, overrides=overrides, attn_implementation=implementation
+    )
     return model, example_inputs(model), path
 
 
 def steps_of(model: nn.Module) -> list[str]:
-    return [path for path, module in model.named_modules() if getattr(module, "htp_synthetic", False)]
+    return [
+        path for path, module in model.named_modules() if getattr(module, "htp_synthetic", False)
+    ]
 
 
 def assert_untouched(model: nn.Module) -> None:
@@ -109,7 +144,9 @@ def test_models_of_transformers_run_in_steps_with_the_same_results(run):
 @pytest.mark.parametrize(
     ("name", "exporter"),
     quick(
-        itertools.product(("bert-sdpa", "bert-eager", "t5-eager", "gemma2-eager", "swin-eager"), EXPORTERS),
+        itertools.product(
+            ("bert-sdpa", "bert-eager", "t5-eager", "gemma2-eager", "swin-eager"), EXPORTERS
+        ),
         ("bert-sdpa", "dynamo"),
         ("gemma2-eager", "torchscript"),
         ("swin-eager", "torchscript"),  # it is run twice
@@ -120,10 +157,13 @@ def test_attention_of_transformers_exports_in_steps_with_the_same_nodes(name, ex
     plain, tagged = whole_and_in_steps(model, inputs, exporter, tmp_path)
     assert name == "bert-sdpa" or len(plain.nodes) == len(tagged.nodes)
     kinds = {
-        step: [node.op_type for node in tagged[f"{path}.{step}"].nodes] for step in ("scores", "softmax", "context")
+        step: [node.op_type for node in tagged[f"{path}.{step}"].nodes]
+        for step in ("scores", "softmax", "context")
     }
     assert "MatMul" in kinds["scores"]
-    assert [kind for kind in kinds["softmax"] if kind in ("Softmax", "MatMul", "Mul")] == ["Softmax"]
+    assert [kind for kind in kinds["softmax"] if kind in ("Softmax", "MatMul", "Mul")] == [
+        "Softmax"
+    ]
     assert kinds["context"] == ["MatMul"]
     result = htp_export.verify(model, tagged, kwargs=inputs)
     assert result.ok
@@ -161,7 +201,9 @@ def with_bmm(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
 
 
 def with_einsum(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    both = torch.einsum("bqd,bkd->bqk", q, k) + torch.einsum("bqd,kd->bqk", q, torch.arange(40.0).view(5, 8) / 40)
+    both = torch.einsum("bqd,bkd->bqk", q, k) + torch.einsum(
+        "bqd,kd->bqk", q, torch.arange(40.0).view(5, 8) / 40
+    )
     weights = torch.softmax(torch.tanh(both), -1)
     return torch.einsum("bqk,bkd->bqd", weights[:, :, :4], k[:, :4])
 
@@ -182,7 +224,9 @@ ATTENDS = (with_matmul, with_bmm, with_einsum, twice, with_module)
 @pytest.mark.parametrize(
     ("attend", "exporter"),
     quick(
-        itertools.product(ATTENDS, EXPORTERS), (with_matmul, "dynamo"), *((attend, "torchscript") for attend in ATTENDS)
+        itertools.product(ATTENDS, EXPORTERS),
+        (with_matmul, "dynamo"),
+        *((attend, "torchscript") for attend in ATTENDS),
     ),
 )
 def test_attention_of_any_module_runs_and_exports_in_steps(attend, exporter, tmp_path):
@@ -232,7 +276,9 @@ def test_what_cannot_run_again_exactly_stays_as_it_is_and_is_said_once(attend, c
         assert torch.equal(model(x), expected)
         model(x)
         assert not steps_of(model)
-    assert [record.getMessage()[:42] for record in caplog.records] == ["module '1': the softmax of a product stays"]
+    assert [record.getMessage()[:42] for record in caplog.records] == [
+        "module '1': the softmax of a product stays"
+    ]
 
 
 class TalkingHeads(nn.Module):
@@ -241,7 +287,11 @@ class TalkingHeads(nn.Module):
     def __init__(self, mixed_by: str) -> None:
         super().__init__()
         self.mixed_by = mixed_by
-        self.mix, self.linear, self.norm = nn.Parameter(torch.randn(2, 2)), nn.Linear(2, 2), nn.Softmax(-1)
+        self.mix, self.linear, self.norm = (
+            nn.Parameter(torch.randn(2, 2)),
+            nn.Linear(2, 2),
+            nn.Softmax(-1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x.view(2, 5, 2, 4).transpose(1, 2)
@@ -255,9 +305,12 @@ class TalkingHeads(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("mixed_by", "steps"), [("parameter", ["scores", "softmax", "context"]), ("module", []), ("own softmax", [])]
+    ("mixed_by", "steps"),
+    [("parameter", ["scores", "softmax", "context"]), ("module", []), ("own softmax", [])],
 )
-def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alone(mixed_by, steps, caplog):
+def test_scores_end_where_the_softmax_begins_and_submodules_between_are_left_alone(
+    mixed_by, steps, caplog
+):
     model, x = TalkingHeads(mixed_by).eval(), torch.randn(2, 5, 8)
     with torch.no_grad(), caplog.at_level(logging.WARNING):
         expected = model(x)
@@ -278,7 +331,9 @@ def test_in_inference_mode_attention_stays_as_it_is(caplog):
     assert ["in inference mode" in record.getMessage() for record in caplog.records] == [True]
 
 
-class NoAttention(Holding, choice=nn.Parameter(torch.randn(4, 8)), codes=nn.Parameter(torch.randn(8, 8))):
+class NoAttention(
+    Holding, choice=nn.Parameter(torch.randn(4, 8)), codes=nn.Parameter(torch.randn(8, 8))
+):
     """A choice among experts by a linear map, and a codebook: products with parameters, no scores of attention."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -293,7 +348,9 @@ def test_the_softmax_of_a_linear_map_is_no_attention(exporter, tmp_path):
     model, x = NoAttention().eval(), torch.randn(2, 5, 8)
     with decomposed_attention(model):
         model(x)
-        htp_export.export(model, (x,), tmp_path / "net.onnx", dynamo=exporter == "dynamo", verbose=False)
+        htp_export.export(
+            model, (x,), tmp_path / "net.onnx", dynamo=exporter == "dynamo", verbose=False
+        )
         assert not steps_of(model)
     assert list(htp_export.load(tmp_path / "net.onnx").hierarchy) == [""]
 
@@ -319,7 +376,9 @@ def test_training_has_the_same_dropout_and_gradients(make, inputs, steps, exact)
         torch.manual_seed(3)
         result = model(*[x] * inputs)
         (result[0] if isinstance(result, tuple) else result).square().sum().backward()
-        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+        return [
+            parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+        ]
 
     expected = gradients()
     with decomposed_attention(model, exact=exact):
@@ -338,11 +397,15 @@ def test_names_that_are_taken_are_left_alone():
     assert [name for name, _ in model.named_children()] == ["linear", "softmax"]
 
 
-@pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention", "someone/kernel"])
+@pytest.mark.parametrize(
+    "implementation", ["flash_attention_2", "flex_attention", "someone/kernel"]
+)
 def test_kernels_of_other_libraries_are_refused_by_module(implementation):
     model = nn.ModuleDict({"text": Own(with_bmm)})
     model["text"].config = type("Config", (), {"_attn_implementation": implementation})()
-    with pytest.raises(InputError, match=rf"module 'text' .*'{implementation}'.*set_attn_implementation"):
+    with pytest.raises(
+        InputError, match=rf"module 'text' .*'{implementation}'.*set_attn_implementation"
+    ):
         decomposed_attention(model).__enter__()
 
 

@@ -17,16 +17,31 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.regions import all_nodes
 from htp_export.shapes.operator_kinds import resembles
-from tests.handmade import branching, encoder, model, stripped, tagged_node, value, weight, with_function
+from tests.handmade import (
+    branching,
+    encoder,
+    model,
+    stripped,
+    tagged_node,
+    value,
+    weight,
+    with_function,
+)
 
 
 def owners(result: ir.Model) -> dict[str, list[str]]:
     """First output → owners."""
-    return {str(node.outputs[0].name): list(tags.owners_of(node.metadata_props)) for node in result.graph.all_nodes()}
+    return {
+        str(node.outputs[0].name): list(tags.owners_of(node.metadata_props))
+        for node in result.graph.all_nodes()
+    }
 
 
 def reasons(result: ir.Model) -> dict[str, str]:
-    return {str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in result.graph.all_nodes()}
+    return {
+        str(node.outputs[0].name): node.metadata_props["htp.reason"]
+        for node in result.graph.all_nodes()
+    }
 
 
 def chain(*steps: tuple[str, str, str]) -> ir.Model:
@@ -42,16 +57,26 @@ def chain(*steps: tuple[str, str, str]) -> ir.Model:
         nodes.append(tagged_node(op, reads, owner, name))
         last = nodes[-1].outputs[0]
     paths = ["", *dict.fromkeys(owner for _, owner, _ in steps if owner)]
-    return model([start], nodes, weights, [ModuleInfo(path, "net.Any", 1, "computed") for path in paths])
+    return model(
+        [start], nodes, weights, [ModuleInfo(path, "net.Any", 1, "computed") for path in paths]
+    )
 
 
-def rewire(changed: ir.Model, op: str, reads: list[str], makes: str, domain: str = "", **attributes: str) -> ir.Node:
+def rewire(
+    changed: ir.Model, op: str, reads: list[str], makes: str, domain: str = "", **attributes: str
+) -> ir.Node:
     """Put a node at the place of the one that makes a tensor; nodes that nothing reads any more are taken out."""
     values = {v.name: v for n in changed.graph for v in n.outputs}
     values |= {v.name: v for v in (*changed.graph.inputs, *changed.graph.initializers.values())}
     old = values[makes].producer()
     assert old is not None
-    node = ir.node(op, [values[name] for name in reads], attributes=attributes, domain=domain, name=f"{op}_of_tool")
+    node = ir.node(
+        op,
+        [values[name] for name in reads],
+        attributes=attributes,
+        domain=domain,
+        name=f"{op}_of_tool",
+    )
     node.outputs[0].name = makes
     node.outputs[0].shape, node.outputs[0].dtype = values[makes].shape, values[makes].dtype
     changed.graph.insert_before(old, node)
@@ -61,7 +86,11 @@ def rewire(changed: ir.Model, op: str, reads: list[str], makes: str, domain: str
         dead = gone.pop()
         makers = [v.producer() for v in dead.inputs if v is not None]
         changed.graph.remove(dead, safe=True)
-        gone += [m for m in dict.fromkeys(makers) if m is not None and not any(v.uses() for v in m.outputs)]
+        gone += [
+            m
+            for m in dict.fromkeys(makers)
+            if m is not None and not any(v.uses() for v in m.outputs)
+        ]
     return node
 
 
@@ -78,9 +107,14 @@ def take_out(changed: ir.Model, op: str) -> None:
 @pytest.mark.parametrize("what", ["branches", "functions", "calls"])
 def test_nodes_have_their_owners_and_calls_again(what, shared_files):
     made = {"branches": branching, "functions": with_function}
-    before = made[what]() if what in made else ir.from_proto(shared_files.read("called_twice", "dynamo"))
+    before = (
+        made[what]() if what in made else ir.from_proto(shared_files.read("called_twice", "dynamo"))
+    )
     said = [
-        [(node.metadata_props["htp.module"], node.metadata_props.get("htp.call")) for node in all_nodes(each)]
+        [
+            (node.metadata_props["htp.module"], node.metadata_props.get("htp.call"))
+            for node in all_nodes(each)
+        ]
         for each in (before, htp_export.carry(before, stripped(before)).model)
     ]
     assert said[0] == said[1]
@@ -147,7 +181,11 @@ OTHERS = {
 
 
 def operators(table: dict[str, str]) -> Any:
-    pairs = [(op.replace("ms::", "com.microsoft::"), other) for other, ops in table.items() for op in ops.split()]
+    pairs = [
+        (op.replace("ms::", "com.microsoft::"), other)
+        for other, ops in table.items()
+        for op in ops.split()
+    ]
     return pytest.mark.parametrize(("op", "other"), pairs, ids=lambda op: op.rpartition("::")[2])
 
 
@@ -165,7 +203,8 @@ def test_operators_whose_names_only_look_alike_are_not_taken_for_each_other(op, 
 def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
     before = chain(("Mul", "scale", "scaled"), ("MatMul", "fc", "y"))
     after = stripped(before)
-    node = rewire(after, "MatMul", ["x", "fc.MatMul.weight"], "y")  # the scale is in the weights now
+    # the scale is in the weights now
+    node = rewire(after, "MatMul", ["x", "fc.MatMul.weight"], "y")
     node.name, node.outputs[0].name = "node_scaled", "product"
     after.graph.append(ir.node("Neg", node.outputs, outputs=[value("y")], name="back"))
     after.graph.outputs[0] = after.graph[-1].outputs[0]
@@ -176,9 +215,16 @@ def test_a_name_on_an_operator_that_only_looks_alike_is_not_believed():
 
 
 def test_a_node_that_does_the_work_of_several_has_all_their_owners():
-    before = chain(("MatMul", "query", "q"), ("Add", "query", "qb"), ("Softmax", "scores", "s"), ("Relu", "act", "y"))
+    before = chain(
+        ("MatMul", "query", "q"),
+        ("Add", "query", "qb"),
+        ("Softmax", "scores", "s"),
+        ("Relu", "act", "y"),
+    )
     after = stripped(before)
-    rewire(after, "Attention", ["x", "query.MatMul.weight", "query.Add.weight"], "s", "com.microsoft")
+    rewire(
+        after, "Attention", ["x", "query.MatMul.weight", "query.Add.weight"], "s", "com.microsoft"
+    )
     result = htp_export.carry(before, after)
     assert owners(result.model) == {"s": ["query", "scores"], "y": ["act"]}
     assert reasons(result.model)["s"] == "fused"
@@ -201,7 +247,11 @@ def test_modules_that_were_merged_are_fused_with_each_other():
     result = htp_export.carry(before, after)
     tree = htp_export.load(result.model).hierarchy
     assert dict(result.fates) == {"fc": "fused", "act": "fused"}
-    assert (tree["fc"].fused_with, tree["act"].fused_with, tree["out"].fate) == (("act",), ("fc",), "computed")
+    assert (tree["fc"].fused_with, tree["act"].fused_with, tree["out"].fate) == (
+        ("act",),
+        ("fc",),
+        "computed",
+    )
 
 
 def test_a_name_taken_over_by_a_merged_node_means_the_later_tensor():
@@ -216,10 +266,14 @@ def test_a_name_taken_over_by_a_merged_node_means_the_later_tensor():
 
 def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_weights():
     """As onnxoptimizer does for q, k and v: the weights are joined, one product is made of them, and it is split."""
-    x, weights = value("x"), [weight(name) for name in ("q.w", "k.w_1", "v.w_12")]  # of other values each
-    products = [tagged_node("MatMul", [x, each], each.name[0], f"{each.name[0]}_out") for each in weights]
+    # of other values each
+    x, weights = value("x"), [weight(name) for name in ("q.w", "k.w_1", "v.w_12")]
+    products = [
+        tagged_node("MatMul", [x, each], each.name[0], f"{each.name[0]}_out") for each in weights
+    ]
     reading = [
-        tagged_node(op, product.outputs, "", op) for op, product in zip(("Neg", "Exp", "Abs"), products, strict=True)
+        tagged_node(op, product.outputs, "", op)
+        for op, product in zip(("Neg", "Exp", "Abs"), products, strict=True)
     ]
     last = tagged_node("Max", [node.outputs[0] for node in reading], "", "y")
     infos = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "q", "k", "v")]
@@ -228,9 +282,13 @@ def test_products_that_became_one_belong_to_all_and_so_does_what_joins_their_wei
     nodes, given = {node.outputs[0].name: node for node in after.graph}, after.graph.initializers
     joined = ir.node("Concat", list(given.values()), attributes={"axis": 1})
     product = ir.node("MatMul", [after.graph.inputs[0], joined.outputs[0]])
-    split = ir.node("Split", [product.outputs[0]], attributes={"axis": 1, "num_outputs": 3}, num_outputs=3)
+    split = ir.node(
+        "Split", [product.outputs[0]], attributes={"axis": 1, "num_outputs": 3}, num_outputs=3
+    )
     after.graph.insert_before(nodes["q_out"], [joined, product, split])
-    for node, name, made, reader in zip((joined, product, split), "wps", split.outputs, reading, strict=True):
+    for node, name, made, reader in zip(
+        (joined, product, split), "wps", split.outputs, reading, strict=True
+    ):
         node.outputs[0].name = name
         nodes[reader.outputs[0].name].replace_input_with(0, made)
     after.graph.remove([nodes[name] for name in ("q_out", "k_out", "v_out")], safe=True)
@@ -260,7 +318,9 @@ def rewritten(*nodes: tuple[str, list[str], str]) -> ir.Model:
     made = {"x": value("x")}
     built = []
     for op, reads, name in nodes:
-        built.append(ir.node(op, [made[read] for read in reads], outputs=[value(name)], name=f"tool_{name}"))
+        built.append(
+            ir.node(op, [made[read] for read in reads], outputs=[value(name)], name=f"tool_{name}")
+        )
         made[name] = built[-1].outputs[0]
     return model([made["x"]], built, [], [])
 
@@ -275,7 +335,10 @@ def test_a_tensor_that_is_computed_otherwise_under_another_name_is_known_by_its_
     """exp(-x) and the square root of it, which the tool computes as 1 / exp(x) and as a product of roots."""
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
     after = rewritten(
-        ("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2", "t2"], "y")
+        ("Exp", ["x"], "t0"),
+        ("Reciprocal", ["t0"], "t1"),
+        ("Sqrt", ["t1"], "t2"),
+        ("Max", ["t2", "t2"], "y"),
     )
     result = htp_export.carry(before, after, data=numbers())
     assert proved(result) == {"t2": ["root"]}
@@ -285,16 +348,31 @@ def test_a_tensor_that_is_computed_otherwise_under_another_name_is_known_by_its_
 
 def test_names_that_structure_contradicts_are_not_believed():
     """As an exporter does that counts names anew: they stand for other tensors, and structure decides."""
-    before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "c"), ("Neg", "out", "y"))
-    after = rewritten(("Neg", ["x"], "b"), ("Exp", ["b"], "c"), ("Sqrt", ["c"], "a"), ("Neg", ["a"], "y"))
-    assert owners(htp_export.carry(before, after).model) == {"b": ["neg"], "c": ["exp"], "a": ["root"], "y": ["out"]}
+    before = chain(
+        ("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "c"), ("Neg", "out", "y")
+    )
+    after = rewritten(
+        ("Neg", ["x"], "b"), ("Exp", ["b"], "c"), ("Sqrt", ["c"], "a"), ("Neg", ["a"], "y")
+    )
+    assert owners(htp_export.carry(before, after).model) == {
+        "b": ["neg"],
+        "c": ["exp"],
+        "a": ["root"],
+        "y": ["out"],
+    }
 
 
 def test_the_owner_of_a_tensor_that_equals_several_is_unknown():
     """All inputs are positive: what Relu and Abs make is what they are given, and nobody can say which one it is."""
-    before = chain(("Exp", "exp", "a"), ("Relu", "relu", "b"), ("Abs", "abs", "c"), ("Sqrt", "root", "y"))
+    before = chain(
+        ("Exp", "exp", "a"), ("Relu", "relu", "b"), ("Abs", "abs", "c"), ("Sqrt", "root", "y")
+    )
     after = rewritten(
-        ("Neg", ["x"], "n"), ("Exp", ["n"], "e"), ("Reciprocal", ["e"], "t"), ("Max", ["t"], "m"), ("Sqrt", ["m"], "y")
+        ("Neg", ["x"], "n"),
+        ("Exp", ["n"], "e"),
+        ("Reciprocal", ["e"], "t"),
+        ("Max", ["t"], "m"),
+        ("Sqrt", ["m"], "y"),
     )
     assert proved(htp_export.carry(before, after, data=numbers())) == {"y": ["root"]}
 
@@ -302,15 +380,28 @@ def test_the_owner_of_a_tensor_that_equals_several_is_unknown():
 @pytest.mark.parametrize("array", [np.zeros((2, 4)), np.ones((2, 4)), np.tile([1.0, 2.0], (2, 2))])
 def test_tensors_with_hardly_any_different_numbers_match_nothing(array):
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
-    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
-    assert proved(htp_export.carry(before, after, data={"x": array.astype(np.float32)}, require=0)) == {}
+    after = rewritten(
+        ("Exp", ["x"], "t0"),
+        ("Reciprocal", ["t0"], "t1"),
+        ("Sqrt", ["t1"], "t2"),
+        ("Max", ["t2"], "y"),
+    )
+    assert (
+        proved(htp_export.carry(before, after, data={"x": array.astype(np.float32)}, require=0))
+        == {}
+    )
 
 
 def test_values_are_taken_in_portions(monkeypatch):
     from htp_export.alignment import evidence
 
     before = chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))
-    after = rewritten(("Exp", ["x"], "t0"), ("Reciprocal", ["t0"], "t1"), ("Sqrt", ["t1"], "t2"), ("Max", ["t2"], "y"))
+    after = rewritten(
+        ("Exp", ["x"], "t0"),
+        ("Reciprocal", ["t0"], "t1"),
+        ("Sqrt", ["t1"], "t2"),
+        ("Max", ["t2"], "y"),
+    )
     asked, run = list[int](), evidence.Runner.run
 
     def counted(self, feed, names):
@@ -319,7 +410,8 @@ def test_values_are_taken_in_portions(monkeypatch):
 
     monkeypatch.setattr(evidence.Runner, "run", counted)
     whole = owners(htp_export.carry(before, after, data=numbers()).model)
-    assert asked == [3, 1, 4]  # of one model, the outputs of the other, and the tensors of the other
+    # of one model, the outputs of the other, and the tensors of the other
+    assert asked == [3, 1, 4]
     monkeypatch.setattr(evidence, "PORTION_BYTES", 64)
     assert owners(htp_export.carry(before, after, data=numbers()).model) == whole
     assert asked[3:] == [2, 1, 1, 2, 2]
@@ -355,17 +447,27 @@ def test_a_map_brings_the_tags_back_when_the_model_before_is_gone():
 
 
 def test_a_map_is_taken_off_by_what_changes_tags():
-    optimized = htp_export.optimize(htp_export.embed_map(encoder()), passes=["eliminate_dead_nodes"])
+    optimized = htp_export.optimize(
+        htp_export.embed_map(encoder()), passes=["eliminate_dead_nodes"]
+    )
     assert "htp.map" not in optimized.model.metadata_props
     part = htp_export.extract(encoder(), "layer.0.fc").model
-    assert "htp.map" not in htp_export.splice(htp_export.embed_map(encoder()), "layer.0.fc", part).model.metadata_props
+    assert (
+        "htp.map"
+        not in htp_export.splice(
+            htp_export.embed_map(encoder()), "layer.0.fc", part
+        ).model.metadata_props
+    )
 
 
 def test_what_the_modules_of_pytorch_hold_is_still_said(shared_files):
     exported = ir.from_proto(shared_files.read("siblings", "dynamo"))
     held = exported.metadata_props["htp.parameters"]
     mapped = stripped(htp_export.embed_map(exported))
-    assert htp_export.carry(exported, stripped(exported)).model.metadata_props["htp.parameters"] == held
+    assert (
+        htp_export.carry(exported, stripped(exported)).model.metadata_props["htp.parameters"]
+        == held
+    )
     assert htp_export.carry(mapped).model.metadata_props["htp.parameters"] == held
 
 
@@ -409,7 +511,9 @@ def test_a_tool_may_write_nodes_in_another_order_than_they_run(written, tmp_path
     proto.graph.node.sort(key=lambda node: node.output[0])
     if written:
         onnx.save(proto, tmp_path / "after.onnx")
-    result = htp_export.carry(encoder(), tmp_path / "after.onnx" if written else proto, data=numbers())
+    result = htp_export.carry(
+        encoder(), tmp_path / "after.onnx" if written else proto, data=numbers()
+    )
     assert owners(result.model) == owners(encoder())
     onnx.checker.check_model(ir.to_proto(result.model))  # which wants them in order
     assert result.model.clone()
@@ -427,7 +531,8 @@ def test_values_outside_of_the_sample_count_too():
 def test_constants_of_many_plain_numbers_are_told_apart():
     header = '<ir_version: 10, opset_import: ["": 20]> g () => (int64[40] y)'
     texts = [
-        f"{header} {{ c = Constant <value_ints = [{', '.join([str(k)] * 40)}]> () y = Identity (c) }}" for k in "12"
+        f"{header} {{ c = Constant <value_ints = [{', '.join([str(k)] * 40)}]> () y = Identity (c) }}"
+        for k in "12"
     ]
     first, second = (summarize(ir.from_onnx_text(text))[0].nodes[0].attributes for text in texts)
     assert first != second
@@ -436,7 +541,9 @@ def test_constants_of_many_plain_numbers_are_told_apart():
 @pytest.mark.parametrize("beyond", [0, 1])
 def test_a_map_in_a_file_is_unfolded_up_to_a_size(monkeypatch, beyond):
     mapped = stripped(htp_export.embed_map(encoder()))
-    size = len(origin_map.zlib.decompress(origin_map.base64.b85decode(mapped.metadata_props["htp.map"])))
+    size = len(
+        origin_map.zlib.decompress(origin_map.base64.b85decode(mapped.metadata_props["htp.map"]))
+    )
     monkeypatch.setattr(origin_map, "_LARGEST", size - beyond)
     with pytest.raises(InputError, match="it is too large") if beyond else contextlib.nullcontext():
         assert owners(htp_export.carry(mapped).model) == owners(encoder())

@@ -144,7 +144,9 @@ def lying(number: int, node: ir.Node) -> str:
 
 
 @pytest.mark.parametrize("names", ["as written", "others", "that lie"])
-def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(original, torchscript, example, names):
+def test_a_file_of_the_other_exporter_gets_the_owners_that_its_own_export_has(
+    original, torchscript, example, names
+):
     foreign = foreign_of(torchscript)
     if names != "as written":
         renamed(foreign, lying if names == "that lie" else numbered)
@@ -164,7 +166,9 @@ def test_inputs_are_those_of_a_module_or_random_ones(net, original, torchscript,
         assert owners(carried.model) == owners(htp_export.load(torchscript).model)
 
 
-@pytest.mark.parametrize("tool", ["onnxslim", "onnxruntime", "float16", "quantize_dynamic", "matmul_nbits"])
+@pytest.mark.parametrize(
+    "tool", ["onnxslim", "onnxruntime", "float16", "quantize_dynamic", "matmul_nbits"]
+)
 def test_what_tools_make_of_it_has_no_wrong_owner(tool, original, torchscript, example):
     options = {"float16": {"keep_io_types": True}, "matmul_nbits": {"block_size": 16}}.get(tool, {})
     with contextlib.redirect_stdout(io.StringIO()):
@@ -180,7 +184,11 @@ def test_what_tools_make_of_it_has_no_wrong_owner(tool, original, torchscript, e
 def joined_model(net: Net, extra: str = "") -> ir.Model:
     """The first attention, with query, key and value in one product."""
     attention = net.blocks[0].attention
-    joined = torch.cat([linear.weight.T for linear in (attention.q, attention.k, attention.v)], 1).detach().numpy()
+    joined = (
+        torch.cat([linear.weight.T for linear in (attention.q, attention.k, attention.v)], 1)
+        .detach()
+        .numpy()
+    )
     text = f"""<ir_version: 10, opset_import: ["": 20]>
     g (float[2, 5, {SIZE}] x) => (float[2, 5, {SIZE}] y)
     <float[1] scale = {{0.25}}, int64[3] sizes = {{{SIZE}, {SIZE}, {SIZE}}}> {{
@@ -195,13 +203,18 @@ def joined_model(net: Net, extra: str = "") -> ir.Model:
     }}"""
     proto = onnx.parser.parse_model(text)
     proto.graph.initializer.append(onnx.numpy_helper.from_array(joined, "w"))
-    proto.graph.initializer.append(onnx.numpy_helper.from_array(attention.o.weight.T.detach().numpy().copy(), "o"))
+    proto.graph.initializer.append(
+        onnx.numpy_helper.from_array(attention.o.weight.T.detach().numpy().copy(), "o")
+    )
     return ir.from_proto(proto)
 
 
 def test_joined_projections_have_all_their_owners(net, example):
     carried = htp_export.carry(net.blocks[0].attention, joined_model(net), args=(example,))
-    found = {str(node.outputs[0].name): tags.owners_of(node.metadata_props) for node in carried.model.graph}
+    found = {
+        str(node.outputs[0].name): tags.owners_of(node.metadata_props)
+        for node in carried.model.graph
+    }
     assert found == {
         "qkv": ("q", "k", "v"),
         "q": ("q", "k", "v"),
@@ -214,9 +227,13 @@ def test_joined_projections_have_all_their_owners(net, example):
 def test_what_the_original_does_not_compute_is_unknown(net, example):
     extra = "more = Sin(mixed) last = MatMul(mixed, o) both = Add(last, more) y = Identity(both)"
     model = joined_model(net, extra)
-    model.graph.outputs.append(next(node.outputs[0] for node in model.graph if node.outputs[0].name == "last"))
+    model.graph.outputs.append(
+        next(node.outputs[0] for node in model.graph if node.outputs[0].name == "last")
+    )
     carried = htp_export.carry(net.blocks[0].attention, model, args=(example,))
-    said = {str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in carried.model.graph}
+    said = {
+        str(node.outputs[0].name): node.metadata_props["htp.reason"] for node in carried.model.graph
+    }
     assert said["more"] == said["both"] == "unknown"
     assert said["last"] != "unknown"
     assert len(carried.unknown) >= 2
@@ -225,7 +242,9 @@ def test_what_the_original_does_not_compute_is_unknown(net, example):
 
 
 @pytest.mark.parametrize(("name", "said"), [("", ("inserted", "0")), ("/1/Reshape", ("node", "1"))])
-def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says_or_whose_tensor_it_restores(name, said):
+def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says_or_whose_tensor_it_restores(
+    name, said
+):
     net = nn.Sequential(nn.Linear(4, 6), nn.Tanh()).eval()
     example = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(0))
     text = """<ir_version: 10, opset_import: ["": 20]> g (float[2, 3, 4] x) => (float[2, 3, 6] y)
@@ -240,7 +259,10 @@ def test_a_layout_between_two_modules_is_of_the_one_that_its_name_says_or_whose_
     for weight, value in (("w", net[0].weight), ("b", net[0].bias)):
         proto.graph.initializer.append(onnx.numpy_helper.from_array(value.detach().numpy(), weight))
     carried = htp_export.carry(net, proto, args=(example,))
-    found = [(node.metadata_props["htp.reason"], node.metadata_props["htp.module"]) for node in carried.model.graph]
+    found = [
+        (node.metadata_props["htp.reason"], node.metadata_props["htp.module"])
+        for node in carried.model.graph
+    ]
     assert [module for _, module in found[1::2]] == ["0", "1"]
     assert found[2] == said
 
@@ -254,12 +276,16 @@ class Positions(Holding, table=nn.Embedding(12, SIZE), first=nn.Linear(SIZE, SIZ
     """A parent computes what an embedding reads, and a child pads nothing."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        places = torch.gather(torch.arange(12).expand(2, -1), 1, torch.arange(5).flip(0).repeat(2, 1))
+        places = torch.gather(
+            torch.arange(12).expand(2, -1), 1, torch.arange(5).flip(0).repeat(2, 1)
+        )
         return self.last(torch.tanh(self.first(x + self.table(places))))
 
 
 @pytest.fixture(scope="module")
-def positions(example: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def positions(
+    example: torch.Tensor, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
     """The file of an exporter."""
     net = Positions().eval()
     spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
@@ -280,11 +306,18 @@ def test_work_of_a_parent_and_no_ops_have_no_wrong_owner(original_by, foreign_by
 
 
 def test_equal_work_of_two_modules_is_of_the_one_that_reads_it_or_unknown():
-    net, example = nn.Sequential(Masks(), Masks()), torch.randn(2, 6, generator=torch.Generator().manual_seed(0))
+    net, example = (
+        nn.Sequential(Masks(), Masks()),
+        torch.randn(2, 6, generator=torch.Generator().manual_seed(0)),
+    )
     spread_parameters(net, torch.Generator().manual_seed(0), scale=0.3)
-    original = htp_export.load(htp_export.export(net.eval(), (example,), verbose=False, optimize=False))
+    original = htp_export.load(
+        htp_export.export(net.eval(), (example,), verbose=False, optimize=False)
+    )
     foreign = renamed(_untagged(original.model))
-    carried = htp_export.carry(original, foreign, data={str(original.model.graph.inputs[0].name): example})
+    carried = htp_export.carry(
+        original, foreign, data={str(original.model.graph.inputs[0].name): example}
+    )
     assert wrong(carried.model, original.model) == []
 
 
@@ -296,11 +329,15 @@ class Masks(Holding, linear=nn.Linear(6, 6)):
 
 @pytest.mark.parametrize("precision", ["int8", "fp16", "int8-weights"])
 def test_a_quantized_file_is_an_original_too(precision, original, torchscript, example):
-    quantized = htp_export.load(htp_export.quantize(original, {"*": precision}, data={"x": example.numpy()}).model)
+    quantized = htp_export.load(
+        htp_export.quantize(original, {"*": precision}, data={"x": example.numpy()}).model
+    )
     same = htp_export.carry(quantized, _untagged(quantized.model), data={"x": example})
     assert wrong(same.model, quantized.model) == []
     assert same.share_known > 0.9
-    assert htp_export.carry(quantized, foreign_of(torchscript), data={"x": example}, require=0).nodes
+    assert htp_export.carry(
+        quantized, foreign_of(torchscript), data={"x": example}, require=0
+    ).nodes
 
 
 def test_a_file_of_another_model_is_refused_and_not_written(original, tmp_path, capsys):
@@ -311,7 +348,13 @@ def test_a_file_of_another_model_is_refused_and_not_written(original, tmp_path, 
         htp_export.carry(original, foreign, output)
     original.save(tmp_path / "original.onnx")
     htp_export.load(foreign).save(tmp_path / "foreign.onnx")
-    command = ["carry", str(tmp_path / "original.onnx"), str(tmp_path / "foreign.onnx"), "-o", str(output)]
+    command = [
+        "carry",
+        str(tmp_path / "original.onnx"),
+        str(tmp_path / "foreign.onnx"),
+        "-o",
+        str(output),
+    ]
     assert main(command) == 1
     assert "was not written" in capsys.readouterr().err
     assert not output.exists()
@@ -341,9 +384,15 @@ def test_weights_are_compared_in_full_only_where_hashes_and_samples_do_not_decid
     assert reads <= 2 * len(many)
 
 
-def test_a_file_that_does_not_run_is_carried_by_weights_and_the_note_says_so(original, torchscript, example):
+def test_a_file_that_does_not_run_is_carried_by_weights_and_the_note_says_so(
+    original, torchscript, example
+):
     foreign = foreign_of(torchscript)
-    for node in [node for node in foreign.graph if node.op_type in ("Softmax", "Transpose", "Mul", "Reshape", "Add")]:
+    for node in [
+        node
+        for node in foreign.graph
+        if node.op_type in ("Softmax", "Transpose", "Mul", "Reshape", "Add")
+    ]:
         node.domain = "somewhere.else"
     foreign.graph.opset_imports["somewhere.else"] = foreign.opset_imports["somewhere.else"] = 1
     carried = htp_export.carry(original, foreign, data={"x": example})
@@ -360,12 +409,20 @@ def test_the_carried_file_works_with_the_other_functions(original, torchscript, 
     assert tagged.signatures["blocks.1.attention"][0].outputs[0] in tagged.values
     assert htp_export.cost(file, dims={}).modules["blocks.0.attention"].flops > 0
     part = htp_export.extract(file, "blocks.1.attention", tmp_path / "part.onnx")
-    assert [value.name for value in part.model.graph.outputs] == [tagged.signatures["blocks.1.attention"][0].outputs[0]]
-    quantized = htp_export.quantize(file, {"blocks.*.attention": "int8-weights"}, tmp_path / "int8.onnx")
-    assert (
-        quantized.modules["blocks.0.attention.q"].bytes_after < quantized.modules["blocks.0.attention.q"].bytes_before
+    assert [value.name for value in part.model.graph.outputs] == [
+        tagged.signatures["blocks.1.attention"][0].outputs[0]
+    ]
+    quantized = htp_export.quantize(
+        file, {"blocks.*.attention": "int8-weights"}, tmp_path / "int8.onnx"
     )
-    assert htp_export.compare(original, file, {"x": example}).modules["blocks.0.attention"].status == "agrees"
+    assert (
+        quantized.modules["blocks.0.attention.q"].bytes_after
+        < quantized.modules["blocks.0.attention.q"].bytes_before
+    )
+    assert (
+        htp_export.compare(original, file, {"x": example}).modules["blocks.0.attention"].status
+        == "agrees"
+    )
 
 
 def test_weights_stay_in_the_data_file(original, torchscript, example, tmp_path):
@@ -391,7 +448,10 @@ def test_wrong_arguments_are_refused(net, original, torchscript, example):
 # --- the evidence ---
 
 GENERATOR = np.random.default_rng(0)
-WEIGHTS = [GENERATOR.normal(size=shape).astype(np.float32) for shape in [(24, 16), (8, 16), (16, 40), (16,), (16,)]]
+WEIGHTS = [
+    GENERATOR.normal(size=shape).astype(np.float32)
+    for shape in [(24, 16), (8, 16), (16, 40), (16,), (16,)]
+]
 
 
 def known(arrays: list[Any], **options: Any) -> Originals:
@@ -430,7 +490,12 @@ def test_a_weight_is_recognised(case):
 
 
 @pytest.mark.parametrize(
-    "array", [GENERATOR.normal(size=(24, 16)).astype(np.float32), np.ones((24, 16), np.float32), WEIGHTS[0][:, ::-1]]
+    "array",
+    [
+        GENERATOR.normal(size=(24, 16)).astype(np.float32),
+        np.ones((24, 16), np.float32),
+        WEIGHTS[0][:, ::-1],
+    ],
 )
 def test_another_weight_is_not(array):
     assert weights().find(array) is None
@@ -482,7 +547,10 @@ def test_the_tolerance_is_that_of_the_outputs_and_needs_a_margin():
     assert like is not None
     assert like.originals == (2,)
     assert originals.find((first + near) / 2) is None
-    assert largest_error([(np.arange(64, dtype=np.float32).reshape(4, 16), [])], originals.find) == np.inf
+    assert (
+        largest_error([(np.arange(64, dtype=np.float32).reshape(4, 16), [])], originals.find)
+        == np.inf
+    )
 
 
 def test_outputs_with_few_numbers_are_held_against_those_of_the_original():
@@ -509,17 +577,27 @@ def test_the_command_writes_the_file_and_its_status_says_whether_enough_is_known
     original.save(tmp_path / "original.onnx")
     htp_export.load(renamed(foreign_of(torchscript))).save(tmp_path / "foreign.onnx")
     more = renamed(foreign_of(torchscript))
-    more.graph.append(ir.node("Sin", more.graph.outputs, outputs=[ir.val("sin", ir.DataType.FLOAT, [2, 5, 7])]))
+    more.graph.append(
+        ir.node("Sin", more.graph.outputs, outputs=[ir.val("sin", ir.DataType.FLOAT, [2, 5, 7])])
+    )
     more.graph.outputs.append(next(iter(reversed(more.graph))).outputs[0])
     htp_export.load(more).save(tmp_path / "other.onnx")
-    command = ["carry", str(tmp_path / "original.onnx"), str(tmp_path / "foreign.onnx"), "-o", str(tmp_path / "t.onnx")]
+    command = [
+        "carry",
+        str(tmp_path / "original.onnx"),
+        str(tmp_path / "foreign.onnx"),
+        "-o",
+        str(tmp_path / "t.onnx"),
+    ]
     assert main([*command, "--json", "--require", "1"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["unknown"] == []
     assert said["modules"]["head"]["nodes"]
     assert said["file"] == str(tmp_path / "t.onnx")
     assert htp_export.load(tmp_path / "t.onnx")["head"].nodes
-    assert main([*command[:2], str(tmp_path / "other.onnx"), *command[3:], "--require", "0.99"]) == 1
+    assert (
+        main([*command[:2], str(tmp_path / "other.onnx"), *command[3:], "--require", "0.99"]) == 1
+    )
 
 
 # --- files of ONNX Runtime GenAI's builder ---
@@ -557,7 +635,9 @@ def test_files_of_genai_get_their_true_owners(built, precision):
     truths = [genai_truth(node.name or "", 2, joined) for node in foreign.graph.all_nodes()]
     anonymous(foreign)
     carried = htp_export.carry(original, foreign, data=inputs)
-    found = score(carried, dict(zip(carried.model.graph.all_nodes(), truths, strict=True)).__getitem__)
+    found = score(
+        carried, dict(zip(carried.model.graph.all_nodes(), truths, strict=True)).__getitem__
+    )
     assert found.too_many == found.disjoint == found.fewer == 0, found.seen
     # In fp16 the builder writes masks and repeated keys as nodes that the original has not: unknown, and none wrong.
     assert found.unknown <= (90 if precision == "fp16" else 0), found.seen

@@ -27,9 +27,17 @@ def parallel(paths: tuple[str, ...] = ("query", "key", "value")) -> ir.Model:
     """Products of one tensor with weights of one shape, by modules beside each other."""
     x = value("x", WIDTH)
     weights = [weight(f"{path}.weight", seed) for seed, path in enumerate(paths)]
-    nodes = [tagged_node("MatMul", [x, each], path, f"{path}.out") for path, each in zip(paths, weights, strict=True)]
+    nodes = [
+        tagged_node("MatMul", [x, each], path, f"{path}.out")
+        for path, each in zip(paths, weights, strict=True)
+    ]
     total = tagged_node("Sum", [node.outputs[0] for node in nodes], "", "sum")
-    return model([x], [*nodes, total], weights, [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", *paths)])
+    return model(
+        [x],
+        [*nodes, total],
+        weights,
+        [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", *paths)],
+    )
 
 
 def renamed(source: ir.Model, names: dict[str, str] | None = None) -> ir.Model:
@@ -58,7 +66,9 @@ def test_modules_beside_each_other_are_told_apart_by_the_contents_of_renamed_wei
     assert owners(htp_export.carry(before, after).model) == [["value"], ["key"], ["query"], [""]]
 
 
-def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_nothing_is_known(tmp_path):
+def test_renamed_weights_in_data_files_are_found_too_and_without_their_file_nothing_is_known(
+    tmp_path,
+):
     before, after = tmp_path / "before.onnx", tmp_path / "after.onnx"
     htp_export.load(parallel()).save(before, "before.data")
     htp_export.load(renamed(parallel())).save(after, "after.data")
@@ -86,9 +96,21 @@ def scales() -> ir.Model:
     nodes: list[ir.Node] = []
     for path in ("first", "second"):
         scale, shift = constant(path, "scale", 0.5), constant(path, "shift", len(path))
-        product = tagged_node("Mul", [x if not nodes else nodes[-1].outputs[0], scale.outputs[0]], path, f"{path}.mul")
-        nodes += [scale, shift, product, tagged_node("Add", [product.outputs[0], shift.outputs[0]], path, f"{path}.y")]
-    return model([x], nodes, [], [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "first", "second")])
+        product = tagged_node(
+            "Mul", [x if not nodes else nodes[-1].outputs[0], scale.outputs[0]], path, f"{path}.mul"
+        )
+        nodes += [
+            scale,
+            shift,
+            product,
+            tagged_node("Add", [product.outputs[0], shift.outputs[0]], path, f"{path}.y"),
+        ]
+    return model(
+        [x],
+        nodes,
+        [],
+        [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "first", "second")],
+    )
 
 
 def test_equal_constants_under_names_of_others_belong_to_the_module_that_reads_them():
@@ -112,7 +134,10 @@ def test_a_constant_that_took_the_name_of_another_one_is_known_by_its_contents()
 class Attends(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.query, self.key, self.out = nn.LayerNorm(32), *(nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.norm, self.query, self.key, self.out = (
+            nn.LayerNorm(32),
+            *(nn.Linear(32, 32, bias=False) for _ in range(3)),
+        )
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         normal = self.norm(x)
@@ -124,7 +149,11 @@ class Attends(nn.Module):
 class SharesBias(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.bias = Attends(), Attends(), nn.Parameter(torch.randn(1, 8, 8))
+        self.first, self.second, self.bias = (
+            Attends(),
+            Attends(),
+            nn.Parameter(torch.randn(1, 8, 8)),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         second: torch.Tensor = self.second(self.first(x, self.bias), self.bias)
@@ -136,12 +165,16 @@ def inputs() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-@pytest.mark.parametrize(("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})])
+@pytest.mark.parametrize(
+    ("tool", "options"), [("matmul_nbits", {"block_size": 32}), ("quantize_dynamic", {})]
+)
 def test_known_owners_of_quantized_and_renamed_nodes_are_true(tool, options, exporter, tmp_path):
     """Rounding hides all values, a bias that two modules add does not tell whose sum it is, and regions are wide."""
     other = exported_once(SharesBias, inputs, exporter, tmp_path)[1]
     quantized = getattr(htp_export.tools, tool)(other, **options).model
-    carried = htp_export.carry(exported_once(SharesBias, inputs, "dynamo", tmp_path)[1], renamed(quantized)).model
+    carried = htp_export.carry(
+        exported_once(SharesBias, inputs, "dynamo", tmp_path)[1], renamed(quantized)
+    ).model
     known = [
         (node.op_type, node.metadata_props[tags.REASON], said, true)
         for node, said, true in zip(carried.graph, owners(carried), owners(quantized), strict=True)

@@ -61,7 +61,13 @@ CASES: dict[str, tuple[str, str, dict[str, list[str]]]] = {
         "[c0] a = Neg(x) [c1] b = Neg(a) s = Add(b, a) r = Relu(s) [c2] c = Neg(r) y = Exp(c)",
         """[c0_nchwc] t0 = Neg(x) [c1_nchwc] t1 = com.microsoft.Neg <activation = "Relu"> (t0, t0)
         [c2_nchwc] t2 = com.microsoft.Neg(t1) [order] c = com.microsoft.Order(t2) y = Exp(c)""",
-        {"c0_nchwc": ["c0"], "c1_nchwc": ["c1", "Add", "Relu"], "c2_nchwc": ["c2"], "order": ["c2"], "Exp": ["Exp"]},
+        {
+            "c0_nchwc": ["c0"],
+            "c1_nchwc": ["c1", "Add", "Relu"],
+            "c2_nchwc": ["c2"],
+            "order": ["c2"],
+            "Exp": ["Exp"],
+        },
     ),
     "what an earlier layer turned out to do is not done again by a later one": (
         "[c0] a = Neg(x) [r0] ra = Relu(a) [c1] b = Neg(ra) s1 = Add(b, ra) [r1] rb = Relu(s1) [c2] y = Neg(rb)",

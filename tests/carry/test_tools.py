@@ -35,7 +35,10 @@ PACKAGES = ("onnxslim", "onnxsim", "onnxoptimizer")
 FLOAT_TOOLS = [
     *(pytest.param(name, {}, id=name) for name in PACKAGES),
     pytest.param("onnxscript", {}, id="onnxscript"),
-    *(slow("onnxruntime", {"level": level}, id=f"onnxruntime-{level}") for level in ("basic", "extended")),
+    *(
+        slow("onnxruntime", {"level": level}, id=f"onnxruntime-{level}")
+        for level in ("basic", "extended")
+    ),
     pytest.param("onnxruntime", {"level": "all"}, id="onnxruntime-all"),
     pytest.param("version_converter", {"opset": 21}, id="version_converter"),
     pytest.param("symbolic_shape_infer", {"auto_merge": True}, id="symbolic_shape_infer"),
@@ -68,7 +71,9 @@ class Encoder(Holding, layers=nn.ModuleList(Attention() for _ in range(2))):
 
 
 @pytest.fixture(scope="module", params=["dynamo", slow("torchscript")])
-def attention(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+def attention(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Any, Path]:
     torch.manual_seed(0)
     model, kwargs = Encoder().eval(), {"x": torch.randn(2, 6, 32)}
     folder = tmp_path_factory.mktemp("attention")
@@ -85,7 +90,9 @@ QUANTIZERS = [
 
 
 @pytest.mark.parametrize(("name", "options"), [*FLOAT_TOOLS, *QUANTIZERS])
-def test_nodes_have_their_owners_after_a_tool_and_names_show_what_it_was_given(name, options, attention, tmp_path):
+def test_nodes_have_their_owners_after_a_tool_and_names_show_what_it_was_given(
+    name, options, attention, tmp_path
+):
     """The adapter knows that it is the original; `carry` has to see it, and then finds the same without a run."""
     model, kwargs, path = attention
     if name == "quantize_static":
@@ -96,14 +103,16 @@ def test_nodes_have_their_owners_after_a_tool_and_names_show_what_it_was_given(n
     assert untagged(written) == []
     assert result.nodes == result.kept + sum(result.recovered.values())
     if name in {each.values[0] for each in QUANTIZERS}:
-        paths = {path for path, _ in model.named_modules()} - {""}  # nothing is the root's in this model
+        # nothing is the root's in this model
+        paths = {path for path, _ in model.named_modules()} - {""}
         assert {owner for node in written.graph.node for owner in owners_of(node)} <= paths
     else:
         assert inexact(model, kwargs, tmp_path / "out.onnx") == []
     carried = htp_export.carry(path, stripped(result.model))
     assert carried.unknown == []
     found, true = (
-        [owned_of(node.metadata_props) for node in each.model.graph.all_nodes()] for each in (carried, result)
+        [owned_of(node.metadata_props) for node in each.model.graph.all_nodes()]
+        for each in (carried, result)
     )
     assert found == true
 
@@ -125,19 +134,24 @@ def test_convolutions_are_exact_after_a_tool(name, options, convolutions, tmp_pa
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_layers_that_run_twice_in_a_row_keep_their_calls(exporter, tmp_path):
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))  # a sum of one summand
+        # a sum of one summand
+        return self.head(torch.tanh(torch.stack([self.layer(self.layer(x))]).sum(0)))
 
     model = spread(composed(forward, layer=nn.Linear(8, 8), head=nn.Linear(8, 3)).eval(), 3)
     kwargs = {"x": torch.ones(2, 5, 8)}
     exported(model, kwargs, exporter, tmp_path)
     tagged = tools.onnxsim(tmp_path / "model.onnx", tmp_path / "out.onnx").tagged
-    assert [sum(node.op_type == "Gemm" for node in tagged["layer"].call(k).nodes) for k in range(2)] == [1, 1]
+    assert [
+        sum(node.op_type == "Gemm" for node in tagged["layer"].call(k).nodes) for k in range(2)
+    ] == [1, 1]
     assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_a_result_into_which_a_factor_went_is_not_that_of_the_layer(exporter, tmp_path):
-    halved = composed(lambda self, x: torch.stack([self.layer(x) * 0.5, x]).sum(0), layer=nn.Linear(8, 8))
+    halved = composed(
+        lambda self, x: torch.stack([self.layer(x) * 0.5, x]).sum(0), layer=nn.Linear(8, 8)
+    )
     model, kwargs = spread(halved.eval(), 3), {"x": torch.ones(2, 4, 8)}
     exported(model, kwargs, exporter, tmp_path)
     for tool in (tools.onnxslim, tools.onnxsim):
@@ -167,14 +181,19 @@ def test_equal_results_of_two_modules_are_those_of_each(exporter, tmp_path):
     def forward(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(part for head in (self.one, self.two) for part in head(x))
 
-    heads = {name: composed(lambda self, x: (self.fc(x), x.sum(-1)), fc=nn.Linear(4, 4)) for name in ("one", "two")}
+    heads = {
+        name: composed(lambda self, x: (self.fc(x), x.sum(-1)), fc=nn.Linear(4, 4))
+        for name in ("one", "two")
+    }
     model, kwargs = spread(composed(forward, **heads).eval()), {"x": torch.randn(2, 4)}
     exported(model, kwargs, exporter, tmp_path)
     for tool in (tools.onnxslim, tools.onnxscript, htp_export.optimize):
         tool(tmp_path / "model.onnx", tmp_path / "out.onnx")
         assert htp_export.verify(model, tmp_path / "out.onnx", (), kwargs).ok
         assert inexact(model, kwargs, tmp_path / "out.onnx") == []
-        assert {info.fate for info in htp_export.load(tmp_path / "out.onnx").hierarchy.values()} == {"computed"}
+        assert {
+            info.fate for info in htp_export.load(tmp_path / "out.onnx").hierarchy.values()
+        } == {"computed"}
 
 
 def test_a_name_of_another_tensor_is_found_before_a_reshape_that_does_nothing(tmp_path):
@@ -206,7 +225,10 @@ def onnxruntime_alone(given: Path, made: Path) -> onnx.ModelProto:
     "tool",
     [
         pytest.param(lambda given, _: library("onnxslim").slim(onnx.load(given)), id="onnxslim"),
-        pytest.param(lambda given, _: onnx.version_converter.convert_version(onnx.load(given), 21), id="converter"),
+        pytest.param(
+            lambda given, _: onnx.version_converter.convert_version(onnx.load(given), 21),
+            id="converter",
+        ),
         pytest.param(onnxruntime_alone, id="onnxruntime"),
     ],
 )
@@ -214,7 +236,9 @@ def test_with_a_map_the_model_before_is_not_needed(tool, attention, tmp_path):
     htp_export.embed_map(attention[2], tmp_path / "mapped.onnx")
     made = tool(tmp_path / "mapped.onnx", tmp_path / "made.onnx")
     one, other = htp_export.carry(tmp_path / "mapped.onnx", made), htp_export.carry(made)
-    assert [n.metadata_props for n in one.model.graph] == [n.metadata_props for n in other.model.graph]
+    assert [n.metadata_props for n in one.model.graph] == [
+        n.metadata_props for n in other.model.graph
+    ]
     assert one.model.metadata_props == other.model.metadata_props
     assert one.to_dict() == other.to_dict()
     assert inexact(attention[0], attention[1], ir.to_proto(other.model)) == []
@@ -228,14 +252,20 @@ def test_a_fused_attention_belongs_to_all_that_it_computes(tmp_path):
         hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, vocab_size=99,
         attn_implementation="eager",
     )  # fmt: skip
-    kwargs = {"input_ids": torch.randint(3, 99, (1, 8)), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    kwargs = {
+        "input_ids": torch.randint(3, 99, (1, 8)),
+        "attention_mask": torch.ones(1, 8, dtype=torch.long),
+    }
     exported(BertModel(config).eval(), kwargs, "torchscript", tmp_path, opset_version=17)
-    result = tools.onnxruntime_transformers(tmp_path / "model.onnx", num_heads=4, hidden_size=32, opt_level=0)
+    result = tools.onnxruntime_transformers(
+        tmp_path / "model.onnx", num_heads=4, hidden_size=32, opt_level=0
+    )
     fused = [node.metadata_props for node in result.model.graph if node.op_type == "Attention"]
     assert len(fused) == 1, "ONNX Runtime fuses no attention any more: take another model"
     self_attention = "encoder.layer.0.attention.self"
     parts = {self_attention, *(f"{self_attention}.{part}" for part in ("query", "key", "value"))}
-    assert set(json.loads(fused[0]["htp.owners"])) == {"", *parts}  # the model itself makes the mask that went in too
+    # the model itself makes the mask that went in too
+    assert set(json.loads(fused[0]["htp.owners"])) == {"", *parts}
     assert fused[0]["htp.reason"] == "fused"
 
 
@@ -245,7 +275,12 @@ def test_own_layouts_of_onnxruntime_belong_to_the_convolutions_that_they_serve(t
     said = [(node.op_type, owners_of(ir.to_proto(node))) for node in result.model.graph]
     if ("ReorderOutput", ("2",)) not in said:
         pytest.skip("this processor has no layout of its own")
-    assert said == [("Conv", ("0", "1", "2")), ("ReorderOutput", ("2",)), ("Conv", ("3",)), ("ReorderOutput", ("3",))]
+    assert said == [
+        ("Conv", ("0", "1", "2")),
+        ("ReorderOutput", ("2",)),
+        ("Conv", ("3",)),
+        ("ReorderOutput", ("3",)),
+    ]
 
 
 def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
@@ -257,7 +292,8 @@ def test_quantizers_belong_to_the_modules_that_they_serve(tmp_path):
     written = onnx.load(tmp_path / "out.onnx")
     assert untagged(written) == []
     by_output = {output: node for node in written.graph.node for output in node.output}
-    for node in before.nodes:  # what is still there belongs to whom it belonged, and its weights' quantizers with it
+    # what is still there belongs to whom it belonged, and its weights' quantizers with it
+    for node in before.nodes:
         same = by_output.get(str(node.outputs[0].name))
         if same is None or same.op_type != node.op_type:
             continue
@@ -292,7 +328,9 @@ class FlattensTwice(Holding, one=nn.Flatten(), other=nn.Flatten()):
 
 def test_constants_that_a_rule_forgets_to_give_to_the_graph_are_there(tmp_path):
     """onnxscript 0.7's rule for Flatten, where two read one tensor."""
-    exported(FlattensTwice().eval(), {"x": torch.randn(2, 3, 4)}, "dynamo", tmp_path, optimize=False)
+    exported(
+        FlattensTwice().eval(), {"x": torch.randn(2, 3, 4)}, "dynamo", tmp_path, optimize=False
+    )
     path = tmp_path / "model.onnx"
     model = htp_export.load(path).model
     for node in list(model.graph):
@@ -390,7 +428,9 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
         model.graph.node.append(model.graph.node[-1])
         return model
 
-    with pytest.raises(ToolError, match=r"twice made a model of this one that is not valid: .*redeclared"):
+    with pytest.raises(
+        ToolError, match=r"twice made a model of this one that is not valid: .*redeclared"
+    ):
         adapter(twice)(attention[2], tmp_path / "out.onnx")
     assert not list(tmp_path.iterdir())
 
@@ -398,7 +438,10 @@ def test_a_tool_that_makes_no_valid_model_is_named(attention, tmp_path):
 def test_a_tool_that_takes_optional_inputs_for_constants_is_told_from_one_that_is_broken(tmp_path):
     exported(nn.Linear(4, 4).eval(), {"input": torch.randn(2, 3, 4)}, "dynamo", tmp_path)
     adapted = htp_export.lora.insert(tmp_path / "model.onnx", ".").model
-    with pytest.raises(ToolError, match=r"input 'lora_A.weight' any more: it took the default value, .*for a constant"):
+    with pytest.raises(
+        ToolError,
+        match=r"input 'lora_A.weight' any more: it took the default value, .*for a constant",
+    ):
         tools.onnxslim(adapted, tmp_path / "slim.onnx")
     assert not (tmp_path / "slim.onnx").exists()
 

@@ -14,8 +14,19 @@ from htp_export.exporter import watched
 from tests import faults
 from tests.handmade import small_file
 
-SMALL = ["num_hidden_layers=1", "hidden_size=16", "num_attention_heads=2", "intermediate_size=32", "vocab_size=100"]
-BERT = ["export", "bert", "--random-weights", *(word for setting in SMALL for word in ("--set", setting))]
+SMALL = [
+    "num_hidden_layers=1",
+    "hidden_size=16",
+    "num_attention_heads=2",
+    "intermediate_size=32",
+    "vocab_size=100",
+]
+BERT = [
+    "export",
+    "bert",
+    "--random-weights",
+    *(word for setting in SMALL for word in ("--set", setting)),
+]
 FACTORY = """
 import torch
 
@@ -86,7 +97,11 @@ def entry(folder: Path, name: str) -> list[str]:
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.suffix != ".py" and path.name != "__pycache__")
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.suffix != ".py" and path.name != "__pycache__"
+    )
 
 
 class TestExport:
@@ -97,12 +112,26 @@ class TestExport:
         assert "BertSelfAttention" in out
         assert re.search(r"every module agrees with PyTorch: (\d+) of \1 \(worst ", out)
         tagged = htp_export.load("bert.onnx")
-        assert {node.op_type for node in tagged["encoder.layer.0.attention.self.query"].nodes} >= {"MatMul", "Add"}
+        assert {node.op_type for node in tagged["encoder.layer.0.attention.self.query"].nodes} >= {
+            "MatMul",
+            "Add",
+        }
         assert not tagged.untagged
 
-    @pytest.mark.parametrize("exporter", [pytest.param("--dynamo", marks=pytest.mark.slow), "--torchscript"])
+    @pytest.mark.parametrize(
+        "exporter", [pytest.param("--dynamo", marks=pytest.mark.slow), "--torchscript"]
+    )
     def test_dynamic_axes_have_names(self, folder, exporter):
-        command = [*BERT, exporter, "--dynamic", "batch,sequence", "-o", "bert.onnx", "--verify", "--quiet"]
+        command = [
+            *BERT,
+            exporter,
+            "--dynamic",
+            "batch,sequence",
+            "-o",
+            "bert.onnx",
+            "--verify",
+            "--quiet",
+        ]
         assert main(command) == 0
         inputs = {value.name: value for value in onnx.load("bert.onnx").graph.input}
         dims = [dim.dim_param for dim in inputs["input_ids"].type.tensor_type.shape.dim]
@@ -110,12 +139,30 @@ class TestExport:
 
     def test_shapes_come_from_a_file(self, folder):
         Path("shapes.json").write_text('{"input_ids": [2, 7]}')
-        assert main([*BERT, "--torchscript", "--shapes", "shapes.json", "-o", "bert.onnx", "--quiet"]) == 0
+        assert (
+            main([*BERT, "--torchscript", "--shapes", "shapes.json", "-o", "bert.onnx", "--quiet"])
+            == 0
+        )
         shape = onnx.load("bert.onnx").graph.input[0].type.tensor_type.shape
         assert [dim.dim_value for dim in shape.dim] == [2, 7]
 
     def test_opset_and_dtype_are_those_asked_for(self, folder):
-        assert main([*BERT, "--opset", "20", "--dtype", "float16", "-o", "bert.onnx", "--quiet", "--verify"]) == 0
+        assert (
+            main(
+                [
+                    *BERT,
+                    "--opset",
+                    "20",
+                    "--dtype",
+                    "float16",
+                    "-o",
+                    "bert.onnx",
+                    "--quiet",
+                    "--verify",
+                ]
+            )
+            == 0
+        )
         model = onnx.load("bert.onnx")
         assert model.opset_import[0].version == 20
         assert model.graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT16
@@ -124,12 +171,28 @@ class TestExport:
         assert main([*entry(folder, "large"), "-o", "out.onnx", "--quiet"]) == 0
         assert files(folder) == ["out.onnx", "out.onnx.data"]
         Path("out.onnx.data").unlink()
-        assert main([*entry(folder, "large"), "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
+        assert (
+            main([*entry(folder, "large"), "-o", "out.onnx", "--no-external-data", "--quiet"]) == 0
+        )
         assert files(folder) == ["out.onnx"]
 
     def test_a_map_brings_the_tags_back_after_a_tool_that_wrote_over_the_file(self, folder, capsys):
         assert main([*BERT, "--torchscript", "--embed-map", "-o", "bert.onnx", "--quiet"]) == 0
-        assert main(["run", "onnxruntime", "bert.onnx", "-o", "fast.onnx", "--set", "level=basic", "--embed-map"]) == 0
+        assert (
+            main(
+                [
+                    "run",
+                    "onnxruntime",
+                    "bert.onnx",
+                    "-o",
+                    "fast.onnx",
+                    "--set",
+                    "level=basic",
+                    "--embed-map",
+                ]
+            )
+            == 0
+        )
         for file in ("bert.onnx", "fast.onnx"):
             proto = onnx.load(file, load_external_data=False)
             expected = [list(node.metadata_props) for node in proto.graph.node]
@@ -138,18 +201,29 @@ class TestExport:
             onnx.save(proto, file)
             capsys.readouterr()
             assert main(["carry", file, "-o", file, "--in-place", "--json"]) == 0
-            found = [node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node]
+            found = [
+                node.metadata_props for node in onnx.load(file, load_external_data=False).graph.node
+            ]
             assert [owners(entry) for entry in found] == [owners(entry) for entry in expected]
 
     def test_quiet_shows_nothing(self, folder, capsys):
-        assert main([*entry(folder, "named"), "--torchscript", "-o", "net.onnx", "--quiet", "--verify"]) == 0
+        assert (
+            main(
+                [*entry(folder, "named"), "--torchscript", "-o", "net.onnx", "--quiet", "--verify"]
+            )
+            == 0
+        )
         captured = capsys.readouterr()
         assert (captured.out, captured.err) == ("", "")
 
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
-    @pytest.mark.parametrize(("factory", "names"), [("positional", ["x", "scale"]), ("named", ["x"])])
+    @pytest.mark.parametrize(
+        ("factory", "names"), [("positional", ["x", "scale"]), ("named", ["x"])]
+    )
     def test_entry_gives_a_model_of_ones_own(self, folder, exporter, factory, names):
-        assert main([*entry(folder, factory), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+        assert (
+            main([*entry(folder, factory), exporter, "-o", "net.onnx", "--verify", "--quiet"]) == 0
+        )
         assert [value.name for value in onnx.load("net.onnx").graph.input] == names
 
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
@@ -160,7 +234,19 @@ class TestExport:
         assert "htp-export: error: first wrong: (root): max " in captured.err
 
     def test_model_of_ones_own_is_exported_as_it_infers(self, folder):
-        assert main([*entry(folder, "training"), "--torchscript", "-o", "net.onnx", "--verify", "--quiet"]) == 0
+        assert (
+            main(
+                [
+                    *entry(folder, "training"),
+                    "--torchscript",
+                    "-o",
+                    "net.onnx",
+                    "--verify",
+                    "--quiet",
+                ]
+            )
+            == 0
+        )
 
     def test_failed_export_is_status_1_and_leaves_what_was_there(self, folder, capsys):
         before = small_file(Path("net.onnx"))
@@ -185,7 +271,9 @@ class TestExport:
         assert files(folder) == []
         assert main([*command, "--allow-untagged", "--embed-map"]) == 0
         said = capsys.readouterr().err
-        assert said.startswith("htp-export: warning: the model is exported without module tags: htp_export failed")
+        assert said.startswith(
+            "htp-export: warning: the model is exported without module tags: htp_export failed"
+        )
         model = onnx.load("net.onnx")
         assert model.graph.node
         assert not [entry.key for entry in model.metadata_props if entry.key.startswith("htp.")]
@@ -228,16 +316,31 @@ class TestVerify:
         assert captured.out.splitlines()[1].startswith("encoder.layer.0.intermediate.dense")
 
     def test_json_and_tolerances(self, wrong, capsys):
-        command = ["verify", wrong, *BERT[1:], "--json", "--select", "encoder.layer.*.intermediate.**"]
+        command = [
+            "verify",
+            wrong,
+            *BERT[1:],
+            "--json",
+            "--select",
+            "encoder.layer.*.intermediate.**",
+        ]
         assert main(command) == 1
         result = json.loads(capsys.readouterr().out)
-        assert (result["ok"], result["first_wrong"]) == (False, "encoder.layer.0.intermediate.dense")
+        assert (result["ok"], result["first_wrong"]) == (
+            False,
+            "encoder.layer.0.intermediate.dense",
+        )
         assert main([*command, "--tolerance", "**=10,10"]) == 0
 
-    def test_open_sizes_are_those_of_dims_else_of_the_example_inputs(self, exported, folder, capsys):
+    def test_open_sizes_are_those_of_dims_else_of_the_example_inputs(
+        self, exported, folder, capsys
+    ):
         verify = ["verify", str(exported), *BERT[1:]]
         assert main([*verify, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'batch' is 1", "size 'sequence' is 16"]
+        assert json.loads(capsys.readouterr().out)["assumed"] == [
+            "size 'batch' is 1",
+            "size 'sequence' is 16",
+        ]
         assert main([*verify, "--dims", "batch=3", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["assumed"] == ["size 'sequence' is 16"]
         Path("shapes.json").write_text('{"input_ids": {"shape": [2, 7]}}')
@@ -247,16 +350,38 @@ class TestVerify:
     @pytest.mark.parametrize(
         ("command", "message"),
         [
-            ("verify {} bert --dims nosuch=3", "no open dimension 'nosuch' in this model, only 'batch', 'sequence'"),
-            ("verify {} bert --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("cost {} --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("profile {} --dims batch=3 --shapes s.json", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("compare {0} {0} --dims batch=3 --data s.npz", "'input_ids' is [2, 7], but --dims has batch = 3"),
-            ("verify {} --entry nets:made --dims batch=3", "--dims is for a SOURCE; with --entry, the factory decides"),
+            (
+                "verify {} bert --dims nosuch=3",
+                "no open dimension 'nosuch' in this model, only 'batch', 'sequence'",
+            ),
+            (
+                "verify {} bert --dims batch=3 --shapes s.json",
+                "'input_ids' is [2, 7], but --dims has batch = 3",
+            ),
+            (
+                "cost {} --dims batch=3 --shapes s.json",
+                "'input_ids' is [2, 7], but --dims has batch = 3",
+            ),
+            (
+                "profile {} --dims batch=3 --shapes s.json",
+                "'input_ids' is [2, 7], but --dims has batch = 3",
+            ),
+            (
+                "compare {0} {0} --dims batch=3 --data s.npz",
+                "'input_ids' is [2, 7], but --dims has batch = 3",
+            ),
+            (
+                "verify {} --entry nets:made --dims batch=3",
+                "--dims is for a SOURCE; with --entry, the factory decides",
+            ),
         ],
     )
-    def test_sizes_that_do_not_fit_are_refused_alike(self, exported, folder, capsys, command, message):
-        Path("s.json").write_text('{"input_ids": [2, 7], "attention_mask": [2, 7], "token_type_ids": [2, 7]}')
+    def test_sizes_that_do_not_fit_are_refused_alike(
+        self, exported, folder, capsys, command, message
+    ):
+        Path("s.json").write_text(
+            '{"input_ids": [2, 7], "attention_mask": [2, 7], "token_type_ids": [2, 7]}'
+        )
         names = ("input_ids", "attention_mask", "token_type_ids")
         np.savez("s.npz", **{name: np.ones((2, 7), np.int64) for name in names})
         assert main(command.format(exported).split()) == 2
@@ -280,9 +405,14 @@ class TestVerify:
         assert main(["compare", str(exported), str(exported), "--seed", "2"]) == 0
         capsys.readouterr()
         assert main(["compare", str(exported), wrong, "--json"]) == 1
-        assert json.loads(capsys.readouterr().out)["first_wrong"] == "encoder.layer.0.intermediate.dense"
+        assert (
+            json.loads(capsys.readouterr().out)["first_wrong"]
+            == "encoder.layer.0.intermediate.dense"
+        )
         shape = [1, 16]
-        np.savez("x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64))
+        np.savez(
+            "x.npz", input_ids=np.ones(shape, np.int64), attention_mask=np.ones(shape, np.int64)
+        )
         assert main(["compare", str(exported), wrong, "--data", "x.npz"]) in (1, 2)
 
 
@@ -305,7 +435,9 @@ def test_without_a_command_the_help_is_shown(capsys, words, listed):
     assert capsys.readouterr().out == shown
 
 
-@pytest.mark.parametrize(("words", "nearest"), [("quantise a.onnx", "quantize"), ("lora insrt", "insert")])
+@pytest.mark.parametrize(
+    ("words", "nearest"), [("quantise a.onnx", "quantize"), ("lora insrt", "insert")]
+)
 def test_an_unknown_command_names_the_nearest(capsys, words, nearest):
     assert main(words.split()) == 2
     assert f"Did you mean '{nearest}'?" in capsys.readouterr().err
@@ -314,12 +446,28 @@ def test_an_unknown_command_names_the_nearest(capsys, words, nearest):
 def test_carry_runs_both_files_on_inputs(tmp_path, capsys):
     from tests.carry.test_carry import chain, rewritten
 
-    htp_export.load(chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))).save(tmp_path / "a.onnx")
-    made = rewritten(("Exp", ["x"], "e"), ("Reciprocal", ["e"], "t"), ("Sqrt", ["t"], "r"), ("Max", ["r", "r"], "y"))
+    htp_export.load(chain(("Neg", "neg", "a"), ("Exp", "exp", "b"), ("Sqrt", "root", "y"))).save(
+        tmp_path / "a.onnx"
+    )
+    made = rewritten(
+        ("Exp", ["x"], "e"),
+        ("Reciprocal", ["e"], "t"),
+        ("Sqrt", ["t"], "r"),
+        ("Max", ["r", "r"], "y"),
+    )
     htp_export.load(made).save(tmp_path / "b.onnx")
-    np.savez(tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32))
+    np.savez(
+        tmp_path / "run.npz", x=np.random.default_rng(0).uniform(0.5, 2, (2, 4)).astype(np.float32)
+    )
     (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
-    command = ["carry", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx"), "-o", str(tmp_path / "c.onnx"), "--json"]
+    command = [
+        "carry",
+        str(tmp_path / "a.onnx"),
+        str(tmp_path / "b.onnx"),
+        "-o",
+        str(tmp_path / "c.onnx"),
+        "--json",
+    ]
     for option, file in (("--data", "run.npz"), ("--shapes", "shapes.json")):
         assert main([*command, option, str(tmp_path / file)]) == 0
         assert "values" in json.loads(capsys.readouterr().out)["recovered"]

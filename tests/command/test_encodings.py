@@ -34,7 +34,13 @@ COMMANDS = [
     "carry FILE OTHER -o o.onnx", "quantize FILE int8 --plan-for ort -o o.json",
     "lora insert FILE ** -o o.onnx", "run onnxruntime FILE -o o.onnx",
 ]  # fmt: skip
-WRONG = ["tree 模.onnx", "extract FILE 模 -o o.onnx", "cost FILE --select 模", "export --entry 模:net -o o.onnx", "模"]
+WRONG = [
+    "tree 模.onnx",
+    "extract FILE 模 -o o.onnx",
+    "cost FILE --select 模",
+    "export --entry 模:net -o o.onnx",
+    "模",
+]
 
 
 @pytest.fixture(scope="module")
@@ -57,10 +63,20 @@ def folder(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
-def run(folder: Path, command: str, encoding: str, monkeypatch: pytest.MonkeyPatch) -> tuple[int, str, str]:
+def run(
+    folder: Path, command: str, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str, str]:
     """The exit status, and what is written to a stdout and a stderr with this encoding."""
-    files = {"FILE": folder / "net.onnx", "OTHER": folder / "other.onnx", "steps.yaml": folder / "steps.yaml"}
-    words = command.replace("{code}", next(Path().glob("code_*.py")).stem).replace("{name}", NAME).split()
+    files = {
+        "FILE": folder / "net.onnx",
+        "OTHER": folder / "other.onnx",
+        "steps.yaml": folder / "steps.yaml",
+    }
+    words = (
+        command.replace("{code}", next(Path().glob("code_*.py")).stem)
+        .replace("{name}", NAME)
+        .split()
+    )
     streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="strict") for _ in range(2)]
     with monkeypatch.context() as changed:
         changed.setattr(sys, "stdout", streams[0])
@@ -102,8 +118,12 @@ def test_lines_fall_back_to_ascii_and_names_are_escaped(folder, monkeypatch):
              for encoding in ("utf-8", "cp1252", "ascii")}  # fmt: skip
     assert [line.split("  ")[0] for line in lines["utf-8"][2:5]] == [
         f"├── {NAME}0", f"├── {NAME}1", f"└── {NAME}2"]  # fmt: skip
-    assert [line.split("  ")[0] for line in lines["cp1252"][2:5]] == [rf"+-- größe\u6a21{n}" for n in range(3)]
-    assert [line.split("  ")[0] for line in lines["ascii"][2:5]] == [rf"+-- gr\xf6\xdfe\u6a21{n}" for n in range(3)]
+    assert [line.split("  ")[0] for line in lines["cp1252"][2:5]] == [
+        rf"+-- größe\u6a21{n}" for n in range(3)
+    ]
+    assert [line.split("  ")[0] for line in lines["ascii"][2:5]] == [
+        rf"+-- gr\xf6\xdfe\u6a21{n}" for n in range(3)
+    ]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")

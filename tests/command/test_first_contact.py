@@ -39,7 +39,9 @@ def net():
 def exported(tmp_path_factory):
     """A model whose weights lie in a file of their own."""
     folder = tmp_path_factory.mktemp("exported")
-    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)).eval()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 4)
+    ).eval()
     htp_export.export(net, (torch.randn(2, 32),), str(folder / "net.onnx"), verbose=False)
     return folder
 
@@ -86,7 +88,9 @@ class TestInputsAreNotOverwritten:
         assert main(["optimize", "other.onnx", "-o", "net.onnx"]) == 2
         assert "would replace net.onnx.data, the weights of other.onnx" in capsys.readouterr().err
 
-    @pytest.mark.parametrize("command", ["optimize net.onnx", "functions net.onnx --undo", "carry net.onnx net.onnx"])
+    @pytest.mark.parametrize(
+        "command", ["optimize net.onnx", "functions net.onnx --undo", "carry net.onnx net.onnx"]
+    )
     def test_in_place_is_asked_for_by_name(self, folder, command):
         assert main([*command.split(), "-o", "net.onnx", "--in-place"]) == 0
         assert not htp_export.load("net.onnx").untagged
@@ -101,8 +105,13 @@ class TestInputsAreNotOverwritten:
 class TestOpset:
     @pytest.mark.parametrize("exporter", ["--dynamo", "--torchscript"])
     @pytest.mark.parametrize("opset", ["1", "5", "999"])
-    def test_one_that_torch_cannot_write_is_refused_before_the_model_is_made(self, folder, capsys, opset, exporter):
-        assert main(["export", "--entry", "nowhere:net", exporter, "--opset", opset, "-o", "x.onnx"]) == 2
+    def test_one_that_torch_cannot_write_is_refused_before_the_model_is_made(
+        self, folder, capsys, opset, exporter
+    ):
+        assert (
+            main(["export", "--entry", "nowhere:net", exporter, "--opset", opset, "-o", "x.onnx"])
+            == 2
+        )
         assert re.search(r"exporter writes opsets \d+ to \d+", capsys.readouterr().err)
 
     def test_another_than_was_asked_for_is_status_1_and_no_file(self, folder, capsys):
@@ -115,13 +124,18 @@ class TestOpset:
 
 class TestWhatIsSaid:
     def test_an_export_says_the_files_the_inputs_and_what_comes_next(self, folder, capsys):
-        assert main(["export", "--entry", f"nets_{folder.name}:net", "--opset", "20", "-o", "x.onnx"]) == 0
+        assert (
+            main(["export", "--entry", f"nets_{folder.name}:net", "--opset", "20", "-o", "x.onnx"])
+            == 0
+        )
         lines = capsys.readouterr().out.splitlines()[-3:]
         assert re.fullmatch(r"wrote x\.onnx \(\S+ kB\)( and x\.onnx\.data \(\S+ \S?B\))?", lines[0])
         assert lines[1] == "inputs: input float [2, 8]; opset 20; dynamo exporter; seed 0"
         assert lines[2] == "next: htp-export view x.onnx"
 
-    @pytest.mark.parametrize("command", ["extract net.onnx 0", "optimize net.onnx", "run onnxruntime net.onnx"])
+    @pytest.mark.parametrize(
+        "command", ["extract net.onnx 0", "optimize net.onnx", "run onnxruntime net.onnx"]
+    )
     def test_a_command_that_writes_says_the_file_and_its_size(self, folder, capsys, command):
         assert main([*command.split(), "-o", "out.onnx"]) == 0
         wrote, then = capsys.readouterr().out.splitlines()[-2:]
@@ -137,10 +151,26 @@ class TestWhatIsSaid:
     @pytest.mark.parametrize(
         ("command", "wrote", "then"),
         [
-            ("view net.onnx --no-explorer", r"wrote net\.html \(\S+ kB\)", "next: open net.html in a browser"),
-            ("view net.onnx --netron", r"wrote net\.netron\.json \(\S+ B\)", "next: open net.onnx in Netron, .*"),
-            ("view net.onnx --overlay dtype", r"wrote net\.dtype\.json \(.*\)", "next: .* in Model Explorer, .*"),
-            ("diff net.onnx other.onnx -o d.html", r"wrote d\.html \(\S+ kB\)", "next: open d.html in a browser"),
+            (
+                "view net.onnx --no-explorer",
+                r"wrote net\.html \(\S+ kB\)",
+                "next: open net.html in a browser",
+            ),
+            (
+                "view net.onnx --netron",
+                r"wrote net\.netron\.json \(\S+ B\)",
+                "next: open net.onnx in Netron, .*",
+            ),
+            (
+                "view net.onnx --overlay dtype",
+                r"wrote net\.dtype\.json \(.*\)",
+                "next: .* in Model Explorer, .*",
+            ),
+            (
+                "diff net.onnx other.onnx -o d.html",
+                r"wrote d\.html \(\S+ kB\)",
+                "next: open d.html in a browser",
+            ),
             (
                 "partition net.onnx 2 -o 'my stages'",
                 r"wrote my stages/manifest\.json \(.*\), my stages/stage0\.onnx \(.*\).* and my stages/\S+ \(.*\)",
@@ -148,7 +178,9 @@ class TestWhatIsSaid:
             ),
         ],
     )
-    def test_pages_and_folders_are_named_with_their_sizes_too(self, folder, capsys, command, wrote, then):
+    def test_pages_and_folders_are_named_with_their_sizes_too(
+        self, folder, capsys, command, wrote, then
+    ):
         assert main(shlex.split(command)) == 0
         lines = capsys.readouterr().out.splitlines()[-2:]
         assert re.fullmatch(wrote, lines[0])
@@ -162,9 +194,13 @@ class TestWhatIsSaid:
 
 class TestLogs:
     @pytest.mark.parametrize("debug", [[], ["--debug"]], ids=["quiet", "debug"])
-    def test_what_onnx_runtime_logs_in_a_tool_is_shown_with_debug_alone(self, folder, capfd, monkeypatch, debug):
+    def test_what_onnx_runtime_logs_in_a_tool_is_shown_with_debug_alone(
+        self, folder, capfd, monkeypatch, debug
+    ):
         nodes = [onnx.helper.make_node("Relu", ["x"], ["y"])]
-        x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy")
+        x, y = (
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in "xy"
+        )
         unused = onnx.numpy_helper.from_array(np.ones(3, np.float32), "unused")
         noisy = onnx.helper.make_model(
             onnx.helper.make_graph(nodes, "noisy", [x], [y], [unused]),
@@ -173,7 +209,9 @@ class TestLogs:
         )
 
         def tool(source, output=None, **settings):
-            onnxruntime.InferenceSession(noisy.SerializeToString(), providers=["CPUExecutionProvider"])
+            onnxruntime.InferenceSession(
+                noisy.SerializeToString(), providers=["CPUExecutionProvider"]
+            )
             return htp_export.carry(source, source, output)
 
         monkeypatch.setattr("htp_export.capabilities.carry.adapters.onnxslim", tool, raising=False)
@@ -189,7 +227,9 @@ class TestErrors:
         monkeypatch.setattr("htp_export.capabilities.fingerprint.families.fingerprint", broken)
         assert main(["fingerprint", "net.onnx"]) == 3
         error = capsys.readouterr().err
-        assert error.startswith("htp-export: error: this is a bug in htp_export (htp_export 0.1.0, Python 3")
+        assert error.startswith(
+            "htp-export: error: this is a bug in htp_export (htp_export 0.1.0, Python 3"
+        )
         assert "ZeroDivisionError: division by zero; run the command with --debug" in error
         assert "Traceback" not in error
         assert main(["fingerprint", "net.onnx", "--debug"]) == 3
@@ -197,7 +237,9 @@ class TestErrors:
 
     @pytest.mark.parametrize("interrupted", [told, in_a_library, in_a_finalizer, caught])
     @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-    def test_an_interrupt_is_said_in_a_line_also_if_it_is_swallowed(self, folder, capsys, monkeypatch, interrupted):
+    def test_an_interrupt_is_said_in_a_line_also_if_it_is_swallowed(
+        self, folder, capsys, monkeypatch, interrupted
+    ):
         fingerprint = htp_export.fingerprint
 
         def work(*arguments, **options):
@@ -219,12 +261,16 @@ def find(name, *_):
 {stub}
 runpy.run_module("htp_export", run_name="__main__")
 """
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
         assert (done.returncode, done.stderr) == (130, "htp-export: error: interrupted\n")
 
     def test_a_folder_that_may_not_be_written_is_refused_before_the_export(self, folder):
         (folder / "closed").mkdir(0o500)
-        run = bound_by_permissions(folder, "export", "--entry", "nowhere:net", "-o", "closed/x.onnx")
+        run = bound_by_permissions(
+            folder, "export", "--entry", "nowhere:net", "-o", "closed/x.onnx"
+        )
         assert run.returncode == 2
         assert "no permission to write" in run.stderr
 
@@ -251,14 +297,25 @@ class TestHelp:
             "[main(words) for words in (['--version'], ['--help'], ['tree', '--help'], ['run', '--help'])]; "
             f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
         )
-        run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+        run = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+        )
         assert run.stderr.strip() == "[]"
 
     def test_the_shell_can_complete_commands(self):
-        environment = {**os.environ, "_HTP_EXPORT_COMPLETE": "complete_bash", "COMP_WORDS": "htp-export fing"}
+        environment = {
+            **os.environ,
+            "_HTP_EXPORT_COMPLETE": "complete_bash",
+            "COMP_WORDS": "htp-export fing",
+        }
         program = [sys.executable, "-m", "htp_export"]
         run = subprocess.run(
-            program, capture_output=True, text=True, check=False, env={**environment, "COMP_CWORD": "1"}, cwd=ROOT
+            program,
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**environment, "COMP_CWORD": "1"},
+            cwd=ROOT,
         )
         assert run.stdout.split() == ["fingerprint"]
 
@@ -267,12 +324,23 @@ def test_sizes_of_open_inputs_are_given_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     net = torch.nn.Sequential(torch.nn.Linear(8, 4)).eval()
     batch = torch.export.Dim("batch")
-    htp_export.export(net, (torch.randn(2, 8),), "open.onnx", dynamic_shapes=({0: batch},), verbose=False)
+    htp_export.export(
+        net, (torch.randn(2, 8),), "open.onnx", dynamic_shapes=({0: batch},), verbose=False
+    )
     Path("shapes.json").write_text('{"input": [3, 8]}')
     np.savez("values.npz", input=np.ones((3, 8), np.float32))
     name = onnx.load("open.onnx").graph.input[0].type.tensor_type.shape.dim[0].dim_param
-    for command in ("tree open.onnx", "cost open.onnx", "profile open.onnx --runs 1", "compare open.onnx open.onnx"):
-        for sizes in (["--dims", f"{name}=3"], ["--shapes", "shapes.json"], ["--data", "values.npz"]):
+    for command in (
+        "tree open.onnx",
+        "cost open.onnx",
+        "profile open.onnx --runs 1",
+        "compare open.onnx open.onnx",
+    ):
+        for sizes in (
+            ["--dims", f"{name}=3"],
+            ["--shapes", "shapes.json"],
+            ["--data", "values.npz"],
+        ):
             assert main([*command.split(), *sizes]) == 0, (command, sizes, capsys.readouterr().err)
 
 
@@ -281,9 +349,15 @@ def deep(tmp_path_factory):
     """Twelve blocks that are alike, and the same file with another weight in one of them."""
     folder = tmp_path_factory.mktemp("deep")
     torch.manual_seed(0)  # a layer of zeros would hide the other weight
-    blocks = [torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Identity(), torch.nn.ReLU()) for _ in range(12)]
+    blocks = [
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Identity(), torch.nn.ReLU())
+        for _ in range(12)
+    ]
     htp_export.export(
-        torch.nn.Sequential(*blocks).eval(), (torch.randn(2, 8),), str(folder / "deep.onnx"), verbose=False
+        torch.nn.Sequential(*blocks).eval(),
+        (torch.randn(2, 8),),
+        str(folder / "deep.onnx"),
+        verbose=False,
     )
     tagged = htp_export.load(folder / "deep.onnx")
     faults.weight_changed(tagged, "10.0")
@@ -319,7 +393,9 @@ class TestTables:
         assert out.splitlines()[1].split()[0] == "10.0"
         assert main(["forensics", "deep.onnx", "--json"]) == 0
         modules = list(json.loads(capsys.readouterr().out)["modules"])
-        assert modules == sorted(modules, key=lambda path: [int(part) for part in path.split(".") if part])
+        assert modules == sorted(
+            modules, key=lambda path: [int(part) for part in path.split(".") if part]
+        )
 
     def test_a_table_that_is_cut_says_how_many_modules_are_left(self):
         from rich.console import Console
@@ -327,7 +403,10 @@ class TestTables:
         from htp_export.capabilities.verify.drawing import render
         from htp_export.capabilities.verify.results import Comparison, ModuleResult
 
-        modules = {f"part{k}": ModuleResult(f"part{k}", "net.Part", "computed", "not compared") for k in range(30)}
+        modules = {
+            f"part{k}": ModuleResult(f"part{k}", "net.Part", "computed", "not compared")
+            for k in range(30)
+        }
         console = Console(width=120)
         with console.capture() as shown:
             console.print(render(Comparison(modules)))
@@ -341,7 +420,10 @@ def test_docs_json_has_every_key_that_a_command_writes(tmp_path, monkeypatch, ca
     for commands, listed in re.findall(r"^\| (`.*?) \| (`.*?) \|", text, re.M):
         optional = set(re.findall(r"\(`([^`]+)`\)", listed))
         keys.update(
-            dict.fromkeys(re.findall(r"`([^`]+)`", commands), (set(re.findall(r"`([^`]+)`", listed)), optional))
+            dict.fromkeys(
+                re.findall(r"`([^`]+)`", commands),
+                (set(re.findall(r"`([^`]+)`", listed)), optional),
+            )
         )
     words = {
         **COMMANDS,

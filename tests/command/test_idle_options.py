@@ -80,7 +80,9 @@ def test_an_option_without_effect_is_refused(
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
     assert "--" in error or "-o" in error or "negative" in error
-    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".pyc" and path.is_file()] == [code.name]
+    assert [
+        path.name for path in tmp_path.iterdir() if path.suffix != ".pyc" and path.is_file()
+    ] == [code.name]
 
 
 def test_negative_ids_of_a_config_mean_none():
@@ -88,7 +90,9 @@ def test_negative_ids_of_a_config_mean_none():
 
     sizes = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 10}
     model = load_model(
-        "gpt2", random_weights=True, overrides={"n_layer": 1, "n_embd": 8, "n_head": 2, "eos_token_id": -1}
+        "gpt2",
+        random_weights=True,
+        overrides={"n_layer": 1, "n_embd": 8, "n_head": 2, "eos_token_id": -1},
     )
     assert model.config.eos_token_id == -1
     with pytest.raises(InputError, match="num_hidden_layers=12, and -1 is negative"):

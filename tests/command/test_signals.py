@@ -15,10 +15,16 @@ from htp_export.files import filesystem, replacing
 from tests.all_commands import example
 from tests.files.test_data_files import listing
 
-pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="other systems have other signals")
+pytestmark = pytest.mark.skipif(
+    not hasattr(signal, "SIGHUP"), reason="other systems have other signals"
+)
 
 # A process that nohup started has SIGHUP ignored, and so have its children.
-ENDINGS = [each for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) != signal.SIG_IGN]
+ENDINGS = [
+    each
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    if signal.getsignal(each) != signal.SIG_IGN
+]
 
 ENTRY = """
 import os, signal, torch
@@ -71,7 +77,12 @@ PLACES: list[tuple[Any, str]] = [
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place[1])
 @pytest.mark.parametrize("times", [1, 2])
 def test_a_signal_in_the_last_steps_leaves_a_whole_model_and_no_work_folder(
-    times: int, place: tuple[Any, str], is_after: bool, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    times: int,
+    place: tuple[Any, str],
+    is_after: bool,
+    file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert main(["optimize", file, "-o", "out.onnx"]) == 0
     owner, name = place
@@ -98,10 +109,25 @@ def test_a_signal_in_the_last_steps_leaves_a_whole_model_and_no_work_folder(
 
 def test_a_program_that_gets_a_signal_says_so_and_ends(file, tmp_path):
     (tmp_path / "ended.py").write_text(ENTRY.format(name="SIGTERM"))
-    command = [sys.executable, "-m", "htp_export", "export", "--entry", "ended:net", "-o", "out.onnx"]
+    command = [
+        sys.executable,
+        "-m",
+        "htp_export",
+        "export",
+        "--entry",
+        "ended:net",
+        "-o",
+        "out.onnx",
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
     done = subprocess.run(
-        command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        command,
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (143, "htp-export: error: terminated")
     assert not list(tmp_path.glob(".htp-*"))
@@ -112,7 +138,9 @@ def test_functions_in_python_leave_signals_alone(file, tmp_path, monkeypatch):
     seen: list[list[Any]] = []
     sync = filesystem.sync_folder
     monkeypatch.setattr(
-        filesystem, "sync_folder", lambda path: (seen.append([*map(signal.getsignal, ENDINGS)]), sync(path))
+        filesystem,
+        "sync_folder",
+        lambda path: (seen.append([*map(signal.getsignal, ENDINGS)]), sync(path)),
     )
     for _ in range(2):
         htp_export.optimize(tmp_path / file, tmp_path / "out.onnx")

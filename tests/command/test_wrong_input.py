@@ -41,7 +41,9 @@ def _square() -> ir.Model:
     model = encoder(16)
     for each in (*model.graph.inputs, *(node.outputs[0] for node in model.graph)):
         each.shape = ir.Shape([16, 16])
-    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.eye(16, dtype=np.float32) + 1)
+    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(
+        np.eye(16, dtype=np.float32) + 1
+    )
     return model
 
 
@@ -155,7 +157,9 @@ def folder(made: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
+    files = (
+        path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts
+    )
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -170,14 +174,29 @@ OUTSIDE = "lies outside its folder; it will not be read"
 
 WRONG: list[tuple[str | list[str], str]] = [
     # no models
-    *((f"tree {name}", NOT_ONNX.format(name)) for name in ("cut.onnx", "empty.onnx", "text.onnx", "json.onnx")),
-    *((f"tree {name}", NOT_ONNX.format(name)) for name in ("zeros.onnx", "noise.onnx", "model.json", "picture.png")),
+    *(
+        (f"tree {name}", NOT_ONNX.format(name))
+        for name in ("cut.onnx", "empty.onnx", "text.onnx", "json.onnx")
+    ),
+    *(
+        (f"tree {name}", NOT_ONNX.format(name))
+        for name in ("zeros.onnx", "noise.onnx", "model.json", "picture.png")
+    ),
     ("tree nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
     ("tree folder.onnx", "folder.onnx: is a folder; name a file in it"),
-    ("tree offset_text.onnx", "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal"),
-    ("tree offset_negative.onnx", "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External"),
+    (
+        "tree offset_text.onnx",
+        "offset_text.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': invalid literal",
+    ),
+    (
+        "tree offset_negative.onnx",
+        "offset_negative.onnx: not a valid ONNX model: tensor 'layer.0.fc.weight': External",
+    ),
     ("tree modules.onnx", "modules.onnx: htp.modules is not a JSON object of module paths"),
-    ("tree newer_modules.onnx", "its tags are of version 9 of the file format, and this htp_export knows version 1"),
+    (
+        "tree newer_modules.onnx",
+        "its tags are of version 9 of the file format, and this htp_export knows version 1",
+    ),
     ("carry untagged.onnx net.onnx -o o.onnx", "export it with htp-export export"),
     # the second of two
     ("carry net.onnx cut.onnx -o o.onnx", NOT_ONNX.format("cut.onnx")),
@@ -187,10 +206,16 @@ WRONG: list[tuple[str | list[str], str]] = [
     # weights
     ("tree away.onnx", f"away.onnx: its external data '../x.data' {OUTSIDE}"),
     ("tree absolute.onnx", f"absolute.onnx: its external data '/etc/passwd' {OUTSIDE}"),
-    ("optimize circle.onnx -o o.onnx", "circle.onnx: its external data 'circle.data' cannot be found"),
+    (
+        "optimize circle.onnx -o o.onnx",
+        "circle.onnx: its external data 'circle.data' cannot be found",
+    ),
     ("optimize missing.onnx -o o.onnx", MISSING),
     ("optimize short.onnx -o o.onnx", SHORT),
-    ("optimize offset.onnx -o o.onnx", "net.onnx.data: is too short: it has 2,048 bytes, and the weights of offset.on"),
+    (
+        "optimize offset.onnx -o o.onnx",
+        "net.onnx.data: is too short: it has 2,048 bytes, and the weights of offset.on",
+    ),
     ("compare net.onnx short.onnx", SHORT),
     ("profile short.onnx --runs 1", SHORT),
     ("functions missing.onnx layer.0 -o o.onnx", MISSING),
@@ -202,31 +227,67 @@ WRONG: list[tuple[str | list[str], str]] = [
     *((f"{command} --data none.npz", "none.npz: holds no arrays") for command in TAKE_INPUTS),
     *((f"{command} --shapes none.json", "none.json: holds no shapes") for command in TAKE_INPUTS),
     ("compare net.onnx net.onnx --data name.npz", "no input 'foo' in this model, only 'x'"),
-    ("compare net.onnx net.onnx --data shape.npz", "input 'x': is float [2, 3], and the model wants float [16, 16]"),
-    ("compare net.onnx net.onnx --data pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
+    (
+        "compare net.onnx net.onnx --data shape.npz",
+        "input 'x': is float [2, 3], and the model wants float [16, 16]",
+    ),
+    (
+        "compare net.onnx net.onnx --data pickled.npz",
+        "pickled.npz: is no .npz file of plain arrays",
+    ),
     ("profile net.onnx --data no.npz", "no.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx --set data=pickled.npz", "pickled.npz: is no .npz file of plain arrays"),
-    ("run quantize_static net.onnx -o o.onnx", "needs data to see activations on: --set data=FILE.npz"),
+    (
+        "run quantize_static net.onnx -o o.onnx --set data=pickled.npz",
+        "pickled.npz: is no .npz file of plain arrays",
+    ),
+    (
+        "run quantize_static net.onnx -o o.onnx",
+        "needs data to see activations on: --set data=FILE.npz",
+    ),
     ("cost net.onnx --shapes bad.json", "bad.json: is not JSON"),
-    ("cost net.onnx --shapes list.json", 'list.json: is no JSON object such as {"input_ids": [2, 16]}'),
-    ("cost net.onnx --shapes negative.json", "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]"),
-    ("cost net.onnx --shapes text.json", "text.json: the shape of 'x' is no list of whole numbers: 'a'"),
+    (
+        "cost net.onnx --shapes list.json",
+        'list.json: is no JSON object such as {"input_ids": [2, 16]}',
+    ),
+    (
+        "cost net.onnx --shapes negative.json",
+        "negative.json: the shape of 'x' is no list of whole numbers: [-1, 2]",
+    ),
+    (
+        "cost net.onnx --shapes text.json",
+        "text.json: the shape of 'x' is no list of whole numbers: 'a'",
+    ),
     ("cost net.onnx --data nowhere.npz", "nowhere.npz: cannot be read: No such file or directory"),
     ("cost net.onnx --dims batch", "--dims batch: write name=size"),
-    *((f"cost net.onnx --dims batch={size}", "a size is a number of 64 bits") for size in ("9" * 23, DIGITS)),
-    ("cost net.onnx --dims batch=9", "this model has no open dimensions, and so none named 'batch'"),
+    *(
+        (f"cost net.onnx --dims batch={size}", "a size is a number of 64 bits")
+        for size in ("9" * 23, DIGITS)
+    ),
+    (
+        "cost net.onnx --dims batch=9",
+        "this model has no open dimensions, and so none named 'batch'",
+    ),
     *(
         (f"{command} --shapes rank.json", "input 'x': a shape of 70 dimensions; numpy has at")
         for command in TAKE_INPUTS
     ),
-    *((f"{command} --shapes digits.json", "digits.json: is not JSON: a number has 5,000") for command in TAKE_INPUTS),
+    *(
+        (f"{command} --shapes digits.json", "digits.json: is not JSON: a number has 5,000")
+        for command in TAKE_INPUTS
+    ),
     (
         "cost net.onnx --shapes deep.json",
         "deep.json: is not JSON: more than 300 lists and objects are inside one another",
     ),
-    ("profile open.onnx --shapes large.json", "[1099511627776, 16] are more than 1,073,741,824 elements"),
+    (
+        "profile open.onnx --shapes large.json",
+        "[1099511627776, 16] are more than 1,073,741,824 elements",
+    ),
     ("quantize net.onnx digits.yaml -o o.onnx", "digits.yaml: is not YAML"),
-    (f"prune net.onnx --rule layer.0={DIGITS}:{DIGITS} -o o.onnx", "write a share such as 0.5, a pattern such as"),
+    (
+        f"prune net.onnx --rule layer.0={DIGITS}:{DIGITS} -o o.onnx",
+        "write a share such as 0.5, a pattern such as",
+    ),
     (f"place net.onnx --rule .=gpu --budget gpu={DIGITS} -o o.onnx", "is no size; write bytes"),
     (f"partition net.onnx {DIGITS} -o stages", "no module '999"),
     (f"quantize net.onnx --rule .=int4:block_size={DIGITS} -o o.onnx", "block_size"),
@@ -239,32 +300,56 @@ WRONG: list[tuple[str | list[str], str]] = [
         "selector 'layer.7': matches no module; nearest: 'layer.1', 'layer.0', 'layer'",
     ),
     ("tap net.onnx layer.0:out[7] -o o.onnx", "module 'layer.0' has no such output; it has: 0"),
-    ("tap net.onnx layer.0 -o o.onnx", "selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'"),
-    ("steer net.onnx layer.0:in[nosuch] -o o.onnx", "module 'layer.0' has no such input; it has: 0"),
+    (
+        "tap net.onnx layer.0 -o o.onnx",
+        "selector 'layer.0': says no side; write 'layer.0:in' or 'layer.0:out'",
+    ),
+    (
+        "steer net.onnx layer.0:in[nosuch] -o o.onnx",
+        "module 'layer.0' has no such input; it has: 0",
+    ),
     ("steer net.onnx layer.0#9:out -o o.onnx", "module 'layer.0' ran 1 time, counted from 0"),
-    ("extract net.onnx layer.7 -o o.onnx", "no module 'layer.7' in this model; nearest: 'layer.1', 'layer.0', 'layer'"),
+    (
+        "extract net.onnx layer.7 -o o.onnx",
+        "no module 'layer.7' in this model; nearest: 'layer.1', 'layer.0', 'layer'",
+    ),
     (["extract", "net.onnx", "a\nb", "-o", "o.onnx"], r"no module 'a\nb' in this model"),
     (["extract", "net.onnx", "[/red]", "-o", "o.onnx"], "no module '[/red]' in this model"),
     (["tree", "net\n.onnx"], r"'net\n.onnx': cannot be read: No such file"),
     (["tree", "[red]x[/red].onnx"], "[red]x[/red].onnx: cannot be read: No such file"),
     (["tree", "a" * 5000], "aaa: cannot be read: File name too long"),
     (["tree", ""], "SOURCE is empty: give a value"),
-    ("extract net.onnx layer.0 --call 99999999999999999999 -o o.onnx", "has no call 99999999999999999999"),
+    (
+        "extract net.onnx layer.0 --call 99999999999999999999 -o o.onnx",
+        "has no call 99999999999999999999",
+    ),
     ("tree net.onnx --columns nosuch", "there is no column 'nosuch'; there are class"),
     ("cost net.onnx --sort nosuch", "there is no column 'nosuch'; there are class"),
     ("tree net.onnx --select nosuch", "selector 'nosuch': matches no module"),
     ("cost net.onnx --select re:(", "selector 're:(': missing )"),
     ("run nosuch net.onnx -o o.onnx", "there is no tool 'nosuch'; there are float16"),
     ("run onnxruntime net.onnx -o o.onnx --set level=9", "level is 9, and takes str"),
-    (f"run onnxruntime net.onnx -o o.onnx --set level={2**64}", "--set level: a whole number of more than 64 bits"),
+    (
+        f"run onnxruntime net.onnx -o o.onnx --set level={2**64}",
+        "--set level: a whole number of more than 64 bits",
+    ),
     ("run onnxruntime net.onnx -o o.onnx --set nosuch=1", "unexpected keyword argument 'nosuch'"),
-    ('run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]', "this ONNX Runtime has no Nope"),
+    (
+        'run onnxruntime net.onnx -o o.onnx --set providers=["Nope"]',
+        "this ONNX Runtime has no Nope",
+    ),
     ("run onnxruntime net.onnx -o o.onnx --set =1", "--set =1: write key=value"),
     ("run version_converter net.onnx -o o.onnx --set opset=abc", "opset is 'abc', and takes int"),
     ("run version_converter net.onnx -o o.onnx --set opset=999", "opset 999 is none of 1 to"),
     ("run matmul_nbits net.onnx -o o.onnx --set bits=77", "bits are 77, and can be 2, 4, 8"),
-    ("optimize net.onnx -o o.onnx --passes nosuch", "no pass 'nosuch'; there are: cleanup_attention"),
-    ("optimize net.onnx -o o.onnx --level nosuch", "'nosuch' is not one of 'exact', 'tolerant', 'fused'"),
+    (
+        "optimize net.onnx -o o.onnx --passes nosuch",
+        "no pass 'nosuch'; there are: cleanup_attention",
+    ),
+    (
+        "optimize net.onnx -o o.onnx --level nosuch",
+        "'nosuch' is not one of 'exact', 'tolerant', 'fused'",
+    ),
     # numbers
     ("tree net.onnx --depth -1", "'--depth'"),
     ("profile net.onnx --runs 0", "'--runs'"),
@@ -273,22 +358,34 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("partition net.onnx -o stages", "Missing argument"),
     ("partition net.onnx 2 -o stages --balance nowhere.json", "nowhere.json: cannot be read"),
     ("partition net.onnx 2 -o stages --balance bad.json", "bad.json: is not JSON"),
-    ("partition net.onnx 2 -o stages --balance list.json", "list.json: holds no JSON object of module path"),
+    (
+        "partition net.onnx 2 -o stages --balance list.json",
+        "list.json: holds no JSON object of module path",
+    ),
     ("partition net.onnx 2 -o stages --balance text.json", "text.json: module 'x' has no number"),
     ("partition net.onnx 99 -o stages", "the model cannot be cut into 99 stages"),
     # outputs
     ("optimize net.onnx -o folder.onnx", "folder.onnx: is a folder; name a file in it"),
-    ("optimize net.onnx -o nowhere/o.onnx", "nowhere/o.onnx: cannot be written: its folder does not exist: nowhere"),
+    (
+        "optimize net.onnx -o nowhere/o.onnx",
+        "nowhere/o.onnx: cannot be written: its folder does not exist: nowhere",
+    ),
     ("partition net.onnx 2 -o net.onnx", "net.onnx: is a file; name a folder for a partition"),
     ("partition net.onnx 2 -o .", "which is not of a partition; name an empty or a new folder"),
     ("optimize net.onnx", "give a file, and with -o the file to write"),
     ("view net.onnx --cost nowhere.json -o p.html", "error: nowhere.json: cannot be read"),
     ("view net.onnx --cost modules.json -o p.html", "modules.json: "),
     ("view net.onnx --profile bad.json -o p.html", "bad.json: is not JSON"),
-    ("view net.onnx -o nowhere/p.html", "nowhere/p.html: cannot be written: its folder does not exist: nowhere"),
+    (
+        "view net.onnx -o nowhere/p.html",
+        "nowhere/p.html: cannot be written: its folder does not exist: nowhere",
+    ),
     ("view net.onnx --netron --overlay dtype", "each do another thing; give one of them"),
     ("view net.onnx --measure speed -o p.html", "nothing measures 'speed'; there are time, cost"),
-    ("view nowhere.onnx --overlay error --measure time,cost", "--overlay error needs a result: give --verify"),
+    (
+        "view nowhere.onnx --overlay error --measure time,cost",
+        "--overlay error needs a result: give --verify",
+    ),
     ("tree net.onnx --profile bad.json", "bad.json: is not JSON"),
     ("tree net.onnx --profile list.json", "list.json: has no results by module"),
     ("tree net.onnx --profile errors.json", "is it the JSON of another command?"),
@@ -313,116 +410,260 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("export --entry {module}:fails -o o.onnx", "raised RuntimeError: the weights are elsewhere"),
     ("export --entry {module}:gives_nothing -o o.onnx", "must return (model, example inputs)"),
     ("export --entry {module} -o o.onnx", "an entry is package.module:factory"),
-    ("export {module}:number -o o.onnx", "{module}:number: a factory is named with --entry {module}:number"),
-    ("export --entry {module}.py:net -o o.onnx", "an entry names a module, not its file: {module}:net"),
-    (f"{BERT} --shapes name.npz -o o.onnx", "name.npz: holds values: --shapes is for a JSON file of shapes"),
+    (
+        "export {module}:number -o o.onnx",
+        "{module}:number: a factory is named with --entry {module}:number",
+    ),
+    (
+        "export --entry {module}.py:net -o o.onnx",
+        "an entry names a module, not its file: {module}:net",
+    ),
+    (
+        f"{BERT} --shapes name.npz -o o.onnx",
+        "name.npz: holds values: --shapes is for a JSON file of shapes",
+    ),
     ("view net.onnx --profile net.onnx -o p.html", "net.onnx: is not JSON: it is no text"),
     # data
-    ("compare net.onnx net.onnx --data many", "compare takes one run, and --data has several; give one .npz file, or"),
-    ("profile net.onnx --data {module}:runs", "profile takes one run, and --data has several; give one .npz file, or"),
-    ("carry net.onnx net.onnx -o o.onnx --data many", "carry takes one run, and --data has several"),
-    ("quantize net.onnx int8 -o o.onnx --data name.npz", "name.npz: no input 'foo' in this model, only 'x'"),
+    (
+        "compare net.onnx net.onnx --data many",
+        "compare takes one run, and --data has several; give one .npz file, or",
+    ),
+    (
+        "profile net.onnx --data {module}:runs",
+        "profile takes one run, and --data has several; give one .npz file, or",
+    ),
+    (
+        "carry net.onnx net.onnx -o o.onnx --data many",
+        "carry takes one run, and --data has several",
+    ),
+    (
+        "quantize net.onnx int8 -o o.onnx --data name.npz",
+        "name.npz: no input 'foo' in this model, only 'x'",
+    ),
     (
         "sensitivity net.onnx --data shape.npz",
         "shape.npz: input 'x': is float [2, 3], and the model wants float [16, 16]",
     ),
-    ("compare net.onnx net.onnx --data empty", "empty: is a folder without .npz files; write them with numpy.savez"),
+    (
+        "compare net.onnx net.onnx --data empty",
+        "empty: is a folder without .npz files; write them with numpy.savez",
+    ),
     ("compare net.onnx net.onnx --data list.json", "list.json: is no .npz file of plain arrays"),
-    ("compare net.onnx net.onnx --data many --shapes ok.json", "--shapes are those of random inputs, and --data have"),
-    ("profile net.onnx --data {module}:gives_nothing", "{module}:gives_nothing: returns NoneType, and data are arrays"),
-    ("profile net.onnx --data {module}:array", "{module}:array: returns ndarray, and data are arrays by input name"),
-    ("profile net.onnx --data {module}:nosuch", "{module}:nosuch: module '{module}' has no function 'nosuch'"),
+    (
+        "compare net.onnx net.onnx --data many --shapes ok.json",
+        "--shapes are those of random inputs, and --data have",
+    ),
+    (
+        "profile net.onnx --data {module}:gives_nothing",
+        "{module}:gives_nothing: returns NoneType, and data are arrays",
+    ),
+    (
+        "profile net.onnx --data {module}:array",
+        "{module}:array: returns ndarray, and data are arrays by input name",
+    ),
+    (
+        "profile net.onnx --data {module}:nosuch",
+        "{module}:nosuch: module '{module}' has no function 'nosuch'",
+    ),
     # rules
-    ("quantize net.onnx int9 -o o.onnx", "no file and no precision 'int9'; there are int8, u8s8, uint8, int16"),
-    ("quantize net.onnx rules.yaml -o o.onnx", "rules.yaml: rule 'layer.0': there is no precision 'int9'; there are"),
-    ("quantize net.onnx nowhere.yaml -o o.onnx", "nowhere.yaml: cannot be read: No such file or directory"),
+    (
+        "quantize net.onnx int9 -o o.onnx",
+        "no file and no precision 'int9'; there are int8, u8s8, uint8, int16",
+    ),
+    (
+        "quantize net.onnx rules.yaml -o o.onnx",
+        "rules.yaml: rule 'layer.0': there is no precision 'int9'; there are",
+    ),
+    (
+        "quantize net.onnx nowhere.yaml -o o.onnx",
+        "nowhere.yaml: cannot be read: No such file or directory",
+    ),
     ("quantize net.onnx layer.0=int8 -o o.onnx", "a rule is an option: --rule SELECTOR=PRECISION"),
     ("quantize net.onnx --rule layer.0 -o o.onnx", "--rule layer.0: write SELECTOR=PRECISION\n"),
     ("quantize net.onnx --rule =int8 -o o.onnx", "--rule =int8: write SELECTOR=PRECISION\n"),
-    ("quantize net.onnx --rule layer.0=int9 -o o.onnx", "--rule layer.0=int9: there is no precision 'int9'; there are"),
-    ("quantize net.onnx --rule layer.7=int8 -o o.onnx", "selector 'layer.7': matches no module; nearest: 'layer.1'"),
-    ("quantize net.onnx --rule dropout=int8 -o o.onnx", "--rule dropout=int8: no operator of module 'dropout' takes"),
+    (
+        "quantize net.onnx --rule layer.0=int9 -o o.onnx",
+        "--rule layer.0=int9: there is no precision 'int9'; there are",
+    ),
+    (
+        "quantize net.onnx --rule layer.7=int8 -o o.onnx",
+        "selector 'layer.7': matches no module; nearest: 'layer.1'",
+    ),
+    (
+        "quantize net.onnx --rule dropout=int8 -o o.onnx",
+        "--rule dropout=int8: no operator of module 'dropout' takes",
+    ),
     (
         "quantize net.onnx int8 --plan-for nosuch -o o.json",
         "plans are written for genai, modelopt, nncf, olive, ort, not for",
     ),
     ("quantize net.onnx int8 --plan-for ort -o o.onnx", "is the name of a model"),
-    ("quantize net.onnx --plan-for ort -o o.json", "give a plan (.yaml or .json), a precision (int8, "),
+    (
+        "quantize net.onnx --plan-for ort -o o.json",
+        "give a plan (.yaml or .json), a precision (int8, ",
+    ),
     (
         "quantize net.onnx --rule layer.0=int4:accuracy_level=9 -o o.onnx",
         "--rule layer.0=int4:accuracy_level=9: precision 'int4:accuracy_level=9': accuracy_level is 9, and can be 0",
     ),
     ("quantize net.onnx int8 -o rules.yaml/o.onnx", "rules.yaml/o.onnx"),
     ("quantize net.onnx int8", "give the file to write with -o, or --dry-run"),
-    ("quantize net.onnx int8 -o net.onnx", "net.onnx: is read by this command; name another file to write"),
+    (
+        "quantize net.onnx int8 -o net.onnx",
+        "net.onnx: is read by this command; name another file to write",
+    ),
     ("quantize untagged.onnx int8 -o o.onnx", UNTAGGED),
     ("place untagged.onnx --rule .=cpu -o o.onnx", UNTAGGED),
     ("nodes untagged.onnx", UNTAGGED),
     ("partition untagged.onnx 2 -o stages", UNTAGGED),
     ("rename untagged.onnx -o o.onnx", UNTAGGED),
-    ("quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing", "{module}:gives_nothing returned no function"),
+    (
+        "quantize net.onnx int8 -o o.onnx --metric {module}:gives_nothing",
+        "{module}:gives_nothing returned no function",
+    ),
     ("prune net.onnx 0.5 -o o.onnx", "no file '0.5'; a rule is an option: --rule SELECTOR=VALUE"),
     ("prune net.onnx --rule .=0.5 --method l3 -o o.onnx", "'l3' is not one of 'l1'"),
     ("prune net.onnx nowhere.yaml --rule .=0.5 -o o.onnx", "nowhere.yaml: cannot be read"),
-    ("prune net.onnx -o o.onnx", "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE"),
-    ("prune net.onnx --rule layer.0=abc -o o.onnx", "--rule layer.0=abc: sparsity 'abc': write a share such as 0.5"),
-    ("prune net.onnx --rule dropout=0.5 -o o.onnx", "--rule dropout=0.5: the modules that it names have no weights"),
-    ("place net.onnx -o o.onnx", "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=DEVICE"),
-    ("place net.onnx --rule .=toaster -o o.onnx", "--rule .=toaster: there is no device 'toaster'; write cpu, gpu"),
-    ("place net.onnx --rule dropout=cpu -o o.onnx", "--rule dropout=cpu: its modules have no nodes"),
+    (
+        "prune net.onnx -o o.onnx",
+        "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=VALUE",
+    ),
+    (
+        "prune net.onnx --rule layer.0=abc -o o.onnx",
+        "--rule layer.0=abc: sparsity 'abc': write a share such as 0.5",
+    ),
+    (
+        "prune net.onnx --rule dropout=0.5 -o o.onnx",
+        "--rule dropout=0.5: the modules that it names have no weights",
+    ),
+    (
+        "place net.onnx -o o.onnx",
+        "the rules are missing: give a plan (.yaml or .json), or --rule SELECTOR=DEVICE",
+    ),
+    (
+        "place net.onnx --rule .=toaster -o o.onnx",
+        "--rule .=toaster: there is no device 'toaster'; write cpu, gpu",
+    ),
+    (
+        "place net.onnx --rule dropout=cpu -o o.onnx",
+        "--rule dropout=cpu: its modules have no nodes",
+    ),
     ("place net.onnx --budget gpu -o o.onnx", "--budget gpu: write DEVICE=SIZE\n"),
-    ("place net.onnx --budget gpu=lots -o o.onnx", "budget of gpu: 'lots' is no size; write bytes, or a number with"),
-    ("place net.onnx --budget gpu=1 -o o.onnx", "the smallest part, of module '(root)', needs 2.048 kB"),
+    (
+        "place net.onnx --budget gpu=lots -o o.onnx",
+        "budget of gpu: 'lots' is no size; write bytes, or a number with",
+    ),
+    (
+        "place net.onnx --budget gpu=1 -o o.onnx",
+        "the smallest part, of module '(root)', needs 2.048 kB",
+    ),
     ("place net.onnx --rule .=cpu", "give the file to write with -o, or --show"),
     ("profile net.onnx --budget layer.0", "--budget layer.0: write SELECTOR=LIMIT\n"),
-    ("profile net.onnx --measured gone.json --budget nowhere=1ms", "selector 'nowhere': matches no module"),
+    (
+        "profile net.onnx --measured gone.json --budget nowhere=1ms",
+        "selector 'nowhere': matches no module",
+    ),
     ("profile net.onnx --provider cuda2", "this ONNX Runtime has no cuda2"),
     ("profile net.onnx --measured none.json", "engine_options and measured are for other engines"),
-    ("profile net.onnx --budget layer.0=x", "budget 'x' of 'layer.0': write a time or a share below 100 %"),
+    (
+        "profile net.onnx --budget layer.0=x",
+        "budget 'x' of 'layer.0': write a time or a share below 100 %",
+    ),
     # others of each command
     ("info nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
-    ("nodes net.onnx --select nosuch", "selector 'nosuch': matches no module; there are '.', 'dropout', 'layer'"),
-    ("nodes net.onnx --table nosuch", "'nosuch' is not one of 'nodes', 'modules', 'parameters', 'initializers'"),
-    ("view net.onnx --overlay latency -o o.json", "give --profile with the JSON of htp-export profile"),
+    (
+        "nodes net.onnx --select nosuch",
+        "selector 'nosuch': matches no module; there are '.', 'dropout', 'layer'",
+    ),
+    (
+        "nodes net.onnx --table nosuch",
+        "'nosuch' is not one of 'nodes', 'modules', 'parameters', 'initializers'",
+    ),
+    (
+        "view net.onnx --overlay latency -o o.json",
+        "give --profile with the JSON of htp-export profile",
+    ),
     ("diff net.onnx", "Missing argument 'after'; example: htp-export diff bert.onnx small.onnx"),
     ("forensics net.onnx --level nosuch", "level 'nosuch' is none of exact, tolerant, fused"),
     ("fingerprint nowhere.onnx", "nowhere.onnx: cannot be read: No such file or directory"),
     ("compare untagged.onnx net.onnx", "untagged.onnx: has no module tags"),
     ("profile net.onnx --engine nosuch", "no plug-in 'nosuch'; there are: openvino, tensorrt"),
-    ("extract net.onnx dropout -o o.onnx", "module 'dropout' has no nodes: it gives back what it is given"),
+    (
+        "extract net.onnx dropout -o o.onnx",
+        "module 'dropout' has no nodes: it gives back what it is given",
+    ),
     ("extract net.onnx . --call 3 -o o.onnx", "has no call 3: it ran 1 times, counted from 0"),
-    ("splice net.onnx layer.9 net.onnx -o o.onnx", "no module 'layer.9' in this model; nearest: 'layer.1'"),
+    (
+        "splice net.onnx layer.9 net.onnx -o o.onnx",
+        "no module 'layer.9' in this model; nearest: 'layer.1'",
+    ),
     ("functions net.onnx -o o.onnx", "give the modules, ** for all, or --undo"),
-    ("pipeline steps.yaml -m net.onnx -o o.onnx", "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are"),
+    (
+        "pipeline steps.yaml -m net.onnx -o o.onnx",
+        "steps.yaml: line 1: step 1: there is no step 'nosuch'; there are",
+    ),
     ("pipeline key.yaml -m net.onnx -o o.onnx", "there is no key 'step'"),
     ("pipeline twice.yaml -m net.onnx -o o.onnx", "'level' stands there twice"),
     ("pipeline bad.json -m net.onnx -o o.onnx", "is not YAML"),
-    ("search net.onnx --choices int8 --objective nosuch", "objectives are some of error, size, latency, metric"),
+    (
+        "search net.onnx --choices int8 --objective nosuch",
+        "objectives are some of error, size, latency, metric",
+    ),
     ("sensitivity net.onnx --precision int9", "there is no precision 'int9'"),
     ("sensitivity net.onnx --precision fp32", "precision 'fp32' changes nothing"),
     ("sensitivity net.onnx --select layer.0 --depth 1", "give select or depth, not both"),
-    ("sensitivity net.onnx --results nowhere/runs.jsonl", "nowhere/runs.jsonl: its folder does not exist"),
+    (
+        "sensitivity net.onnx --results nowhere/runs.jsonl",
+        "nowhere/runs.jsonl: its folder does not exist",
+    ),
     ("sensitivity net.onnx --results net.onnx", "net.onnx: is no journal of Optuna"),
     ("sensitivity net.onnx --metric nosuch:accuracy", "nosuch:accuracy"),
     ("search net.onnx rules.yaml --choices int8", "or --choices"),
     ("search net.onnx rules.yaml", "there is no precision 'int9'"),
     ("search net.onnx --choices int8 --objective metric", "go together"),
     ("search net.onnx --choices int8 --sampler nosuch", "there is no sampler 'nosuch'"),
-    ("search net.onnx --choices int8 --storage nowhere/study.log", "nowhere/study.log: its folder does not exist"),
+    (
+        "search net.onnx --choices int8 --storage nowhere/study.log",
+        "nowhere/study.log: its folder does not exist",
+    ),
     ("search net.onnx --choices int8 --storage nosql://x", "storage 'nosql://x' cannot be opened"),
     ("search net.onnx --choices int8 -o .", "which is not of a search"),
     ("lora insert net.onnx nosuch -o o.onnx", "selector 'nosuch': matches no module"),
-    ("lora insert net.onnx dropout -o o.onnx", "there is no linear layer at or below the modules of 'dropout'"),
-    ("lora adapter net.onnx nowhere -o a.onnx_adapter", "htp-export lora insert gives its linear layers inputs"),
+    (
+        "lora insert net.onnx dropout -o o.onnx",
+        "there is no linear layer at or below the modules of 'dropout'",
+    ),
+    (
+        "lora adapter net.onnx nowhere -o a.onnx_adapter",
+        "htp-export lora insert gives its linear layers inputs",
+    ),
     ("lora fuse net.onnx nowhere -o o.onnx", "nowhere: there is no such adapter"),
-    ("rename net.onnx --style nosuch -o o.onnx", "there is no style of names 'nosuch'; there is 'path'"),
-    ("rename net.onnx -o empty/o.onnx --share-weights", "they lie in another folder; write into that folder, or copy"),
-    ("partition net.onnx layer.7 -o stages", "no module 'layer.7' in this model; nearest: 'layer.1'"),
-    ("partition net.onnx 2 -o stages --balance nosuch", "--balance nosuch: balance parameters or flops, or name"),
+    (
+        "rename net.onnx --style nosuch -o o.onnx",
+        "there is no style of names 'nosuch'; there is 'path'",
+    ),
+    (
+        "rename net.onnx -o empty/o.onnx --share-weights",
+        "they lie in another folder; write into that folder, or copy",
+    ),
+    (
+        "partition net.onnx layer.7 -o stages",
+        "no module 'layer.7' in this model; nearest: 'layer.1'",
+    ),
+    (
+        "partition net.onnx 2 -o stages --balance nosuch",
+        "--balance nosuch: balance parameters or flops, or name",
+    ),
     # in another order
-    ("extract net.onnx layer.* -o o.onnx", "no module 'layer.*' in this model; this takes one module, and no selector"),
+    (
+        "extract net.onnx layer.* -o o.onnx",
+        "no module 'layer.*' in this model; this takes one module, and no selector",
+    ),
     ("extract net.onnx class:Linear -o o.onnx", "; this takes one module, and no selector"),
-    ("carry net.onnx -o o.onnx", "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map"),
+    (
+        "carry net.onnx -o o.onnx",
+        "name the model before it too, htp-export carry BEFORE AFTER, or use --embed-map",
+    ),
     ("nosuch", "No such command 'nosuch'."),
     ("tree", "name an ONNX file, a model, or --entry"),
     ("tree net.onnx --entry a:b", "give one model"),
@@ -431,24 +672,45 @@ WRONG: list[tuple[str | list[str], str]] = [
     ("tree net.onnx extra", "extra"),
     ("tree --nosuch net.onnx", "No such option: --nosuch"),
     *(
-        (f"{command} nowhere.onnx net.onnx", "nowhere.onnx: cannot be read: No such file or directory\n")
+        (
+            f"{command} nowhere.onnx net.onnx",
+            "nowhere.onnx: cannot be read: No such file or directory\n",
+        )
         for command in ("compare", "diff", "carry -o o.onnx")
     ),
     # names that shells and users leave empty, folders, and options by their first names
     (["extract", "net.onnx", "", "-o", "o.onnx"], "MODULE is empty: give a value"),
     (["functions", "net.onnx", "layer.0", "", "-o", "o.onnx"], "SELECT is empty: give a value"),
-    ("prune net.onnx --rule .=1.5 -o o.onnx", "--rule .=1.5: sparsity '1.5': a share is from 0 to 1\n"),
-    ("cost open.onnx --dims length=16,lenght=1", "no open dimension 'lenght' in this model, only 'length'; nearest"),
+    (
+        "prune net.onnx --rule .=1.5 -o o.onnx",
+        "--rule .=1.5: sparsity '1.5': a share is from 0 to 1\n",
+    ),
+    (
+        "cost open.onnx --dims length=16,lenght=1",
+        "no open dimension 'lenght' in this model, only 'length'; nearest",
+    ),
     ("quantize net.onnx folder.onnx -o o.onnx", "folder.onnx: is a folder; name a file in it"),
-    ("profile net.onnx --data made", "made: there is no such file or folder; data are arrays by input name, several"),
+    (
+        "profile net.onnx --data made",
+        "made: there is no such file or folder; data are arrays by input name, several",
+    ),
     ("rename net.onnx -o net", "net: has no extension; name the file net.onnx\n"),
-    ("profile open.onnx --runs 1", "it ran with length = 1; for other sizes, give --dims (length=...) or --data"),
+    (
+        "profile open.onnx --runs 1",
+        "it ran with length = 1; for other sizes, give --dims (length=...) or --data",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("command", "message"), WRONG, ids=[str(command)[:60] for command, _ in WRONG])
+@pytest.mark.parametrize(
+    ("command", "message"), WRONG, ids=[str(command)[:60] for command, _ in WRONG]
+)
 def test_a_line_says_what_is_wrong_and_nothing_is_written(folder, capfd, command, message):
-    typed = command.format(module=f"made_{folder.name}").split() if isinstance(command, str) else command
+    typed = (
+        command.format(module=f"made_{folder.name}").split()
+        if isinstance(command, str)
+        else command
+    )
     before = contents(folder)
     status = main(typed)
     out, error = capfd.readouterr()
@@ -462,7 +724,9 @@ def test_a_line_says_what_is_wrong_and_nothing_is_written(folder, capfd, command
 
 def test_every_command_has_wrong_inputs():
     typed = [command if isinstance(command, str) else " ".join(command) for command, _ in WRONG]
-    assert [name for name in command_names() if not any(each.startswith(name) for each in typed)] == []
+    assert [
+        name for name in command_names() if not any(each.startswith(name) for each in typed)
+    ] == []
 
 
 @pytest.mark.parametrize("use", [htp_export.profile, htp_export.compare, htp_export.carry])
@@ -474,7 +738,10 @@ def test_python_refuses_a_mapping_without_inputs(use, folder):
 
 def test_files_that_may_not_be_read(tmp_path):
     write_model(_square(), tmp_path / "closed.onnx", "closed.data")
-    said = {"closed.data": "closed.data: cannot be read", "closed.onnx": "path 'closed.onnx' is not readable"}
+    said = {
+        "closed.data": "closed.data: cannot be read",
+        "closed.onnx": "path 'closed.onnx' is not readable",
+    }
     for name, message in said.items():
         (tmp_path / name).chmod(0)
         run = bound_by_permissions(tmp_path, "optimize", "closed.onnx", "-o", "o.onnx")
@@ -493,7 +760,17 @@ def test_a_newer_version_of_the_format_is_read_with_a_warning(folder, tmp_path, 
     assert warning in caplog.text
 
 
-SHARING = ("optimize", "functions", "functions --undo", "splice", "carry", "run", "rename", "tap", "quantize")
+SHARING = (
+    "optimize",
+    "functions",
+    "functions --undo",
+    "splice",
+    "carry",
+    "run",
+    "rename",
+    "tap",
+    "quantize",
+)
 
 
 @pytest.mark.parametrize("command", SHARING)
@@ -532,7 +809,9 @@ def test_the_hub_that_cannot_be_reached_is_not_a_model_that_is_not_there(monkeyp
     from htp_export.huggingface import load_model
 
     monkeypatch.setattr(sources, "_why_unreachable", lambda: "https://hub: no network")
-    with pytest.raises(htp_export.InputError, match=r"the hub cannot be reached \(https://hub: no network\)"):
+    with pytest.raises(
+        htp_export.InputError, match=r"the hub cannot be reached \(https://hub: no network\)"
+    ):
         load_model("nobody/nothing-of-the-kind")
 
 
@@ -560,6 +839,8 @@ def test_quantizing_warns_where_products_saturate(
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t: none\n")
     monkeypatch.setattr(processors, "_CPUINFO", tmp_path / "cpuinfo")
-    given = {key: QuantType.QUInt8 if value == "unsigned" else value for key, value in options.items()}
+    given = {
+        key: QuantType.QUInt8 if value == "unsigned" else value for key, value in options.items()
+    }
     htp_export.tools.quantize_dynamic("net.onnx", **given)
     assert ("this processor has no VNNI" in caplog.text) is warned

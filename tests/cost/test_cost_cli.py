@@ -69,18 +69,32 @@ def test_cost_draws_the_tree_and_says_the_peak_and_the_rest_in_words(file, capsy
     assert "an estimate" in text
 
 
-def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_they_are_1(open_file, tmp_path, capsys):
+def test_cost_takes_open_sizes_as_numbers_shapes_or_values_and_else_says_that_they_are_1(
+    open_file, tmp_path, capsys
+):
     assert main(["cost", str(open_file)]) == 0
     assert "size 'batch' is 1" in lines(capsys)
     assert main(["cost", str(open_file), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (64, {"batch": 1}, ["size 'batch' is 1"])
+    assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (
+        64,
+        {"batch": 1},
+        ["size 'batch' is 1"],
+    )
     (tmp_path / "shapes.json").write_text('{"x": [2, 4]}')
     np.savez(tmp_path / "values.npz", x=np.zeros((2, 4), np.float32))
-    for given in (["--dims", "batch=2"], ["--shapes", f"{tmp_path}/shapes.json"], ["--data", f"{tmp_path}/values.npz"]):
+    for given in (
+        ["--dims", "batch=2"],
+        ["--shapes", f"{tmp_path}/shapes.json"],
+        ["--data", f"{tmp_path}/values.npz"],
+    ):
         assert main(["cost", str(open_file), "--json", *given]) == 0
         data = json.loads(capsys.readouterr().out)
-        assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (128, {"batch": 2}, [])
+        assert (data["modules"][""]["flops"], data["dims"], data["assumed"]) == (
+            128,
+            {"batch": 2},
+            [],
+        )
 
 
 def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(file, capsys):
@@ -97,11 +111,17 @@ def test_cost_as_csv_has_every_module_and_column_and_nodes_if_asked(file, capsys
 
 def test_times_and_errors_of_other_commands_are_columns(file, tmp_path, capsys):
     times = {"": {"total_ms": 3.0, "self_ms": 0.5}, "layer.0": {"total_ms": 2.0, "self_ms": 1.0}}
-    errors = {"": {"max_abs": "nan", "status": "inherits"}, "layer.0": {"max_abs": 0.25, "status": "differs"}}
+    errors = {
+        "": {"max_abs": "nan", "status": "inherits"},
+        "layer.0": {"max_abs": 0.25, "status": "differs"},
+    }
     (tmp_path / "profile.json").write_text(json.dumps({"modules": times}))
     (tmp_path / "verify.json").write_text(json.dumps({"modules": errors}))
     given = ["--profile", f"{tmp_path}/profile.json", "--verify", f"{tmp_path}/verify.json"]
-    assert main(["tree", str(file), "--depth", "1", "--columns", "time,own_time,error,status", *given]) == 0
+    assert (
+        main(["tree", str(file), "--depth", "1", "--columns", "time,own_time,error,status", *given])
+        == 0
+    )
     assert lines(capsys) == [
         "module        time ms   own time ms     error   status",
         "(root)          3.000         0.500       nan   inherits",
@@ -114,10 +134,16 @@ def test_times_and_errors_of_other_commands_are_columns(file, tmp_path, capsys):
     assert lines(capsys)[:3] == ["module,error", ",nan", "layer.0,0.25"]
     assert main(["tree", str(file), "--json", *given]) == 0
     data = json.loads(capsys.readouterr().out)["modules"]
-    assert (data[""]["error"], data["layer.0"]["time_ms"], "error" in data["layer.1"]) == ("nan", 2.0, False)
+    assert (data[""]["error"], data["layer.0"]["time_ms"], "error" in data["layer.1"]) == (
+        "nan",
+        2.0,
+        False,
+    )
 
 
-def row(path: str, class_name: str = "net.Block", calls: int = 1, nodes: int = 2, **facts: Any) -> ModuleRow:
+def row(
+    path: str, class_name: str = "net.Block", calls: int = 1, nodes: int = 2, **facts: Any
+) -> ModuleRow:
     given = {"fate": "computed", "self_nodes": nodes, "parameters": 1000, **facts}
     return ModuleRow(path, class_name, calls, nodes=nodes, **given)
 
@@ -139,7 +165,9 @@ def test_alike_layers_are_one_line_with_their_mean_time_and_largest_error_unless
 
 
 def test_a_narrow_terminal_shows_what_matters_most_and_says_what_it_left_out():
-    tree = ModuleTree((row("", time_ms=1.0), row("a_module_with_a_name_that_is_far_too_long", time_ms=1.0)))
+    tree = ModuleTree(
+        (row("", time_ms=1.0), row("a_module_with_a_name_that_is_far_too_long", time_ms=1.0))
+    )
     assert max(map(len, drawn(tree, 40))) <= 40
     assert drawn(tree, 40)[0].split() == ["module", "time", "ms"]
     text = " ".join(drawn(tree, 40))
@@ -164,7 +192,9 @@ def test_colours_are_off_where_nobody_wants_them(file, monkeypatch):
 
 
 def test_tied_parameters_are_marked_and_counted_once(tmp_path, capsys):
-    net = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 4)).eval()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(4, 4, bias=False), torch.nn.Tanh(), torch.nn.Linear(4, 4)
+    ).eval()
     net[2].weight = net[0].weight
     htp_export.export(net, (torch.randn(1, 4),), tmp_path / "tied.onnx", verbose=False)
     assert main(["cost", str(tmp_path / "tied.onnx")]) == 0
@@ -173,7 +203,9 @@ def test_tied_parameters_are_marked_and_counted_once(tmp_path, capsys):
     assert shown[1].split()[:4] == ["(root)", "Sequential", "3", "20"]
     assert "tied, and counted once in modules that hold several of these: 0.weight (0, 2)" in shown
     assert main(["cost", str(tmp_path / "tied.onnx"), "--sort", "parameters"]) == 0
-    rows = {line.split()[0]: line.split("  ")[-1].strip() for line in lines(capsys)[:6] if line.strip()}
+    rows = {
+        line.split()[0]: line.split("  ")[-1].strip() for line in lines(capsys)[:6] if line.strip()
+    }
     assert (rows["0"], rows["2"]) == ("with 2", "counted in 0")
 
 
@@ -234,7 +266,8 @@ def test_depth_counts_from_what_is_selected():
 
     assert shown(select="layer.1", depth=0) == ["", "layer", "layer.1"]
     assert shown(select="layer.1", depth=1) == ["", "layer", "layer.1", "layer.1.fc"]
-    assert shown(select="layer.**", depth=0) == ["", "layer", "layer.0", "layer.1"]  # the container is no level
+    # the container is no level
+    assert shown(select="layer.**", depth=0) == ["", "layer", "layer.0", "layer.1"]
     assert "layer.0" not in shown(select="layer.**,!layer.0", depth=3)
     assert shown(select=".", depth=1) == shown(depth=1)
 
@@ -253,9 +286,18 @@ def test_the_tree_prints_as_a_table_and_is_plain_data():
     assert tree.to_dict() == {
         "modules": {
             "": {**counts, "class_name": "net.Net"},
-            "dropout": {**nothing, "class_name": "torch.nn.modules.dropout.Dropout", "fate": "identity"},
+            "dropout": {
+                **nothing,
+                "class_name": "torch.nn.modules.dropout.Dropout",
+                "fate": "identity",
+            },
         },
-        "tags": {"source": "htp", "reasons": {"scope": 6, "shared": 1}, "untagged": 0, "lost": False},
+        "tags": {
+            "source": "htp",
+            "reasons": {"scope": 6, "shared": 1},
+            "untagged": 0,
+            "lost": False,
+        },
     }
 
 
@@ -268,7 +310,14 @@ def layers(count: int, nodes: int = 2) -> list[ModuleRow]:
 
 
 def test_equal_layers_are_drawn_once_and_the_container_before_their_name():
-    tree = ModuleTree((row("", "net.Net"), row("layer", "ModuleList", 0, fate="uncalled"), *layers(12), row("head")))
+    tree = ModuleTree(
+        (
+            row("", "net.Net"),
+            row("layer", "ModuleList", 0, fate="uncalled"),
+            *layers(12),
+            row("head"),
+        )
+    )
     assert drawn(tree) == [
         "module                        class   nodes   parameters   fate",
         "(root)                        Net         2        1,000",
@@ -280,17 +329,26 @@ def test_equal_layers_are_drawn_once_and_the_container_before_their_name():
 
 def test_a_layer_that_differs_anywhere_below_is_not_folded():
     different = [row("layer.3"), row("layer.3.fc", "net.Fc", nodes=3)]
-    tree = ModuleTree((row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5")))
+    tree = ModuleTree(
+        (row(""), row("layer", "ModuleList", 0), *layers(3), *different, row("layer.5"))
+    )
     names = [line.strip("│├└─ ").split("  ")[0] for line in drawn(tree) if "layer." in line]
     assert names == ["layer.0 … layer.2 × 3", "layer.3", "layer.5"]  # noqa: RUF001 - "times"
 
 
 def test_a_module_that_never_ran_keeps_its_line_above_what_it_holds():
-    tree = ModuleTree((row(""), row("unused", calls=0, nodes=0), row("unused.fc", calls=0, nodes=0)))
-    assert [line.split("   Block")[0].rstrip() for line in drawn(tree)[2:]] == ["└── unused", "    └── fc"]
+    tree = ModuleTree(
+        (row(""), row("unused", calls=0, nodes=0), row("unused.fc", calls=0, nodes=0))
+    )
+    assert [line.split("   Block")[0].rstrip() for line in drawn(tree)[2:]] == [
+        "└── unused",
+        "    └── fc",
+    ]
 
 
-@pytest.mark.parametrize("result", [htp_export.cost(encoder()), tree_rows(load(encoder()))], ids=["cost", "tree"])
+@pytest.mark.parametrize(
+    "result", [htp_export.cost(encoder()), tree_rows(load(encoder()))], ids=["cost", "tree"]
+)
 def test_json_csv_and_data_frames_have_the_same_columns(result):
     heads = csv_text(result.columns, result.listed).splitlines()[0].split(",")
     numbers = {

@@ -21,7 +21,9 @@ UNIT = 32  # bytes of one tensor of 2 x 4 floats
 
 
 def of_text(body: str, outputs: str = "float[2, 4] y") -> Cost:
-    text = f'<ir_version: 10, opset_import: ["": 20]>\nnet (float[2, 4] x) => ({outputs}) {{ {body} }}'
+    text = (
+        f'<ir_version: 10, opset_import: ["": 20]>\nnet (float[2, 4] x) => ({outputs}) {{ {body} }}'
+    )
     return htp_export.cost(onnx.shape_inference.infer_shapes(onnx.parser.parse_model(text)))
 
 
@@ -46,7 +48,10 @@ def test_peak_is_what_is_alive_at_once(body, units):
 def test_outputs_of_the_model_stay_to_the_end():
     report = of_text("y = Relu(x) a = Neg(x) b = Abs(a) z = Neg(b)", "float[2, 4] y, float[2, 4] z")
     assert report.peak.bytes == 3 * UNIT
-    assert of_text("y = Relu(x) a = Neg(y) b = Abs(a) z = Neg(b)", "float[2, 4] z").peak.bytes == 2 * UNIT
+    assert (
+        of_text("y = Relu(x) a = Neg(y) b = Abs(a) z = Neg(b)", "float[2, 4] z").peak.bytes
+        == 2 * UNIT
+    )
 
 
 def test_a_subgraph_takes_memory_while_its_node_runs():
@@ -62,7 +67,9 @@ def test_a_subgraph_takes_memory_while_its_node_runs():
     """
     proto = onnx.parser.parse_model(text)
     branch = proto.graph.node[1].attribute[0].g
-    branch.value_info.append(onnx.helper.make_tensor_value_info("a0", onnx.TensorProto.FLOAT, [4, 4]))
+    branch.value_info.append(
+        onnx.helper.make_tensor_value_info("a0", onnx.TensorProto.FLOAT, [4, 4])
+    )
     report = htp_export.cost(proto)
     # h and the result, one byte of condition no longer, and inside the branch four rows: twice a tensor
     assert report.peak.bytes == 2 * UNIT + 2 * UNIT + 1
@@ -86,7 +93,12 @@ def test_the_module_on_top_of_the_peak_and_what_is_alive_there_are_named():
     # x, fc, act and what is made of them
     assert report.peak.bytes == 4 * UNIT
     assert (report.peak.node, report.peak.modules) == ("node_block_out", ("block",))
-    assert sorted(report.peak.live) == [("act", UNIT), ("block_out", UNIT), ("fc", UNIT), ("x", UNIT)]
+    assert sorted(report.peak.live) == [
+        ("act", UNIT),
+        ("block_out", UNIT),
+        ("fc", UNIT),
+        ("x", UNIT),
+    ]
     peaks = {path: module.peak_bytes // UNIT for path, module in report.modules.items()}
     assert peaks == {"": 4, "block": 4, "block.fc": 2}
 
@@ -112,7 +124,9 @@ def test_a_lookup_reads_the_rows_it_gives_and_not_the_table():
     ids = ir.val("ids", ir.DataType.INT64, [3])
     out = tagged_node("Gather", [table, ids], "", "rows")
     out.outputs[0].shape = ir.Shape([3, 64])
-    report = htp_export.cost(model([ids], [out], [table], [ModuleInfo("", "net.Net", 1, "computed")]))
+    report = htp_export.cost(
+        model([ids], [out], [table], [ModuleInfo("", "net.Net", 1, "computed")])
+    )
     assert report.modules[""].traffic_bytes == 3 * 64 * 4 + 3 * 8 + 3 * 64 * 4
     assert report.modules[""].weight_bytes == 64 * 64 * 4
 
@@ -120,7 +134,12 @@ def test_a_lookup_reads_the_rows_it_gives_and_not_the_table():
 # --- FLOPs and parameters of ten architectures, against PyTorch's own counts ---
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 VOCAB = {"vocab_size": 100}
 WORDS = {**SIZES, **VOCAB}
 WHISPER = {
@@ -147,10 +166,22 @@ def sound() -> dict[str, torch.Tensor]:
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], Callable[[], dict[str, Any]]]] = {
     "bert": ("BertModel", WORDS, text),
     "roberta": ("RobertaForSequenceClassification", WORDS, text),
-    "distilbert": ("DistilBertModel", {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, **VOCAB}, text),
+    "distilbert": (
+        "DistilBertModel",
+        {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 64, **VOCAB},
+        text,
+    ),
     "gpt2": (  # its head is tied to its embeddings
         "GPT2LMHeadModel",
-        {"n_embd": 32, "n_layer": 2, "n_head": 2, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, **VOCAB},
+        {
+            "n_embd": 32,
+            "n_layer": 2,
+            "n_head": 2,
+            "use_cache": False,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+            **VOCAB,
+        },
         text,
     ),
     "llama": ("LlamaForCausalLM", {**WORDS, "num_key_value_heads": 1, "use_cache": False}, text),
@@ -184,7 +215,8 @@ def flops_of(model: nn.Module, kwargs: dict[str, Any]) -> int:
         pytest.param(name, dynamo, marks=() if name in FAST and not dynamo else pytest.mark.slow)
         for name in ARCHITECTURES
         for dynamo in (False, True)
-        if name != "t5_encoder" or not dynamo  # with sdpa attention, torch's own dynamo exporter cannot take it
+        # with sdpa attention, torch's own dynamo exporter cannot take it
+        if name != "t5_encoder" or not dynamo
     ],
 )
 def test_flops_and_parameters_are_those_of_pytorch(name, dynamo, tmp_path):
@@ -198,7 +230,9 @@ def test_flops_and_parameters_are_those_of_pytorch(name, dynamo, tmp_path):
     report = htp_export.cost(file)
     assert report.modules[""].flops == pytest.approx(flops_of(model, kwargs), rel=1e-3)
     assert report.uncounted == {}
-    counts = {path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()}
+    counts = {
+        path: sum(p.numel() for p in module.parameters()) for path, module in model.named_modules()
+    }
     assert {path: module.parameters for path, module in report.modules.items()} == counts
 
 

@@ -18,11 +18,24 @@ from htp_export.costs.execution import RunStep
 from htp_export.costs.result import Cost
 from htp_export.errors import InputError
 from htp_export.format.hierarchy import ModuleInfo
-from htp_export.format.parameters import ModuleParameters, parameters_from_json, parameters_of, parameters_to_json
+from htp_export.format.parameters import (
+    ModuleParameters,
+    parameters_from_json,
+    parameters_of,
+    parameters_to_json,
+)
 from tests.handmade import encoder, model, tagged_node, value
 
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-SUMMED = ("flops", "macs", "other_flops", "parameters", "weight_bytes", "activation_bytes", "traffic_bytes")
+SUMMED = (
+    "flops",
+    "macs",
+    "other_flops",
+    "parameters",
+    "weight_bytes",
+    "activation_bytes",
+    "traffic_bytes",
+)
 
 
 def costs(net: nn.Module, x: torch.Tensor, exporter: str, folder: Path) -> Cost:
@@ -65,7 +78,8 @@ def test_sizes_whose_sums_have_more_than_64_bits_are_added_up():
     third = tagged_node("Add", [x, *second.outputs], ["b"], "third")
     modules = [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b")]
     report = htp_export.cost(model([x], [first, second, third], [], modules))
-    assert report.modules[""].peak_bytes == 3 * 4 * 2**60  # the input, and what a node reads and makes
+    # the input, and what a node reads and makes
+    assert report.modules[""].peak_bytes == 3 * 4 * 2**60
     assert report.modules[""].other_flops == 3 * 2**60
 
 
@@ -94,7 +108,9 @@ class Trunk(nn.Module):
 
 
 @BOTH
-def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_is_folded(exporter, tmp_path):
+def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_is_folded(
+    exporter, tmp_path
+):
     net = Trunk()
     report = costs(net, torch.randn(2, 3, 8, 8), exporter, tmp_path)
     for name in SUMMED:
@@ -105,13 +121,19 @@ def test_modules_add_up_to_the_whole_and_have_pytorchs_parameters_where_a_norm_i
         assert report.modules[path].parameters == sum(p.numel() for p in module.parameters()), path
     assert report.modules["norm"].parameters == 16
     assert report.modules["norm"].self_parameters == 16
-    assert report.modules["norm"].weight_bytes + report.modules["conv"].weight_bytes <= 4 * 2 * (8 * 3 * 9 + 8)
+    assert report.modules["norm"].weight_bytes + report.modules["conv"].weight_bytes <= 4 * 2 * (
+        8 * 3 * 9 + 8
+    )
 
 
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.body, self.head = nn.Embedding(20, 8), nn.Linear(8, 8), nn.Linear(8, 20, bias=False)
+        self.embedding, self.body, self.head = (
+            nn.Embedding(20, 8),
+            nn.Linear(8, 8),
+            nn.Linear(8, 20, bias=False),
+        )
         self.head.weight = self.embedding.weight
         self.register_buffer("scale", torch.rand(8))
         self.temperature = nn.Parameter(torch.tensor(2.0))
@@ -152,7 +174,9 @@ def test_weights_that_several_modules_read_are_shared():
 
 def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are_not_there_are_not_believed():
     made = encoder()
-    made.metadata_props["htp.parameters"] = '{"layer.0.fc":{"weight":[4,8]},"layer.1.fc":{"gone":[3]}}'
+    made.metadata_props["htp.parameters"] = (
+        '{"layer.0.fc":{"weight":[4,8]},"layer.1.fc":{"gone":[3]}}'
+    )
     modules = htp_export.cost(made).modules
     assert (modules["layer.0.fc"].parameters, modules["layer.1.fc"].parameters) == (16, 3)
     made.metadata_props["htp.parameters"] = '{"elsewhere":{"weight":[4,8]}}'
@@ -163,10 +187,16 @@ def test_a_pruned_weight_counts_with_its_size_and_parameters_of_modules_that_are
 
 
 def test_an_extracted_module_knows_its_parameters(tmp_path):
-    htp_export.export(Trunk().eval(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx", verbose=False)
+    htp_export.export(
+        Trunk().eval(), (torch.randn(2, 3, 8, 8),), tmp_path / "m.onnx", verbose=False
+    )
     part = htp_export.cost(htp_export.extract(tmp_path / "m.onnx", "body").model)
     assert part.from_pytorch
-    assert part.modules["body"].parameters == part.modules[""].parameters == 36 * 20 + 20 + 20 * 36 + 36
+    assert (
+        part.modules["body"].parameters
+        == part.modules[""].parameters
+        == 36 * 20 + 20 + 20 * 36 + 36
+    )
 
 
 def test_written_parameters_come_back_the_same():
@@ -182,7 +212,9 @@ def test_written_parameters_come_back_the_same():
     assert parameters_from_json(parameters_to_json(only))["head"].shapes == {"weight": (20, 8)}
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": []}', '{"a": {"w": [-1]}}', '{"a": {"w": "b.w"}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"a": []}', '{"a": {"w": [-1]}}', '{"a": {"w": "b.w"}}']
+)
 def test_malformed_parameters_are_refused(text):
     with pytest.raises(ValueError, match=r"htp\.parameters"):
         parameters_from_json(text)
@@ -233,7 +265,9 @@ def test_formulas_that_cannot_be_used_are_refused(formulas, message):
 
 
 def test_weights_are_told_by_type():
-    x, scale, zero = (ir.val(n, ir.DataType.FLOAT, s) for n, s in (("x", [2, 4]), ("s", []), ("z", [])))
+    x, scale, zero = (
+        ir.val(n, ir.DataType.FLOAT, s) for n, s in (("x", [2, 4]), ("s", []), ("z", []))
+    )
     eight = ir.Value(name="w8", const_value=ir.tensor(np.ones((4, 4), np.int8), name="w8"))
     half = ir.Value(name="w16", const_value=ir.tensor(np.ones((4,), np.float16), name="w16"))
     indices = ir.Value(name="i", const_value=ir.tensor(np.ones((4,), np.int64), name="i"))
@@ -242,7 +276,9 @@ def test_weights_are_told_by_type():
         tagged_node("Mul", [x, half], "", "b"),
         tagged_node("Gather", [x, indices], "", "c"),
     ]
-    made = model([x, scale, zero], nodes, [eight, half, indices], [ModuleInfo("", "net.Net", 1, "computed")])
+    made = model(
+        [x, scale, zero], nodes, [eight, half, indices], [ModuleInfo("", "net.Net", 1, "computed")]
+    )
     whole = htp_export.cost(made).modules[""]
     assert whole.weight_bytes_by_dtype == {"int8": 16, "float16": 8}
     assert whole.weight_bytes == 24
@@ -252,7 +288,11 @@ def test_an_untagged_model_has_costs_of_the_whole_and_of_its_nodes():
     text = '<ir_version: 10, opset_import: ["": 20]> net (float[2, 3] x, float[3, 5] w) => (float[2, 5] y)'
     report = htp_export.cost(onnx.parser.parse_model(text + "{ y = MatMul(x, w) }"))
     assert list(report.modules) == [""]
-    assert (report.modules[""].flops, report.modules[""].nodes, report.nodes[0].shapes) == (60, 1, ((2, 5),))
+    assert (report.modules[""].flops, report.modules[""].nodes, report.nodes[0].shapes) == (
+        60,
+        1,
+        ((2, 5),),
+    )
     assert "only the whole is known" in report.notes
     assert "no module tags" in str(report).splitlines()[-1]
 

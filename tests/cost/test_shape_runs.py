@@ -48,7 +48,9 @@ def run(model: Any, **given: Any) -> Run:
 
 
 def test_shapes_that_are_computed_from_shapes_are_known():
-    found = {t.name: t.shape for step in run(parsed(TEXT), dims={"n": 5}).steps for t in step.outputs}
+    found = {
+        t.name: t.shape for step in run(parsed(TEXT), dims={"n": 5}).steps for t in step.outputs
+    }
     assert found["turned"] == (3, 5)
     assert found["ones"] == (5,)
     assert found["h"] == (5, 8)
@@ -59,7 +61,9 @@ def test_example_inputs_say_sizes_as_their_names_do():
     by_name = run(parsed(TEXT), dims={"n": 5})
     by_example = run(parsed(TEXT), inputs={"x": np.zeros((5, 3), np.float32)})
     by_shape = run(parsed(TEXT), shapes={"x": (5, 3)})
-    assert [t.shape for s in by_name.steps for t in s.outputs] == [t.shape for s in by_example.steps for t in s.outputs]
+    assert [t.shape for s in by_name.steps for t in s.outputs] == [
+        t.shape for s in by_example.steps for t in s.outputs
+    ]
     assert by_shape.outputs[0].shape == (5, 2, 2, 2)
 
 
@@ -83,7 +87,10 @@ def test_values_of_small_whole_inputs_decide_shapes():
     [
         ({"dims": {"m": 1}}, "no open dimension 'm' in this model, only 'n'"),
         ({"dims": {"n": -1}}, "whole number, not -1"),
-        ({"dims": {"n": 2}, "shapes": {"x": (5, 3)}}, "input 'x' is \\[5, 3\\], but dims has n = 2"),
+        (
+            {"dims": {"n": 2}, "shapes": {"x": (5, 3)}},
+            "input 'x' is \\[5, 3\\], but dims has n = 2",
+        ),
         ({"shapes": {"x": (5, 4)}}, "input 'x' is \\[5, 4\\], but a size of it is 3"),
         ({"shapes": {"x": (5,)}}, "input 'x' has 2 dimensions in the model, not 1"),
         ({"shapes": {"xs": (5, 3)}}, "no input 'xs' in this model, only 'x', 'w'; nearest: 'x'"),
@@ -96,19 +103,29 @@ def test_sizes_that_do_not_fit_are_refused(given, message):
 
 def test_sizes_that_nothing_tells_are_1():
     assert run(parsed(TEXT)).notes == ("size 'n' is 1",)
-    assert [t.shape for t in run(parsed(TEXT)).outputs] == [t.shape for t in run(parsed(TEXT), dims={"n": 1}).outputs]
+    assert [t.shape for t in run(parsed(TEXT)).outputs] == [
+        t.shape for t in run(parsed(TEXT), dims={"n": 1}).outputs
+    ]
 
 
 def test_an_input_whose_number_of_dimensions_is_not_known_is_refused():
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT))
-    with pytest.raises(InputError, match="input 'x': the model does not tell its shape; give shapes or data"):
+    with pytest.raises(
+        InputError, match="input 'x': the model does not tell its shape; give shapes or data"
+    ):
         run(ir.Model(ir.Graph([x], [], nodes=[]), ir_version=10))
 
 
 def test_expressions_of_open_sizes_are_worked_out():
-    x, y = ir.val("x", ir.DataType.FLOAT, ["n"]), ir.val("y", ir.DataType.FLOAT, ["Min(5, 2*n + 1)"])
+    x, y = (
+        ir.val("x", ir.DataType.FLOAT, ["n"]),
+        ir.val("y", ir.DataType.FLOAT, ["Min(5, 2*n + 1)"]),
+    )
     node = ir.node("Mystery", [x], outputs=[y], domain="my.own")
-    model = ir.Model(ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, "my.own": 1}, name="g"), ir_version=10)
+    model = ir.Model(
+        ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, "my.own": 1}, name="g"),
+        ir_version=10,
+    )
     assert run(model, dims={"n": 1}).outputs[0].shape == (3,)
     assert run(model, dims={"n": 9}).outputs[0].shape == (5,)
 
@@ -129,7 +146,10 @@ def test_weights_are_not_read(tmp_path):
     htp_export.export(net, (torch.randn(2, 40),), file, verbose=False, external_data=True)
     (tmp_path / "model.onnx.data").unlink()
     report = htp_export.cost(file)
-    assert (report.modules[""].parameters, report.modules[""].flops) == (1850, 2 * 2 * (40 * 30 + 30 * 20))
+    assert (report.modules[""].parameters, report.modules[""].flops) == (
+        1850,
+        2 * 2 * (40 * 30 + 30 * 20),
+    )
     assert report.modules[""].weight_bytes == 4 * 1850
 
 
@@ -215,7 +235,8 @@ class Layers(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(
-            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8)) for _ in range(3)
+            torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 8))
+            for _ in range(3)
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,10 +249,21 @@ def test_a_model_with_functions_costs_what_the_flat_one_does():
     program = htp_export.export(Layers().eval(), (torch.randn(2, 8),), verbose=False)
     flat = htp_export.cost(program)
     nested = htp_export.cost(htp_export.functions(program, "layers.*").model)
-    names = ("flops", "other_flops", "parameters", "weight_bytes", "activation_bytes", "self_flops", "peak_bytes")
+    names = (
+        "flops",
+        "other_flops",
+        "parameters",
+        "weight_bytes",
+        "activation_bytes",
+        "self_flops",
+        "peak_bytes",
+    )
     for path in flat.modules:
         for name in names:
-            assert getattr(nested.modules[path], name) == getattr(flat.modules[path], name), (path, name)
+            assert getattr(nested.modules[path], name) == getattr(flat.modules[path], name), (
+                path,
+                name,
+            )
     assert flat.modules["layers.1.2"].flops == 2 * 2 * 8 * 8
 
 
@@ -251,7 +283,9 @@ def test_shapes_are_those_that_onnx_runtime_finds(exporter, tmp_path):
     file = tmp_path / "model.onnx"
     x = torch.randn(2, 6, 16)
     sizes = open_sizes(exporter, x={0: "batch", 1: "length"})
-    htp_export.export(Attending().eval(), (x,), file, verbose=False, dynamo=exporter == "dynamo", **sizes)
+    htp_export.export(
+        Attending().eval(), (x,), file, verbose=False, dynamo=exporter == "dynamo", **sizes
+    )
     found = {
         tensor.name: tensor.shape
         for step in run(file, dims={"batch": 3, "length": 10}).steps
@@ -263,7 +297,9 @@ def test_shapes_are_those_that_onnx_runtime_finds(exporter, tmp_path):
     model.graph.output.extend(onnx.ValueInfoProto(name=name) for name in found)
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = onnxruntime.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
     made = session.run(None, {"x": np.zeros((3, 10, 16), np.float32)})
     assert found == {name: tuple(array.shape) for name, array in zip(found, made, strict=True)}
 

@@ -54,7 +54,10 @@ def test_a_file_is_the_same_as_itself():
     found = htp_export.diff(model(a=Block(), b=Block()), model(a=Block(), b=Block()))
     assert found.same
     assert set(statuses(found).values()) == {"same"}
-    assert str(found) == "no difference in 9 modules\nboth: every node has a module: 8 captured at export"
+    assert (
+        str(found)
+        == "no difference in 9 modules\nboth: every node has a module: 8 captured at export"
+    )
 
 
 def test_a_change_shows_in_the_modules_above_it_and_nowhere_else():
@@ -85,22 +88,32 @@ def test_the_weight_of_merged_projections_is_shared_and_has_not_grown(capsys, tm
     after = htp_export.optimize(before, passes="merge_parallel_projections", level="tolerant").model
     found = htp_export.diff(before, after)
     each, both = {"heads.q": 4 * 72, "heads.k": 4 * 72, "heads.v": 4 * 216}, 4 * 360
-    sizes = {path: (module.weight_bytes["float32"], module.shared_bytes) for path, module in found.modules.items()}
+    sizes = {
+        path: (module.weight_bytes["float32"], module.shared_bytes)
+        for path, module in found.modules.items()
+    }
     assert {path: sizes.pop(path) for path in each} == {
         path: ((size, both), {"float32": (0, both)}) for path, size in each.items()
     }
     assert [*sizes] == ["", "heads", "out"]
-    assert all(shared == {"float32": (0, 0)} for _, shared in sizes.values())  # the matrix is read inside of ``heads``
+    # the matrix is read inside of ``heads``
+    assert all(shared == {"float32": (0, 0)} for _, shared in sizes.values())
     assert found.to_dict()["modules"]["heads.q"]["shared_bytes"] == {"float32": [0, both]}
     assert htp_export.cost(after).modules["heads.q"].shared_weight_bytes == both
     before.save(tmp_path / "a.onnx")
     htp_export.load(after).save(tmp_path / "b.onnx")
     assert main(["diff", str(tmp_path / "a.onnx"), str(tmp_path / "b.onnx")]) == 0
-    lines = {line.split()[0]: " ".join(line.split()) for line in capsys.readouterr().out.splitlines() if line.strip()}
+    lines = {
+        line.split()[0]: " ".join(line.split())
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip()
+    }
     assert "float32 288 → 1,440 shared" in lines["heads.q"]
     assert "float32 864 → 1,440 shared" in lines["heads.v"]
     assert "float32 1,440 " in lines["heads"]
-    assert lines["shared:"].endswith("that other modules read too; in the modules above them they count once")
+    assert lines["shared:"].endswith(
+        "that other modules read too; in the modules above them they count once"
+    )
 
 
 def test_modules_that_come_and_go():
@@ -117,7 +130,9 @@ def test_a_subtree_that_was_renamed_or_is_under_a_new_prefix_has_moved():
     assert found.moved == {"b": "a", "b.up": "a.up", "b.act": "a.act", "b.down": "a.down"}
     assert [module.path for module in found.topmost()] == ["b"]
     assert (found.added, found.removed) == ([], [])
-    found = htp_export.diff(before, model(body=row(a=Block(), tail=nn.Tanh()), head=nn.Linear(8, 8)))
+    found = htp_export.diff(
+        before, model(body=row(a=Block(), tail=nn.Tanh()), head=nn.Linear(8, 8))
+    )
     assert (found.moved["body.a"], found.moved["body.tail"]) == ("a", "tail")
     assert found.added == ["body", "head"]
 
@@ -126,7 +141,10 @@ def test_equal_modules_move_in_order_and_each_once():
     before = model(a=Block(), b=Block())
     after = model(c=Block(), d=Block(), e=Block())
     found = htp_export.diff(before, after)
-    assert [(path, old) for path, old in found.moved.items() if "." not in path] == [("c", "a"), ("d", "b")]
+    assert [(path, old) for path, old in found.moved.items() if "." not in path] == [
+        ("c", "a"),
+        ("d", "b"),
+    ]
     assert [path for path in found.added if "." not in path] == ["e"]
 
 
@@ -155,10 +173,16 @@ def test_values_of_weights_do_not_count():
 
 
 def test_names_and_the_order_of_independent_nodes_do_not_count():
-    one = written("g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Add(a, b) }", 17, {})
-    other = written("g (float[2] x) => (float[2] y) { q = Abs(x)  p = Neg(x)  y = Add(p, q) }", 17, {})
+    one = written(
+        "g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Add(a, b) }", 17, {}
+    )
+    other = written(
+        "g (float[2] x) => (float[2] y) { q = Abs(x)  p = Neg(x)  y = Add(p, q) }", 17, {}
+    )
     assert htp_export.diff(one, other).same
-    swapped = written("g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Sub(b, a) }", 17, {})
+    swapped = written(
+        "g (float[2] x) => (float[2] y) { a = Neg(x)  b = Abs(x)  y = Sub(b, a) }", 17, {}
+    )
     assert not htp_export.diff(one, swapped).same
 
 
@@ -167,22 +191,30 @@ def test_attributes_and_settings_count():
     soft = [written(text.format(op=f"Softmax<axis={axis}>(x)"), 17, {}) for axis in (0, 1)]
     assert not htp_export.diff(*soft).same
     assert htp_export.diff(
-        written(text.format(op="Softmax(x)"), 17, {}), written(text.format(op="Softmax<axis=-1>(x)"), 17, {})
+        written(text.format(op="Softmax(x)"), 17, {}),
+        written(text.format(op="Softmax<axis=-1>(x)"), 17, {}),
     ).same
-    power = [written(text.format(op="Pow(x, p)"), 17, {}, p=np.array(p, np.float32)) for p in (2, 3)]
+    power = [
+        written(text.format(op="Pow(x, p)"), 17, {}, p=np.array(p, np.float32)) for p in (2, 3)
+    ]
     assert not htp_export.diff(*power).same
 
 
 def test_untagged_files_are_compared_whole():
     text = "g (float[2] x) => (float[2] y) {{ y = {op}(x) }}"
-    found = htp_export.diff(written(text.format(op="Relu")), written(text.format(op="Neg"), 17, {"y": "act"}))
+    found = htp_export.diff(
+        written(text.format(op="Relu")), written(text.format(op="Neg"), 17, {"y": "act"})
+    )
     assert not found.by_module
     assert statuses(found) == {"": "changed"}
     assert found.modules[""].operators == {"Neg": 1, "Relu": -1}
 
 
 def test_neither_model_is_changed():
-    models = [written("g (float[2] x) => (float[2] y) { y = Relu(x) }", 17, {"y": path}) for path in ("a", "b")]
+    models = [
+        written("g (float[2] x) => (float[2] y) { y = Relu(x) }", 17, {"y": path})
+        for path in ("a", "b")
+    ]
     before = [ir.to_proto(each).SerializeToString() for each in models]
     htp_export.diff(*models)
     assert [ir.to_proto(each).SerializeToString() for each in models] == before

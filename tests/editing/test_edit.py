@@ -48,13 +48,18 @@ def test_a_node_has_the_call_for_which_it_works(tagged):
 
 def test_a_node_without_an_owner_is_refused(tagged):
     value = tagged.values[tagged.signature("fc").outputs[0]]
-    with pytest.raises(HtpExportError, match="Neg 'stray' was added and has no owner"), Edit(tagged) as edit:
+    with (
+        pytest.raises(HtpExportError, match="Neg 'stray' was added and has no owner"),
+        Edit(tagged) as edit,
+    ):
         insert_behind(edit.graph, value, ir.node("Neg", [value], name="stray"))
 
 
 def test_modules_stand_behind_those_below_their_path_and_go_with_their_signatures(tagged):
     with Edit(tagged) as edit:
-        edit.add_modules({"": [ModuleInfo("last", "Last", 1)], "fc": [ModuleInfo("fc.inner", "Inner", 2)]})
+        edit.add_modules(
+            {"": [ModuleInfo("last", "Last", 1)], "fc": [ModuleInfo("fc.inner", "Inner", 2)]}
+        )
         edit.signatures["fc.inner"] = edit.signatures["fc"]
         edit.set_fates({"fc": Fate.FUSED})
     assert tagged.paths == ["", "fc", "fc.inner", "last"]

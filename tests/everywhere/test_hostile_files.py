@@ -28,19 +28,29 @@ def manifest(folder: Path) -> Made:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2)).eval()
     program = htp_export.export(net, (torch.randn(2, 4),), verbose=False)
     htp_export.partition(program, 2, folder / "stages")
-    return folder / "stages" / "manifest.json", lambda: str(htp_export.load_partition(folder / "stages"))
+    return folder / "stages" / "manifest.json", lambda: str(
+        htp_export.load_partition(folder / "stages")
+    )
 
 
 def index(folder: Path) -> Made:
     save_file({"weight": torch.zeros(2)}, folder / "one.safetensors")
     written = folder / "model.safetensors.index.json"
-    written.write_text(json.dumps({"metadata": {"total_size": 8}, "weight_map": {"weight": "one.safetensors"}}))
+    written.write_text(
+        json.dumps({"metadata": {"total_size": 8}, "weight_map": {"weight": "one.safetensors"}})
+    )
     return written, lambda: read_checkpoint(folder)
 
 
 def quantization(folder: Path) -> Made:
     tensors, _ = gptq(np.random.default_rng(0), 32, 32, 16)
-    config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "checkpoint_format": "gptq", "version": "gemm"}
+    config = {
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 16,
+        "checkpoint_format": "gptq",
+        "version": "gemm",
+    }
     written_checkpoint(folder, {f"fc.{name}": tensor for name, tensor in tensors.items()}, config)
     return folder / "config.json", lambda: is_packed(folder) and dict(read_packed(folder))
 

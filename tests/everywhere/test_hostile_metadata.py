@@ -27,29 +27,57 @@ SECONDS = 30  # for what takes a tenth of a second
 INTERNAL = 3  # the exit status that says that a fault is ours
 
 MODULE = {"class": "net.Net", "calls": 1, "fate": "computed"}
-NOTE = {"size": 8704, "modified_ns": 1, "sha256": "0" * 64, "serial": "0" * 32, "tensors": "0" * 16, "differs": 4096}
+NOTE = {
+    "size": 8704,
+    "modified_ns": 1,
+    "sha256": "0" * 64,
+    "serial": "0" * 32,
+    "tensors": "0" * 16,
+    "differs": 4096,
+}
 FLAT = {
     "name": "flat",
     "metadata": {"htp.call": "1", "gone": None},
     "outputs": {"0": {"name": "y", "metadata": {"key": "value"}, "type": [1, [2, 32]]}},
     "graphs": [["body", "x"]],
 }
-STEP = {"step": "prune", "options": {"plan": {"first": 0.5}}, "input": "0", "output": "1", "files": {}, "versions": {}}
+STEP = {
+    "step": "prune",
+    "options": {"plan": {"first": 0.5}},
+    "input": "0",
+    "output": "1",
+    "files": {},
+    "versions": {},
+}
 MODELS: dict[str, Any] = {
     tags.FORMAT: "1",
-    tags.MODULES: {"": MODULE, "first": {**MODULE, "fate": "fused", "with": ["act"], "name": "it", "synthetic": True}},
+    tags.MODULES: {
+        "": MODULE,
+        "first": {**MODULE, "fate": "fused", "with": ["act"], "name": "it", "synthetic": True},
+    },
     tags.CALLERS: {"first": [0, ["second", 1], None]},
     tags.SIGNATURES: {"first": [[{"input": "input"}, ["linear", None]]]},
-    tags.PARAMETERS: {"first": {"weight": [32, 32], "bias": [32]}, "second": {"weight": "first.weight"}},
+    tags.PARAMETERS: {
+        "first": {"weight": [32, 32], "bias": [32]},
+        "second": {"weight": "first.weight"},
+    },
     tags.CONTAMINATION: [["first", "linear", True]],
-    tags.FUNCTIONS: {"calls": {"call": {"node": {**FLAT, "inside": {"node": FLAT}}}}, "order": [1, 0]},
+    tags.FUNCTIONS: {
+        "calls": {"call": {"node": {**FLAT, "inside": {"node": FLAT}}}},
+        "order": [1, 0],
+    },
     tags.LORA: {"first": {"scaling": 2.0}},
     tags.TAPS: {"linear": {"places": ["first:out"], "made": ["linear"]}},
     tags.PLACEMENT: {"session.layer_assignment_settings": "cpu(=cpu)"},
     tags.PROVENANCE: [STEP],
     tags.WEIGHTS: {"net.onnx.data": NOTE},
     tags.DATA: {"net.onnx.data": NOTE},
-    tags.MAP: {"nodes": [[["Relu"], [0]], ["node"], [[-1]], [[0]]], "values": [["x"]], "inputs": [0], "outputs": [1]},
+    tags.MAP: {
+        "nodes": [[["Relu"], [0]], ["node"], [[-1]], [[0]]],
+        "values": [["x"]],
+        "inputs": [0],
+        "outputs": [1],
+    },
 }
 NODES: dict[str, Any] = {
     tags.MODULE: "first",
@@ -63,20 +91,67 @@ NODES: dict[str, Any] = {
     "pkg.torch.onnx.class_hierarchy": "['net.Net', 'torch.nn.Linear', 'aten']",
     "pkg.torch.onnx.stack_trace": 'File "net.py", line 3, in forward',
 }
-RECIPE: Any = ["add", ["slice", ["cast", ["transpose", "first.weight", [1, 0]], "float16"], [0, 0, 8, 1]], 2.0]
+RECIPE: Any = [
+    "add",
+    ["slice", ["cast", ["transpose", "first.weight", [1, 0]], "float16"], [0, 0, 8, 1]],
+    2.0,
+]
 EXAMPLES: dict[str, Any] = {**MODELS, **NODES, tags.RECIPE: RECIPE}
 """Every key of the format, and those of others that are read → what a file may have there."""
 
 TEXTS = (
-    *("", " ", DIGITS, "null", "1" * 18, "1", "{[]}", "-1", "[" * 100_000, "[]", "." * 100_000, "{}", "٣", '""'),
-    *('{"a":' * 100_000, "[", "\0\x1b[2J\u202e", "]", "(" * 5000, "²", "-" * 5000 + "1", "NaN", '{"": 1}', "[1]"),
+    *(
+        "",
+        " ",
+        DIGITS,
+        "null",
+        "1" * 18,
+        "1",
+        "{[]}",
+        "-1",
+        "[" * 100_000,
+        "[]",
+        "." * 100_000,
+        "{}",
+        "٣",
+        '""',
+    ),
+    *(
+        '{"a":' * 100_000,
+        "[",
+        "\0\x1b[2J\u202e",
+        "]",
+        "(" * 5000,
+        "²",
+        "-" * 5000 + "1",
+        "NaN",
+        '{"": 1}',
+        "[1]",
+    ),
     *('["a"' + ',"a"' * 10_000 + "]", "x" * 1_000_000, "/" * 50_000, "'" * 101),
 )
 """What may stand in place of a whole value."""
 
 READERS = (
-    *("info", "tree", "nodes", "view", "cost", "diff", "extract", "verify", "carry", "functions --undo", "rename"),
-    *("place --show", "forensics", "pipeline FILE -m PART -o again.onnx", "tap FILE --undo -o out.onnx"),
+    *(
+        "info",
+        "tree",
+        "nodes",
+        "view",
+        "cost",
+        "diff",
+        "extract",
+        "verify",
+        "carry",
+        "functions --undo",
+        "rename",
+    ),
+    *(
+        "place --show",
+        "forensics",
+        "pipeline FILE -m PART -o again.onnx",
+        "tap FILE --undo -o out.onnx",
+    ),
 )
 
 
@@ -96,8 +171,16 @@ def values(key: str) -> Iterator[str]:
         return
     texts = [replaced(example, place, text) for place in places(example) for text in JSON]
     keys = [place for place in places(example) if place and isinstance(place[-1], str)]
-    texts += [renamed(example, place, name) for place in keys for name in ("", DIGITS, "-1", "\x1b[2J\u202e", "gone")]
-    yield from (base64.b85encode(zlib.compress(text.encode())).decode() for text in texts) if key == tags.MAP else texts
+    texts += [
+        renamed(example, place, name)
+        for place in keys
+        for name in ("", DIGITS, "-1", "\x1b[2J\u202e", "gone")
+    ]
+    yield from (
+        (base64.b85encode(zlib.compress(text.encode())).decode() for text in texts)
+        if key == tags.MAP
+        else texts
+    )
 
 
 def written(net: onnx.ModelProto, key: str, value: str, target: Path) -> Path:
@@ -105,7 +188,9 @@ def written(net: onnx.ModelProto, key: str, value: str, target: Path) -> Path:
     proto = onnx.ModelProto()
     proto.CopyFrom(net)
     scopes = key.startswith("pkg.")
-    holders: Sequence[Any] = [proto] if key in MODELS else proto.graph.node if key in NODES else proto.graph.initializer
+    holders: Sequence[Any] = (
+        [proto] if key in MODELS else proto.graph.node if key in NODES else proto.graph.initializer
+    )
     for each in (*holders, *(proto.graph.node if scopes else ())):
         kept = [entry for entry in each.metadata_props if entry.key != key]
         kept = [
@@ -113,7 +198,9 @@ def written(net: onnx.ModelProto, key: str, value: str, target: Path) -> Path:
         ]  # read where there are no tags
         entries = [(entry.key, entry.value) for entry in kept]
         del each.metadata_props[:]
-        each.metadata_props.extend(onnx.StringStringEntryProto(key=name, value=text) for name, text in entries)
+        each.metadata_props.extend(
+            onnx.StringStringEntryProto(key=name, value=text) for name, text in entries
+        )
     for each in holders:
         each.metadata_props.add(key=key, value=value)
     target.write_bytes(proto.SerializeToString())
@@ -128,7 +215,14 @@ def fault_of_loading(file: Path, *, save: bool = False) -> str:
             for path in [] if tagged.source == "none" else list(tagged)[:10]:
                 region = tagged[path]
                 _ = region.nodes, region.inputs, region.outputs, region.parameters
-            _ = tagged.signatures, tagged.parameters, tagged.declared, tagged.taps, tagged.calls, tagged.reasons
+            _ = (
+                tagged.signatures,
+                tagged.parameters,
+                tagged.declared,
+                tagged.taps,
+                tagged.calls,
+                tagged.reasons,
+            )
             _ = repr(tagged), tagged._repr_html_()
             if save:
                 tagged.save(file.with_name("saved.onnx"))
@@ -163,19 +257,27 @@ def others(net: Path) -> dict[str, str]:
 
 def test_the_examples_are_those_of_every_key_of_the_format():
     documented = set(re.findall(r"`(htp\.[a-z]+|namespace)`", FORMAT.read_text(encoding="utf-8")))
-    assert documented == {key for key in EXAMPLES if key.startswith("htp.") or key == tags.NAMESPACE}
+    assert documented == {
+        key for key in EXAMPLES if key.startswith("htp.") or key == tags.NAMESPACE
+    }
 
 
 def test_a_huge_number_in_the_place_of_calls_is_passed_over(net, tmp_path):
     proto = onnx.load(net, load_external_data=False)
     tagged = htp_export.load(written(proto, tags.CALLS, DIGITS, net.with_name("calls.onnx")))
-    assert {tagged.work_of(node).doing for node in tagged.nodes} == {("first",), ("act",), ("second",)}
+    assert {tagged.work_of(node).doing for node in tagged.nodes} == {
+        ("first",),
+        ("act",),
+        ("second",),
+    }
 
 
 ALL = pytest.mark.slow  # an hour
 
 
-@pytest.mark.parametrize("step", [pytest.param(23, id="some"), pytest.param(1, id="all", marks=ALL)])
+@pytest.mark.parametrize(
+    "step", [pytest.param(23, id="some"), pytest.param(1, id="all", marks=ALL)]
+)
 @pytest.mark.parametrize("key", EXAMPLES)
 def test_whatever_a_key_has_a_file_is_read_or_at_fault(key, step, net, others, monkeypatch):
     """A fault of ours is an exception that is none of htp_export, exit status 3, and what does not end."""
@@ -199,7 +301,9 @@ def test_hostile_values_of_all_keys_at_once_are_read_by_every_command(net, other
     proto = onnx.load(net, load_external_data=False)
     whole, kept = onnx.ModelProto(), []
     whole.CopyFrom(proto)
-    for key in itertools.chain(MODELS, (tags.OWNERS, tags.CALL, tags.CALLS, tags.REASON, "layer_ann", tags.RECIPE)):
+    for key in itertools.chain(
+        MODELS, (tags.OWNERS, tags.CALL, tags.CALLS, tags.REASON, "layer_ann", tags.RECIPE)
+    ):
         for value in list(values(key))[3::7]:
             file = written(proto, key, value, net.with_name("hostile.onnx"))
             with contextlib.suppress(HtpExportError):
@@ -210,4 +314,6 @@ def test_hostile_values_of_all_keys_at_once_are_read_by_every_command(net, other
     assert len(kept) > 10
     file = net.with_name("hostile.onnx")
     file.write_bytes(whole.SerializeToString())
-    assert [said for command in READERS if (said := fault_of_command(command, {"FILE": file, **others}))] == []
+    assert [
+        said for command in READERS if (said := fault_of_command(command, {"FILE": file, **others}))
+    ] == []

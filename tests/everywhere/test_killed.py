@@ -41,7 +41,8 @@ QUICK = ("save_named",)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS],
 )
 def test_files_are_old_or_new_or_known_to_be_torn(name, given, tmp_path):
     shutil.copytree(given, tmp_path / "given")
@@ -68,7 +69,8 @@ def test_files_are_old_or_new_after_kills_at_random_moments(name, given, tmp_pat
     shutil.rmtree(tmp_path / "given" / "stages")
     found = run(name, tmp_path, "15", "12")
     assert not found["same"]
-    assert found["killed"] > 0  # the others had ended: the machine was faster than when it was measured
+    # the others had ended: the machine was faster than when it was measured
+    assert found["killed"] > 0
     assert set(found["states"]) <= {"old", "new", *(["refused"] if name == "export" else [])}
     assert found["states"]["old"] > 0
 
@@ -77,7 +79,9 @@ def run(name: str, home: Path, *options: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.killed", name, str(home), *options]
     root = Path(__file__).parents[2]
-    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=root, capture_output=True, text=True, timeout=500, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return said

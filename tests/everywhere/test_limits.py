@@ -92,7 +92,9 @@ def stating(calls: int, nodes: int, *, numbered: bool = False) -> ir.Model:
     for _ in range(nodes - 1):
         chain.graph.append(ir.node("Relu", [chain.graph.inputs[0]]))
     for node in chain.graph:
-        node.metadata_props.update({tags.MODULE: "fc", **({tags.CALL: str(calls - 1)} if numbered else {})})
+        node.metadata_props.update(
+            {tags.MODULE: "fc", **({tags.CALL: str(calls - 1)} if numbered else {})}
+        )
     return chain
 
 
@@ -102,7 +104,8 @@ def test_more_calls_than_a_file_can_have_are_refused(numbered, monkeypatch):
     assert htp_export.load(stating(9, 1, numbered=numbered))["fc"].calls == 9
     assert htp_export.load(stating(11, 3, numbered=numbered))["fc"].calls == 11
     with pytest.raises(
-        InputError, match="its modules have 12 calls, 11 of them module 'fc': too many for its number of"
+        InputError,
+        match="its modules have 12 calls, 11 of them module 'fc': too many for its number of",
     ):
         htp_export.load(stating(11, 2, numbered=numbered))
 
@@ -115,7 +118,8 @@ def test_a_file_with_as_many_calls_as_it_may_have_is_cut_in_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "key", [tags.MODULE, tags.OWNERS, tags.CALLERS, tags.MODULES, "pkg.torch.onnx.name_scopes", "name"]
+    "key",
+    [tags.MODULE, tags.OWNERS, tags.CALLERS, tags.MODULES, "pkg.torch.onnx.name_scopes", "name"],
 )
 def test_paths_with_very_many_paths_above_them_are_refused(key):
     deep = "." * 50_000
@@ -148,12 +152,16 @@ def test_paths_with_very_many_paths_above_them_are_refused(key):
 
 def test_a_map_that_unfolds_to_very_much_is_refused():
     bomb = base64.b85encode(zlib.compress(b"[" + b"[]," * (64 << 20) + b"0]", 9)).decode()
-    with pytest.raises(ValueError, match=r"htp\.map is not what the file format says: it is too large"):
+    with pytest.raises(
+        ValueError, match=r"htp\.map is not what the file format says: it is too large"
+    ):
         text_to_map(bomb)
 
 
 def test_names_of_any_length_are_compared_with_few_others():
-    tree = Hierarchy([ModuleInfo("", "Net", 1), *(ModuleInfo(f"{k:05}ab" * 15_000, "Fc", 1) for k in range(5))])
+    tree = Hierarchy(
+        [ModuleInfo("", "Net", 1), *(ModuleInfo(f"{k:05}ab" * 15_000, "Fc", 1) for k in range(5))]
+    )
     began = time.monotonic()
     for name in ("00009ab" * 15_000, "00009"):
         with pytest.raises(SelectorError, match="matches no module"):
@@ -184,7 +192,10 @@ def test_other_values_in_a_few_parameters_are_a_fault_and_in_more_another_model(
     import torch
 
     torch.manual_seed(0)
-    net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    net, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval(),
+        torch.randn(2, 4),
+    )
     htp_export.export(net, (x,), tmp_path / "net.onnx", verbose=False)
     with torch.no_grad():
         for parameter in list(net.parameters())[:changed]:
@@ -239,7 +250,9 @@ def test_modules_nested_deeper_than_onnx_allows_functions_to_be_stay_flat():
     assert {node.name: (node.op_type, dict(node.metadata_props)) for node in flat.graph} == before
 
 
-def test_weights_are_handed_on_to_functions_in_time_with_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_are_handed_on_to_functions_in_time_with_their_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     steps: Counter[str] = Counter()
     replace = ir.Node.replace_input_with
 
@@ -253,7 +266,8 @@ def test_weights_are_handed_on_to_functions_in_time_with_their_number(monkeypatc
         nested = htp_export.functions(scale.deep(levels), "**")
         doing = f"inline {levels}"
         htp_export.inline(nested.model)
-    for what in ("functions", "inline"):  # weights times levels; 8 times, if each call replaced its inputs one by one
+    # weights times levels; 8 times, if each call replaced its inputs one by one
+    for what in ("functions", "inline"):
         assert steps[f"{what} 60"] < 5 * steps[f"{what} 30"]
 
 
@@ -262,16 +276,25 @@ def test_weights_of_deep_modules_have_short_names_in_functions():
         names = [str(value.name) for value in function.inputs]
         assert len(set(names)) == len(names)
         assert max(map(len, names)) <= 128 + len("_100")
-        assert {name.rpartition(".")[2].partition("_")[0] for name in names} <= {"bias", "input", "x"}
+        assert {name.rpartition(".")[2].partition("_")[0] for name in names} <= {
+            "bias",
+            "input",
+            "x",
+        }
 
 
 @pytest.mark.parametrize(
-    ("path", "owners"), [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")]
+    ("path", "owners"),
+    [("a", "a.x.z a.x"), ("a-b", "a-b.y"), ("", "ab a.x.z a-b.y a.x"), ("c", "ab a.x.z a-b.y a.x")],
 )
 def test_of_the_owners_of_a_shared_node_those_below_the_called_module_are_its_own(path, owners):
     every = ["ab", "a.x.z", "a-b.y", "a.x"]
-    tree = Hierarchy([ModuleInfo(each, "Net", 1, "computed") for each in ["", "c", "a", "a-b", *every]])
-    shared = ir.node("Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called))
+    tree = Hierarchy(
+        [ModuleInfo(each, "Net", 1, "computed") for each in ["", "c", "a", "a-b", *every]]
+    )
+    shared = ir.node(
+        "Relu", [ir.val("v")], metadata_props=tags.node_tags(every, "shared", tree.called)
+    )
     found = Expectations(tree, CallTree(tree)).metadata(shared, Instance(path))
     assert tags.owners_of(found) == tuple(owners.split())
 
@@ -309,7 +332,9 @@ def test_patterns_of_several_results_look_at_what_is_near(tried):
 
 
 @pytest.mark.parametrize("consumers", [10, 300])
-def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(consumers, caplog, tried):
+def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
+    consumers, caplog, tried
+):
     net = Builder(20, x=[4])
     net.const("b", np.array([0]))
     net.const("e", np.array([3]))
@@ -321,7 +346,9 @@ def test_a_tensor_with_very_many_consumers_is_said_where_patterns_may_be_missed(
     assert 0 < len(tried) <= consumers * MOST
     said = [record.getMessage() for record in caplog.records if record.name == near.__module__]
     assert len(said) == (consumers >= MOST)
-    assert all("pass fuse_for_onnxruntime: node 'n_v0' (Slice) and 299 others" in text for text in said)
+    assert all(
+        "pass fuse_for_onnxruntime: node 'n_v0' (Slice) and 299 others" in text for text in said
+    )
 
 
 def test_the_exponent_is_the_slope_of_the_logarithms():
@@ -335,7 +362,8 @@ def test_the_memory_of_modules_nested_deep_is_known():
     for level in (0, 100, 149):
         here = found["a" + ".m" * level]
         assert here.activation_bytes == 3 * (levels - level) * tensor
-        assert here.peak_bytes == (levels + 2) * tensor  # a skip of each level, and what a node reads and makes
+        # a skip of each level, and what a node reads and makes
+        assert here.peak_bytes == (levels + 2) * tensor
     assert found[""].other_flops == 2 * found["a"].other_flops
 
 
@@ -344,7 +372,8 @@ def test_a_page_names_the_layers_of_deep_modules_without_those_around_them():
         inventory = take_inventory(htp_export.load(scale.deep(levels)))
         return len(json.dumps(drawing(inventory, ())["places"]))
 
-    assert size(120) < 4.2 * size(60)  # as the paths themselves; with the layers around each, 8 times
+    # as the paths themselves; with the layers around each, 8 times
+    assert size(120) < 4.2 * size(60)
 
 
 def test_stages_of_deep_models_are_found():
@@ -359,13 +388,17 @@ def test_calls_in_a_circle_have_the_chain_of_where_they_begin():
         calls = CallTree.from_json(said, Hierarchy(modules))
         for path in first:
             calls.chain(Instance(path))
-        chains = {path: "".join(each.path for each in calls.chain(Instance(path))) for path in "abcd"}
+        chains = {
+            path: "".join(each.path for each in calls.chain(Instance(path))) for path in "abcd"
+        }
         assert chains == {"a": "abc", "b": "bca", "c": "cab", "d": "dbca"}
 
 
 def test_containers_above_any_of_the_calls_hold_what_they_do():
     ran = ["", "x.y.a", "x.y.a.list.b", "other.list.c"]
-    tree = Hierarchy([*(ModuleInfo(path, "Net", 1, "computed") for path in ran), ModuleInfo("x.y", "List")])
+    tree = Hierarchy(
+        [*(ModuleInfo(path, "Net", 1, "computed") for path in ran), ModuleInfo("x.y", "List")]
+    )
     calls = CallTree.from_json('{"x.y.a":[["other.list.c",0]]}', tree)
     work = calls.work(("x.y.a.list.b",))
     assert work.modules == {*ran, "x", "x.y", "x.y.a.list", "other", "other.list"}
@@ -374,16 +407,27 @@ def test_containers_above_any_of_the_calls_hold_what_they_do():
 def test_a_change_of_a_node_a_wire_or_a_size_changes_the_hashes_of_the_regions_around_it():
     model = scale.deep(8)
     model.graph.node[10].op_type, model.graph.node[14].op_type = "Relu", "Sigmoid"
-    changed = {name: onnx.ModelProto.FromString(model.SerializeToString()) for name in ("op", "wire", "swap", "size")}
+    changed = {
+        name: onnx.ModelProto.FromString(model.SerializeToString())
+        for name in ("op", "wire", "swap", "size")
+    }
     changed["op"].graph.node[9].op_type = "Mul"
     changed["wire"].graph.node[-1].input[1] = changed["wire"].graph.node[2].output[0]
-    changed["swap"].graph.node[10].op_type, changed["swap"].graph.node[14].op_type = "Sigmoid", "Relu"
+    changed["swap"].graph.node[10].op_type, changed["swap"].graph.node[14].op_type = (
+        "Sigmoid",
+        "Relu",
+    )
     bias = changed["size"].graph.initializer[3]
     bias.CopyFrom(onnx.numpy_helper.from_array(np.ones((1, 8), "f4"), bias.name))
     sides = {name: htp_export.load(each) for name, each in {"model": model, **changed}.items()}
     hashers = {name: Hasher(GraphFacts(each)) for name, each in sides.items()}
-    found = {name: {path: hashers[name].region(path) for path in each.paths} for name, each in sides.items()}
-    statuses = {name: Counter(found["model"][path] == of[path] for path in of) for name, of in found.items()}
+    found = {
+        name: {path: hashers[name].region(path) for path in each.paths}
+        for name, each in sides.items()
+    }
+    statuses = {
+        name: Counter(found["model"][path] == of[path] for path in of) for name, of in found.items()
+    }
     assert statuses["model"] == {True: 17}
     assert all(0 < each[False] < 17 for name, each in statuses.items() if name != "model")
 

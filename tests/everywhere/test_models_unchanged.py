@@ -57,7 +57,9 @@ class State(nn.Module):
         self.change, self.active, self.fails = change, True, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = self.fc(x) * self.counter + self.cache[:1] + self.hidden.sum() + self.steps
+        result: torch.Tensor = (
+            self.fc(x) * self.counter + self.cache[:1] + self.hidden.sum() + self.steps
+        )
         if self.active:
             self.change(self)
         if self.fails:
@@ -95,7 +97,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a part of a parameter": lambda m: m.fc.weight.data[0].zero_(),
     "a parameter with other memory": lambda m: setattr(m.fc.bias, "data", torch.ones(4)),
     "a replaced parameter": lambda m: setattr(m.fc, "bias", nn.Parameter(torch.ones(4))),
-    "parameters by one operator": lambda m: torch._foreach_mul_([p.data for p in m.fc.parameters()], 2.0),
+    "parameters by one operator": lambda m: torch._foreach_mul_(
+        [p.data for p in m.fc.parameters()], 2.0
+    ),
     "a counter": lambda m: setattr(m, "steps", m.steps + 1),
     "an attribute": lambda m: setattr(m, "last", 3),
     "a new attribute": lambda m: setattr(m, "new", 3),
@@ -150,7 +154,9 @@ def random_states() -> list[Any]:
     return [torch.get_rng_state(), random.getstate(), *np.random.get_state()[1:]]  # noqa: NPY002
 
 
-def assert_unchanged(model: nn.Module, args: tuple[torch.Tensor, ...], run: Callable[[], Any]) -> Any:
+def assert_unchanged(
+    model: nn.Module, args: tuple[torch.Tensor, ...], run: Callable[[], Any]
+) -> Any:
     """Run what runs a model, which stays as it is, and return the result, or the error."""
     before, given = copy.deepcopy(model), copy.deepcopy(args)
     identities, numbers = objects_of(model), random_states()
@@ -274,7 +280,10 @@ def test_random_numbers_of_an_export_for_which_verify_waits_are_not_drawn_again(
         torch.manual_seed(1234)
         changes.take_back()
 
-    threads = [threading.Thread(target=each) for each in (exporting, lambda: htp_export.verify(model, program, args))]
+    threads = [
+        threading.Thread(target=each)
+        for each in (exporting, lambda: htp_export.verify(model, program, args))
+    ]
     threads[0].start()
     begun.wait()
     threads[1].start()
@@ -291,7 +300,9 @@ class Attending(Net):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         heads = x[None, None]
-        return super().forward(nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0])
+        return super().forward(
+            nn.functional.scaled_dot_product_attention(heads, heads, heads)[0, 0]
+        )
 
 
 CALLS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
@@ -341,6 +352,9 @@ def entry() -> tuple[nn.Module, tuple[torch.Tensor]]:
 def test_commands_leave_the_model_of_a_factory_as_it_was(command, file, folder, capsys):
     ENTRY[:] = [net("a buffer").eval()]
     words = command.replace("FILE", str(file)).split()
-    output = {"view": ["-o", str(folder / "view.html"), "--no-explorer"], "carry": ["-o", str(folder / "carried.onnx")]}
+    output = {
+        "view": ["-o", str(folder / "view.html"), "--no-explorer"],
+        "carry": ["-o", str(folder / "carried.onnx")],
+    }
     typed = [*words, "--entry", f"{__name__}:entry", *output.get(words[0], [])]
     assert assert_unchanged(ENTRY[0], (), lambda: main(typed)) == 0, capsys.readouterr().err

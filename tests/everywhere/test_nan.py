@@ -29,7 +29,9 @@ def exported(folder: Path, *more: nn.Module, broken: bool = False) -> Path:
     if broken:
         with torch.no_grad():
             net[0].weight[5, 0] = NAN
-    htp_export.export(net, (torch.from_numpy(example()["input"]),), folder / "net.onnx", verbose=False)
+    htp_export.export(
+        net, (torch.from_numpy(example()["input"]),), folder / "net.onnx", verbose=False
+    )
     return folder / "net.onnx"
 
 
@@ -69,31 +71,50 @@ def test_a_metric_without_a_number_is_refused(file):
     def metric(outputs: Any) -> float:
         return NAN
 
-    with pytest.raises(InputError, match="the metric returned nan: the outputs that it was given have none"):
+    with pytest.raises(
+        InputError, match="the metric returned nan: the outputs that it was given have none"
+    ):
         htp_export.sensitivity(file, ["int8"], data=example(), metric=metric)
     pytest.importorskip("optuna")
     with pytest.raises(InputError, match="the metric returned nan"):
         htp_export.search(
-            file, ["int8", "fp32"], objectives=["metric", "size"], data=example(), metric=metric, trials=3
+            file,
+            ["int8", "fp32"],
+            objectives=["metric", "size"],
+            data=example(),
+            metric=metric,
+            trials=3,
         )
 
 
 @pytest.mark.parametrize("by_metric", [False, True])
 def test_outputs_without_a_number_have_no_error_and_no_metric(by_metric, broken):
-    options: dict[str, Any] = {"objectives": ["metric"], "metric": lambda runs: float(runs[0]["linear_1"].sum())}
+    options: dict[str, Any] = {
+        "objectives": ["metric"],
+        "metric": lambda runs: float(runs[0]["linear_1"].sum()),
+    }
     with pytest.raises(InputError, match=r"data, run 0: output 'linear_1' of the model is NaN"):
-        htp_export.search(broken, ["fp16"], data=example(), trials=3, **options if by_metric else {})
+        htp_export.search(
+            broken, ["fp16"], data=example(), trials=3, **options if by_metric else {}
+        )
 
 
 def test_search_says_which_choices_have_no_number(file):
     pytest.importorskip("optuna")
-    expected = InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[0]
+    expected = InferenceSession(str(file), providers=["CPUExecutionProvider"]).run(None, example())[
+        0
+    ]
 
     def metric(outputs: Any) -> float:
         return 1.0 if np.array_equal(outputs[0]["linear_1"], expected) else NAN
 
     found = htp_export.search(
-        file, ["fp16", "fp32"], objectives=["metric", "size"], data=example(), metric=metric, trials=3
+        file,
+        ["fp16", "fp32"],
+        objectives=["metric", "size"],
+        data=example(),
+        metric=metric,
+        trials=3,
     )
     assert [note for note in found.notes if note.startswith("2 in fp16: the metric returned nan")]
     assert all(set(trial.plan.values()) == {"fp32"} for trial in found.trials)
@@ -101,7 +122,9 @@ def test_search_says_which_choices_have_no_number(file):
 
 @pytest.mark.parametrize("precision", ["int8", "int8-dynamic", "int8-weights", "int4"])
 def test_weights_with_nan_are_not_quantized(precision, broken):
-    with pytest.raises(InputError, match=rf"'0\.weight' of module '0' has NaN, which {precision} has not"):
+    with pytest.raises(
+        InputError, match=rf"'0\.weight' of module '0' has NaN, which {precision} has not"
+    ):
         htp_export.quantize(broken, {".": precision}, data=example())
     assert htp_export.quantize(broken, {"0": "fp16"}).modules["0"].precision == "fp16"
 
@@ -120,15 +143,21 @@ def test_ranges_of_tensors_with_nan_are_not_measured(broken):
 def test_nan_on_both_sides_is_said(file, broken):
     found = htp_export.compare(broken, broken, example())
     assert found.ok
-    assert {path: module.status for path, module in found.modules.items()} == dict.fromkeys(["", "0", "1", "2"], "nan")
-    assert found.summary.endswith("of these, 4 have NaN at the same places on both sides: 0 in 'linear'")
+    assert {path: module.status for path, module in found.modules.items()} == dict.fromkeys(
+        ["", "0", "1", "2"], "nan"
+    )
+    assert found.summary.endswith(
+        "of these, 4 have NaN at the same places on both sides: 0 in 'linear'"
+    )
     assert not htp_export.compare(file, broken, example()).ok
     assert htp_export.compare(file, file, example()).modules["0"].status == "agrees"
 
 
 def test_outputs_with_some_nan_are_said_beside_their_errors(partly):
     found = htp_export.sensitivity(partly, ["fp16"], data=example())
-    assert found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
+    assert (
+        found.notes[0] == "data, run 0: output 'log' of the model has NaN, which counts as no error"
+    )
     assert htp_export.search(partly, ["fp16"], data=example(), trials=3).notes[0] == found.notes[0]
 
 
@@ -144,11 +173,14 @@ def test_outputs_with_nan_are_said_where_passes_were_verified(file, partly):
 def test_a_metric_without_a_number_for_all_modules_but_one_is_a_row(file):
     calls: list[Any] = []
 
-    def metric(outputs: Any) -> float:  # of the original, of two modules alone, and of both without one
+    # of the original, of two modules alone, and of both without one
+    def metric(outputs: Any) -> float:
         calls.append(outputs)
         return 1.0 if len(calls) <= 3 else NAN
 
     found = htp_export.sensitivity(file, ["fp16"], data=example(), metric=metric)
     assert [row.alone is not None and row.all_but is None for row in found.ranking] == [True, True]
-    assert found.modules["0"]["fp16"].problem.startswith("all modules but this one: the metric returned nan")
+    assert found.modules["0"]["fp16"].problem.startswith(
+        "all modules but this one: the metric returned nan"
+    )
     assert any(note.startswith("2 in fp16: all modules but this one") for note in found.notes)

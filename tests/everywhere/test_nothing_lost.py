@@ -53,7 +53,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ones = {"lora_A": np.ones((1, 32), np.float32), "lora_B": np.ones((32, 1), np.float32)}
     save_file({f"base_model.model.0.{name}.weight": array for name, array in ones.items()},
               given / "adapter" / "adapter_model.safetensors")  # fmt: skip
-    (given / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    (given / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
+    )
     (given / "shapes.json").write_text('{"input": [2, 32]}')
     (given / "plan.json").write_text('{"0": "int8-dynamic"}')
     (given / "sparsity.json").write_text('{"0": 0.5}')
@@ -87,7 +89,9 @@ def saved_program(_: Path, out: Path) -> None:
     program.save(out, external_data=True)
 
 
-def of_file(function: Callable[..., Any], *given_after: Any, file: str = "net.onnx", **options: Any) -> Any:
+def of_file(
+    function: Callable[..., Any], *given_after: Any, file: str = "net.onnx", **options: Any
+) -> Any:
     """A function of a file, further arguments, and an output."""
     return lambda given, out: function(given / file, *given_after, output=out, **options)
 
@@ -96,16 +100,22 @@ FUNCTIONS: dict[str, Callable[[Path, Path], Any]] = {
     "export": exported,
     "export dynamo=False": lambda given, out: exported(given, out, dynamo=False),
     "export names": lambda given, out: exported(given, out, names="path"),
-    "export dynamo=False names": lambda given, out: exported(given, out, dynamo=False, names="path"),
+    "export dynamo=False names": lambda given, out: exported(
+        given, out, dynamo=False, names="path"
+    ),
     "tagging": exported_by_torch,
     "tagging dynamo=False": lambda given, out: exported_by_torch(given, out, dynamo=False),
     "ONNXProgram.save": saved_program,
     "TaggedModel.save": lambda given, out: htp_export.load(given / "net.onnx").save(out),
-    "TaggedModel.save named": lambda given, out: htp_export.load(given / "net.onnx").save(out, f"{out.name}.data"),
+    "TaggedModel.save named": lambda given, out: htp_export.load(given / "net.onnx").save(
+        out, f"{out.name}.data"
+    ),
     "carry": lambda given, out: htp_export.carry(given / "net.onnx", given / "net.onnx", out),
     "embed_map": of_file(htp_export.embed_map),
     "extract": of_file(htp_export.extract, "0"),
-    "splice": lambda given, out: htp_export.splice(given / "net.onnx", "0", given / "part.onnx", out),
+    "splice": lambda given, out: htp_export.splice(
+        given / "net.onnx", "0", given / "part.onnx", out
+    ),
     "functions": of_file(htp_export.functions, "0"),
     "inline": of_file(htp_export.inline, file="nested.onnx"),
     "rename": of_file(htp_export.rename),
@@ -162,8 +172,16 @@ FOLDERS = ("partition", "search")
 
 def test_these_are_all_functions_that_write():
     faces = {"": htp_export, "lora.": lora}
-    public = {f"{face}{name}": getattr(module, name) for face, module in faces.items() for name in module.__all__}
-    signatures = {name: inspect.signature(each).parameters for name, each in public.items() if inspect.isfunction(each)}
+    public = {
+        f"{face}{name}": getattr(module, name)
+        for face, module in faces.items()
+        for name in module.__all__
+    }
+    signatures = {
+        name: inspect.signature(each).parameters
+        for name, each in public.items()
+        if inspect.isfunction(each)
+    }
     writing = {name for name, parameters in signatures.items() if {"output", "f"} & set(parameters)}
     assert {*writing, "tagging"} == set(FUNCTIONS) & set(public)
 
@@ -189,7 +207,9 @@ def run_function(writer: str, given: Path, out: Path) -> bool:
 
 
 def run_command(writer: str, given: Path, out: Path) -> bool:
-    words = f"{writer} {ARGUMENTS[writer]} -o {out}".replace("FILE", f"{given}/net.onnx").replace("GIVEN", str(given))
+    words = f"{writer} {ARGUMENTS[writer]} -o {out}".replace("FILE", f"{given}/net.onnx").replace(
+        "GIVEN", str(given)
+    )
     status = main(words.split())
     assert status in (0, 2)
     return status == 0
@@ -217,11 +237,20 @@ def cases() -> Iterator[Any]:
     for kind, writer in WRITERS:
         for place in range(-1, len(beside(writer, Path("out.onnx")))):
             for obstacle in OBSTACLES:
-                is_refused = place < 0 and obstacle in (NO_FILE if writer not in FOLDERS else REFUSED_AT_ONCE)
+                is_refused = place < 0 and obstacle in (
+                    NO_FILE if writer not in FOLDERS else REFUSED_AT_ONCE
+                )
                 turn += not is_refused
                 always = is_refused or turn % len(OBSTACLES) == 3
                 marks = () if always else (pytest.mark.slow,)
-                yield pytest.param(kind, writer, place, obstacle, id=f"{kind} {writer}-{place}-{obstacle}", marks=marks)
+                yield pytest.param(
+                    kind,
+                    writer,
+                    place,
+                    obstacle,
+                    id=f"{kind} {writer}-{place}-{obstacle}",
+                    marks=marks,
+                )
 
 
 NAME_THEIR_DATA = ("TaggedModel.save named", "optimize external_data")
@@ -232,7 +261,9 @@ def may_be_replaced(kind: str, writer: str, place: int, obstacle: str) -> bool:
     is_named = place < 0 or (writer in NAME_THEIR_DATA and place == 0)
     if writer in FOLDERS or not is_named:
         return False
-    return obstacle == "broken_link" or (kind == "function" and obstacle in ("file", "link_to_file"))
+    return obstacle == "broken_link" or (
+        kind == "function" and obstacle in ("file", "link_to_file")
+    )
 
 
 @pytest.mark.parametrize(("kind", "writer", "place", "obstacle"), [*cases()])
@@ -268,7 +299,9 @@ def test_no_tool_takes_the_place_of_a_folder(tool: str, given: Path, tmp_path: P
     before = state(tmp_path)
     with pytest.raises(FileError, match=r"out\.onnx: is a folder; name a file in it"):
         getattr(tools, tool)(
-            given / "net.onnx", output=tmp_path / "out.onnx", **{"opset": 20} if tool == "version_converter" else {}
+            given / "net.onnx",
+            output=tmp_path / "out.onnx",
+            **{"opset": 20} if tool == "version_converter" else {},
         )
     assert state(tmp_path) == before
 
@@ -281,7 +314,11 @@ def die_at(method: str, target: str, write: Callable[[], Any]) -> None:
     child = os.fork()
     if child == 0:
         do = getattr(replacing._Step, method)
-        setattr(replacing._Step, method, lambda step: os._exit(7) if step.target.name == target else do(step))
+        setattr(
+            replacing._Step,
+            method,
+            lambda step: os._exit(7) if step.target.name == target else do(step),
+        )
         with contextlib.suppress(BaseException):
             write()
         os._exit(1)
@@ -302,7 +339,9 @@ forks = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:Dep
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("place", ["out.onnx", "out.onnx.data"])
 @pytest.mark.parametrize("method", ["keep", "do"])
-def test_what_is_put_in_the_way_after_a_kill_stays(method, place, obstacle, given, tmp_path, elsewhere):
+def test_what_is_put_in_the_way_after_a_kill_stays(
+    method, place, obstacle, given, tmp_path, elsewhere
+):
     folder = tmp_path / "out"
     folder.mkdir()
     tagged = htp_export.load(given / "net.onnx")
@@ -354,7 +393,9 @@ def test_what_takes_the_place_of_a_folder_after_a_kill_stays_and_so_does_the_old
 
 
 @forks
-def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(given, tmp_path, monkeypatch):
+def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(
+    given, tmp_path, monkeypatch
+):
     stages, keep = tmp_path / "stages", replacing._Step.keep
     htp_export.partition(given / "net.onnx", 2, stages)
 
@@ -364,7 +405,9 @@ def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(given, t
         keep(step)
 
     monkeypatch.setattr(replacing._Step, "keep", late)
-    with pytest.raises(FileError, match="stages: cannot be written: files were put into the folder meanwhile"):
+    with pytest.raises(
+        FileError, match="stages: cannot be written: files were put into the folder meanwhile"
+    ):
         htp_export.partition(given / "net.onnx", 3, stages)
     assert (stages / "notes.txt").read_text() == "mine"
     assert len(htp_export.load_partition(stages).stages) == 2
@@ -373,7 +416,9 @@ def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(given, t
 
 @pytest.mark.parametrize("obstacle", OBSTACLES)
 @pytest.mark.parametrize("place", ["journal", "lock", "new", "old"])
-def test_what_looks_like_the_folder_of_a_killed_process_is_not_followed(place, obstacle, given, tmp_path, elsewhere):
+def test_what_looks_like_the_folder_of_a_killed_process_is_not_followed(
+    place, obstacle, given, tmp_path, elsewhere
+):
     killed = tmp_path / "home" / ".htp-0123456789ab"
     killed.mkdir(parents=True)
     if place != "lock":
@@ -428,7 +473,9 @@ def test_a_mounted_folder_is_filled_once_and_never_replaced(given, tmp_path, els
     assert state(tmp_path / "stages") == before
 
 
-def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(given, tmp_path, monkeypatch):
+def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(
+    given, tmp_path, monkeypatch
+):
     """Another process may have begun to write there, too."""
     monkeypatch.chdir(given)
     (tmp_path / "broken.onnx").write_bytes(b"no model")
@@ -440,7 +487,10 @@ def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(give
             raise OSError("the disk is full")
 
     models = [str(given / "net.onnx"), str(given / "part.onnx")]
-    assert main(["optimize", *models, str(tmp_path / "broken.onnx"), "-o", str(tmp_path / "made")]) == 2
+    assert (
+        main(["optimize", *models, str(tmp_path / "broken.onnx"), "-o", str(tmp_path / "made")])
+        == 2
+    )
     assert not (tmp_path / "made").exists()
     with pytest.raises(OSError, match="the disk is full"):
         fail_in(tmp_path / "out" / "made")
@@ -455,7 +505,16 @@ def test_a_new_folder_of_a_command_that_fails_keeps_what_others_put_into_it(give
 def test_a_search_replaces_its_own_plans_and_no_others(given, tmp_path, monkeypatch, capsys):
     pytest.importorskip("optuna")
     monkeypatch.chdir(given)
-    words = ["search", "net.onnx", "--choices", "int4", "--trials", "1", "-o", str(tmp_path / "found")]
+    words = [
+        "search",
+        "net.onnx",
+        "--choices",
+        "int4",
+        "--trials",
+        "1",
+        "-o",
+        str(tmp_path / "found"),
+    ]
     (tmp_path / "found").mkdir()
     for name in ("plan0.json", "steps3.json", "prompts0.npz", "front.svg", "front.json"):
         (tmp_path / "found" / name).write_text('{"0": "int8"}')

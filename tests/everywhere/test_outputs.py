@@ -60,7 +60,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "steps.yaml").write_text("- quantize: {plan: {'0': int8}, data: data.npz}\n")
     (folder / "page.html").write_text("<!DOCTYPE html>\n<title>mine</title>")
     np.savez(folder / "data.npz", input=np.ones((2, 32), np.float32))
-    save_file({"base_model.model.0.lora_A.weight": np.ones((1, 32), np.float32)}, folder / "factors.safetensors")
+    save_file(
+        {"base_model.model.0.lora_A.weight": np.ones((1, 32), np.float32)},
+        folder / "factors.safetensors",
+    )
     return folder
 
 
@@ -87,12 +90,17 @@ def test_these_are_all_commands_that_write():
         name: reduce(lambda group, word: group.get_command(None, word), name.split(), program)
         for name in command_names()
     }
-    writing = {name for name in commands if any(each.name == "force" for each in commands[name].params)}
+    writing = {
+        name for name in commands if any(each.name == "force" for each in commands[name].params)
+    }
     assert writing == {command.partition(" --")[0] for command in (*MODELS, *OTHERS)}
-    assert writing == {name for name in commands if any("--output" in each.opts for each in commands[name].params)}
+    assert writing == {
+        name for name in commands if any("--output" in each.opts for each in commands[name].params)
+    }
 
 
-OWN_KIND = {"diff": "page.html", "view": "page.html", "quantize --plan-for": "shapes.json"}  # these may be replaced
+# these may be replaced
+OWN_KIND = {"diff": "page.html", "view": "page.html", "quantize --plan-for": "shapes.json"}
 
 
 @pytest.mark.parametrize("command", sorted(MODELS | OTHERS))
@@ -172,7 +180,9 @@ def test_python_functions_refuse_what_they_read(folder):
     assert listing(folder) == before
 
 
-@pytest.mark.parametrize("command", [*sorted({*MODELS} - {"export"}), "view", "quantize --plan-for"])
+@pytest.mark.parametrize(
+    "command", [*sorted({*MODELS} - {"export"}), "view", "quantize --plan-for"]
+)
 def test_links_in_a_circle_are_no_bug(folder, capsys, command):
     Path("one").symlink_to("two")
     Path("two").symlink_to("one")

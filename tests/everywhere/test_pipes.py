@@ -43,7 +43,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ones = {"lora_A": np.ones((1, 32), np.float32), "lora_B": np.ones((32, 1), np.float32)}
     save_file({f"base_model.model.0.{name}.weight": array for name, array in ones.items()},
               folder / "adapter" / "adapter_model.safetensors")  # fmt: skip
-    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 1, "lora_alpha": 1}')
+    (folder / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 1, "lora_alpha": 1}'
+    )
     (folder / "steps.yaml").write_text("steps: [{quantize: {plan: {'0': int8}, data: named.npz}}]\n"
                                        "model: net.onnx\noutput: out.onnx\n")  # fmt: skip
     (folder / "plan.yaml").write_text("[{quantize: {plan: named.json}}]")
@@ -52,7 +54,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     noted: dict[str, str] = {}
     step = ProvenanceNote("quantize", {"plan": {"0": "int8"}, "data": "named.npz"}, "", "")
     write_provenance(noted, [step])
-    onnx.helper.set_model_props(model, {entry.key: entry.value for entry in model.metadata_props} | noted)
+    onnx.helper.set_model_props(
+        model, {entry.key: entry.value for entry in model.metadata_props} | noted
+    )
     onnx.save(model, folder / "made.onnx")
     (folder / "checkpoint").mkdir()
     (folder / "checkpoint" / "config.json").write_text("{}")
@@ -91,7 +95,10 @@ OPENED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights of an adapter": ("adapter/adapter_model.safetensors", fused),
     "manifest": ("stages/manifest.json", lambda at: htp_export.load_partition(at / "stages")),
     "stage": ("stages/stage0.onnx", lambda at: htp_export.load_partition(at / "stages")),
-    "external data": ("net.onnx.data", lambda at: htp_export.optimize(at / "net.onnx", at / "out.onnx")),
+    "external data": (
+        "net.onnx.data",
+        lambda at: htp_export.optimize(at / "net.onnx", at / "out.onnx"),
+    ),
     "steps": ("named.npz", lambda at: htp_export.pipeline(at / "steps.yaml")),
     "plan of a step": (
         "named.json",
@@ -109,8 +116,14 @@ OPENED: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "checkpoint/model.safetensors.index.json",
         lambda at: read_checkpoint(at / "checkpoint"),
     ),
-    "packed checkpoint": ("checkpoint/quantize_config.json", lambda at: read_packed(at / "checkpoint")),
-    "config of a model": ("checkpoint/config.json", lambda at: Source(str(at / "checkpoint")).config()),
+    "packed checkpoint": (
+        "checkpoint/quantize_config.json",
+        lambda at: read_packed(at / "checkpoint"),
+    ),
+    "config of a model": (
+        "checkpoint/config.json",
+        lambda at: Source(str(at / "checkpoint")).config(),
+    ),
 }
 """What opens a file → where the file lies in the folder, and the function."""
 
@@ -146,5 +159,8 @@ def test_a_pipe_beside_a_model_says_nothing_of_it(made, tmp_path):
 
 def test_the_error_names_the_pipe(made, tmp_path):
     os.mkfifo(tmp_path / "x.npz")
-    with within(SECONDS), pytest.raises(FileError, match=r"x\.npz: cannot be read: it is no plain file"):
+    with (
+        within(SECONDS),
+        pytest.raises(FileError, match=r"x\.npz: cannot be read: it is no plain file"),
+    ):
         htp_export.compare(made / "net.onnx", made / "net.onnx", data=tmp_path)

@@ -18,13 +18,19 @@ EXACT = ("functions", "tap", "steer", "rename", "quantize", "sensitivity", "sear
 """Commands that need exact tags; for the others, torch's scopes are enough."""
 
 
-@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
-def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+@pytest.fixture(
+    scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
+def files(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     folder = tmp_path_factory.mktemp(request.param)
     model, args = example()
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
-        torch.onnx.export(model, args, folder / "net.onnx", dynamo=request.param == "dynamo", verbose=False)
+        torch.onnx.export(
+            model, args, folder / "net.onnx", dynamo=request.param == "dynamo", verbose=False
+        )
     return {"FILE": str(folder / "net.onnx"), **companions(folder)}
 
 
@@ -72,6 +78,9 @@ def test_python_warns_once_of_a_model_and_raises(files, caplog):
     htp_export.load(tagged.clone().model)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "torch's own scopes" not in str(htp_export.cost(tagged))
-    with pytest.raises(UntaggedModelError, match=r"htp_export\.export\(\.\.\.\) .* htp_export\.carry\(model, file\)"):
+    with pytest.raises(
+        UntaggedModelError,
+        match=r"htp_export\.export\(\.\.\.\) .* htp_export\.carry\(model, file\)",
+    ):
         htp_export.contamination(tagged)
     assert len(caplog.records) == 1

@@ -33,11 +33,22 @@ from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file, wrong_parts
 from tests.handmade import stripped
 from tests.random_nets import RandomNet
-from tests.truth import Array, equal, inexact, input_names, inputs_of, named_wrongly, run_pytorch, untagged, values_of
+from tests.truth import (
+    Array,
+    equal,
+    inexact,
+    input_names,
+    inputs_of,
+    named_wrongly,
+    run_pytorch,
+    untagged,
+    values_of,
+)
 
 _RANGES = os.environ.get("HTP_RANDOM_NETS", "2:40 1000:1006 2000:2006 3000:3006 3013:3014").split()
 _SWEPT = itertools.chain.from_iterable(range(*map(int, each.split(":"))) for each in _RANGES)
-SEEDS = [0, 2015, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]  # small ones always
+# small ones always
+SEEDS = [0, 2015, *(pytest.param(seed, marks=pytest.mark.slow) for seed in _SWEPT)]
 
 
 @dataclass
@@ -78,15 +89,27 @@ class Case:
         options = onnxruntime.SessionOptions()
         for key, value in safe_entries(htp_export.load(file).model).items():
             options.add_session_config_entry(key, value)
-        session = onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = onnxruntime.InferenceSession(
+            str(file), options, providers=["CPUExecutionProvider"]
+        )
         pairs = zip(session.run(None, self.feeds), self.expected, strict=True)
-        off = max(float(np.nan_to_num(np.abs(one - other), nan=np.inf).max()) for one, other in pairs)
-        return [] if off <= share * most else [f"results differ by {off:.2g}, the largest is {most:.2g}"]
+        off = max(
+            float(np.nan_to_num(np.abs(one - other), nan=np.inf).max()) for one, other in pairs
+        )
+        return (
+            []
+            if off <= share * most
+            else [f"results differ by {off:.2g}, the largest is {most:.2g}"]
+        )
 
     def faults(self, file: Path) -> list[Any]:
         """Empty if a file computes what the exported one does, and `verify` agrees; no node is without an owner."""
         result = htp_export.verify(self.net, file, (), self.kwargs)
-        return [*self.other_results(file), *untagged(onnx.load(str(file))), *([] if result.ok else [result.summary])]
+        return [
+            *self.other_results(file),
+            *untagged(onnx.load(str(file))),
+            *([] if result.ok else [result.summary]),
+        ]
 
     @functools.cached_property
     def once(self) -> list[str]:
@@ -129,7 +152,9 @@ def signatures_name_what_modules_take_and_give(case: Case) -> Iterator[Any]:
     for path, signatures in tagged.signatures.items():
         for nth, signature in enumerate(signatures):
             has_nodes = tagged[path].fate == "computed" and tagged[path].call(nth).nodes
-            for place in [place for place, name in enumerate(signature.outputs) if name is None and has_nodes]:
+            for place in [
+                place for place, name in enumerate(signature.outputs) if name is None and has_nodes
+            ]:
                 found = run_pytorch(case.net, case.kwargs, (path, nth, place))[1]
                 if not all(map(equal, found, expected)):
                     yield path, nth, place, "is read, and has no name"
@@ -155,8 +180,13 @@ def optimized(level: Any) -> Property:
         htp_export.optimize(case.file, smaller := case.new(), level=level)
         yield from case.faults(smaller)
         if level != "fused":  # there, work crosses the borders of modules
-            elsewhere = "every tensor at its border is in the file"  # made by nodes outside, into which its own went
-            yield from (fault for fault in inexact(case.net, case.kwargs, smaller) if elsewhere not in fault[1])
+            # made by nodes outside, into which its own went
+            elsewhere = "every tensor at its border is in the file"
+            yield from (
+                fault
+                for fault in inexact(case.net, case.kwargs, smaller)
+                if elsewhere not in fault[1]
+            )
 
     return check
 
@@ -181,7 +211,10 @@ HOLDS.update(
     {
         "onnxruntime_basic": run_by(tools.onnxruntime, level="basic"),
         "onnxruntime_extended": run_by(tools.onnxruntime, level="extended"),
-        **{name: run_by(getattr(tools, name)) for name in ("onnxslim", "onnxsim", "onnxoptimizer", "onnxscript")},
+        **{
+            name: run_by(getattr(tools, name))
+            for name in ("onnxslim", "onnxsim", "onnxoptimizer", "onnxscript")
+        },
     }
 )
 
@@ -191,7 +224,9 @@ def tags_that_were_lost_come_back(case: Case) -> Iterator[Any]:
     htp_export.carry(case.file, stripped(ir.load(case.file)), tagged := case.new())
     yield from inexact(case.net, case.kwargs, tagged)
     without_names = stripped(ir.load(case.file))
-    for place, value in enumerate([*without_names.graph.initializers.values(), *all_values(without_names.graph)]):
+    for place, value in enumerate(
+        [*without_names.graph.initializers.values(), *all_values(without_names.graph)]
+    ):
         if not value.is_graph_input() and not value.is_graph_output():
             rename(value, f"tensor{place}")
     for node in without_names.graph.all_nodes():
@@ -212,7 +247,9 @@ def without_weights() -> Iterator[None]:
     try:
         yield
     except InputError as error:
-        if not re.search("no operator of module .* takes|nothing here multiplies with stored weights", str(error)):
+        if not re.search(
+            "no operator of module .* takes|nothing here multiplies with stored weights", str(error)
+        ):
             raise
 
 
@@ -225,7 +262,14 @@ def in_precision(precision: str, share: float) -> Property:
     return check
 
 
-PRECISIONS = {"fp16": 0.05, "int8-weights": 0.2, "int4": 2, "int8-dynamic": 0.5, "u8s8": 2, "auto": 2}
+PRECISIONS = {
+    "fp16": 0.05,
+    "int8-weights": 0.2,
+    "int4": 2,
+    "int8-dynamic": 0.5,
+    "u8s8": 2,
+    "auto": 2,
+}
 HOLDS.update({f"in_{name}": in_precision(name, share) for name, share in PRECISIONS.items()})
 
 
@@ -240,17 +284,27 @@ def a_precision_changes_the_module_of_its_rule_alone(case: Case) -> Iterator[Any
         inside = {value.name for node in tagged[path].nodes for value in node.outputs}
         after = {str(node) for node in _nodes(small)}
         yield from (
-            (path, node.name) for node in _nodes(case.file) if str(node) not in after and node.output[0] not in inside
+            (path, node.name)
+            for node in _nodes(case.file)
+            if str(node) not in after and node.output[0] not in inside
         )
 
 
 @holds
 def precisions_may_follow_each_other(case: Case) -> Iterator[Any]:
-    for first, second in (("u8s8", "fp16"), ("int4", "fp16"), ("int8-dynamic", "fp16"), ("fp16", "int8-weights")):
+    for first, second in (
+        ("u8s8", "fp16"),
+        ("int4", "fp16"),
+        ("int8-dynamic", "fp16"),
+        ("fp16", "int8-weights"),
+    ):
         with without_weights():  # or what the first made has none that the second takes
             htp_export.quantize(case.file, first, once := case.new(), data=case.feeds)
             htp_export.quantize(once, second, twice := case.new())
-            yield from ((first, second, why) for why in (*case.far(twice, 2), *untagged(onnx.load(str(twice)))))
+            yield from (
+                (first, second, why)
+                for why in (*case.far(twice, 2), *untagged(onnx.load(str(twice))))
+            )
 
 
 @holds
@@ -276,7 +330,10 @@ def a_module_can_be_taken_out_and_put_back(case: Case) -> Iterator[Any]:
     for path in case.once[:3]:
         htp_export.extract(case.file, path, part := case.new())
         htp_export.splice(case.file, path, part, whole := case.new())
-        yield from ((path, why) for why in (*case.other_results(whole), *inexact(case.net, case.kwargs, whole)))
+        yield from (
+            (path, why)
+            for why in (*case.other_results(whole), *inexact(case.net, case.kwargs, whole))
+        )
 
 
 @holds
@@ -297,9 +354,15 @@ def taps_are_hooks(case: Case) -> Iterator[Any]:
     paths = [path for path in case.once if len(calls[path][0].returned) == 1][:6]
     if not paths:
         return
-    htp_export.tap(case.file, {f"tap {path}": [f"{path}:out"] for path in paths}, tapped := case.new())
+    htp_export.tap(
+        case.file, {f"tap {path}": [f"{path}:out"] for path in paths}, tapped := case.new()
+    )
     found = case.results(tapped)[len(case.expected) :]
-    yield from (path for path, array in zip(paths, found, strict=True) if not equal(array, calls[path][0].returned[0]))
+    yield from (
+        path
+        for path, array in zip(paths, found, strict=True)
+        if not equal(array, calls[path][0].returned[0])
+    )
     htp_export.untap(tapped, output=(untapped := case.new()))
     yield from [] if _nodes(untapped) == _nodes(case.file) else ["another graph"]
 
@@ -316,7 +379,9 @@ def steering_by_nothing_changes_nothing(case: Case) -> Iterator[Any]:
 
 @holds
 def places_change_no_results(case: Case) -> Iterator[Any]:
-    htp_export.place(case.file, {".": "cpu", **dict.fromkeys(case.once[:1], "gpu")}, placed := case.new())
+    htp_export.place(
+        case.file, {".": "cpu", **dict.fromkeys(case.once[:1], "gpu")}, placed := case.new()
+    )
     yield from case.other_results(placed)
 
 
@@ -349,7 +414,9 @@ def weights_are_made_of_parameters_as_their_recipes_say(case: Case) -> Iterator[
 
 @holds
 def costs_add_up(case: Case) -> Iterator[Any]:
-    result = htp_export.cost(case.file, shapes={name: array.shape for name, array in case.feeds.items()})
+    result = htp_export.cost(
+        case.file, shapes={name: array.shape for name, array in case.feeds.items()}
+    )
     yield from result.uncounted
     if result.modules[""].parameters > sum(each.numel() for each in case.net.parameters()):
         yield "more parameters than the model has"

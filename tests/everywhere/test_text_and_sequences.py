@@ -52,7 +52,10 @@ def text_model() -> onnx.ModelProto:
         node.name = f"node_{node.output[0]}"
         node.metadata_props.add(key="htp.module", value=OWNERS[node.output[0]])
         node.metadata_props.add(key="htp.reason", value="scope")
-    modules = [ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "embed", "body", "head", "echo", "pair")]
+    modules = [
+        ModuleInfo(path, "net.Net", 1, "computed")
+        for path in ("", "embed", "body", "head", "echo", "pair")
+    ]
     model.metadata_props.add(key="htp.version", value="1")
     model.metadata_props.add(key="htp.modules", value=Hierarchy(modules).to_json())
     return model
@@ -113,7 +116,13 @@ WORDS = {
 def test_text_is_taken_in_every_form(form, file):
     result = htp_export.compare(file, file, {**feed(), "words": WORDS[form]})
     assert result.ok
-    assert [path for path, each in result.modules.items() if each.compared] == ["", "embed", "body", "head", "echo"]
+    assert [path for path, each in result.modules.items() if each.compared] == [
+        "",
+        "embed",
+        "body",
+        "head",
+        "echo",
+    ]
     assert result.modules["echo"].max_abs == 0
 
 
@@ -133,7 +142,9 @@ def test_what_is_no_text_is_refused(words, problem, file):
 
 def test_compare_finds_text_that_differs(file, tmp_path):
     changed = text_model()
-    changed.graph.node[7].CopyFrom(onnx.helper.make_node("StringConcat", ["words", "words"], ["again"], name="n"))
+    changed.graph.node[7].CopyFrom(
+        onnx.helper.make_node("StringConcat", ["words", "words"], ["again"], name="n")
+    )
     for each in changed.opset_import:
         each.version = 20 if each.domain == "" else each.version
     for key, value in (("htp.module", "echo"), ("htp.reason", "scope")):
@@ -145,14 +156,28 @@ def test_compare_finds_text_that_differs(file, tmp_path):
 
 
 CALLS: dict[str, Callable[[str, str], Any]] = {
-    "profile": lambda file, _: htp_export.profile(file, data=feed(), runs=1, warmup=0).end_to_end_ms > 0,
-    "profile modules": lambda file, _: htp_export.profile(file, data=feed(), runs=1, timing="modules").modules["body"],
-    "profile memory": lambda file, _: htp_export.profile(file, data=feed(), runs=1, memory=True).modules["body"],
-    "optimize": lambda file, out: htp_export.optimize(file, out, data=feed(), verify=True).max_abs == 0,
-    "quantize": lambda file, out: htp_export.quantize(file, {"head": "uint8"}, out, data=feed()).modules["head"],
+    "profile": lambda file, _: (
+        htp_export.profile(file, data=feed(), runs=1, warmup=0).end_to_end_ms > 0
+    ),
+    "profile modules": lambda file, _: htp_export.profile(
+        file, data=feed(), runs=1, timing="modules"
+    ).modules["body"],
+    "profile memory": lambda file, _: htp_export.profile(
+        file, data=feed(), runs=1, memory=True
+    ).modules["body"],
+    "optimize": lambda file, out: (
+        htp_export.optimize(file, out, data=feed(), verify=True).max_abs == 0
+    ),
+    "quantize": lambda file, out: htp_export.quantize(
+        file, {"head": "uint8"}, out, data=feed()
+    ).modules["head"],
     "sensitivity": lambda file, _: htp_export.sensitivity(file, data=feed(), select="head").ranking,
-    "search": lambda file, _: htp_export.search(file, data=feed(), trials=2, space=["int8"], select="head").pareto,
-    "pipeline": lambda file, out: htp_export.pipeline(["optimize", {"compare": {"data": [feed()]}}], file, out),
+    "search": lambda file, _: (
+        htp_export.search(file, data=feed(), trials=2, space=["int8"], select="head").pareto
+    ),
+    "pipeline": lambda file, out: htp_export.pipeline(
+        ["optimize", {"compare": {"data": [feed()]}}], file, out
+    ),
     "carry": lambda file, out: htp_export.carry(file, file, out, data=feed()).kept,
 }
 
@@ -170,7 +195,13 @@ def test_a_metric_gets_sequences_as_they_are(file):
         return 1.0
 
     htp_export.search(
-        file, data=feed(), trials=1, space=["int8"], select="head", objectives=["metric", "size"], metric=metric
+        file,
+        data=feed(),
+        trials=1,
+        space=["int8"],
+        select="head",
+        objectives=["metric", "size"],
+        metric=metric,
     )
     assert_same(dict(seen[0]), expected(file))
 

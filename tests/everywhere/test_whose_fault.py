@@ -33,7 +33,9 @@ def leaves():
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose weights and sizes lie in a data file, in a folder that is not the current one."""
     folder = tmp_path_factory.mktemp("made")
-    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)).eval()
+    net = torch.nn.Sequential(
+        torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32)
+    ).eval()
     htp_export.export(net, (torch.randn(2, 32),), folder / "net.onnx", verbose=False)
     return folder
 
@@ -51,7 +53,9 @@ def raises(_: object) -> float:
 
 def test_a_metric_that_raises_is_told_with_its_line(folder):
     place = r"\(.*test_whose_fault.py:\d+, in raises\)"
-    with pytest.raises(UserCodeError, match=rf"metric: raised ZeroDivisionError: no labels {place}"):
+    with pytest.raises(
+        UserCodeError, match=rf"metric: raised ZeroDivisionError: no labels {place}"
+    ):
         htp_export.sensitivity(folder / "net.onnx", ["int4"], metric=raises)
 
 
@@ -60,7 +64,10 @@ def test_data_that_raise_are_told_with_their_line(folder):
         yield {"input": np.ones((2, 32), np.float32)}
         raise LookupError("no more")
 
-    with pytest.raises(UserCodeError, match=r"data: raised LookupError: no more \(.*test_whose_fault.py:\d+, in runs"):
+    with pytest.raises(
+        UserCodeError,
+        match=r"data: raised LookupError: no more \(.*test_whose_fault.py:\d+, in runs",
+    ):
         htp_export.quantize(folder / "net.onnx", {"0": "int8"}, data=runs())
 
 

@@ -48,7 +48,9 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
     (folder / "adapter").mkdir()
     save_file(factors, folder / "adapter" / "adapter_model.safetensors")
-    (folder / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2, "lora_alpha": 2}')
+    (folder / "adapter" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 2, "lora_alpha": 2}'
+    )
     plain = onnx.load(file)
     for node in plain.graph.node:
         del node.metadata_props[:]
@@ -66,16 +68,26 @@ def export_with(**options: Any) -> Callable[..., Any]:
 WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "save": lambda given, out: htp_export.load(given["net"]).save(out),
     "prune": lambda given, out: htp_export.prune(given["net"], {"body": 0.5}, out),
-    "prune channels": lambda given, out: htp_export.prune(given["net"], {"body": "channels:0.5"}, out),
-    "quantize fp16": lambda given, out: htp_export.quantize(given["net"], {"body": "fp16"}, output=out),
-    "quantize int8": lambda given, out: htp_export.quantize(given["net"], {"body": "int8-dynamic"}, output=out),
-    "quantize int4": lambda given, out: htp_export.quantize(given["net"], {"body": "int4"}, output=out),
+    "prune channels": lambda given, out: htp_export.prune(
+        given["net"], {"body": "channels:0.5"}, out
+    ),
+    "quantize fp16": lambda given, out: htp_export.quantize(
+        given["net"], {"body": "fp16"}, output=out
+    ),
+    "quantize int8": lambda given, out: htp_export.quantize(
+        given["net"], {"body": "int8-dynamic"}, output=out
+    ),
+    "quantize int4": lambda given, out: htp_export.quantize(
+        given["net"], {"body": "int4"}, output=out
+    ),
     "extract": lambda given, out: htp_export.extract(given["net"], "body", out),
     "splice": lambda given, out: htp_export.splice(given["net"], "head", given["head"], out),
     "functions": lambda given, out: htp_export.functions(given["net"], ["body"], out),
     "inline": lambda given, out: htp_export.inline(given["nested"], out),
     "tap": lambda given, out: htp_export.tap(given["net"], "body:out", out),
-    "untap": lambda given, out: htp_export.untap(htp_export.tap(given["net"], "body:out"), None, out),
+    "untap": lambda given, out: htp_export.untap(
+        htp_export.tap(given["net"], "body:out"), None, out
+    ),
     "steer": lambda given, out: htp_export.steer(given["net"], "body:out", out),
     "partition": lambda given, out: htp_export.partition(given["net"], 2, out.with_suffix("")),
     "optimize": lambda given, out: htp_export.optimize(given["net"], out),
@@ -83,9 +95,13 @@ WRITERS: dict[str, Callable[[dict[str, Path], Path], Any]] = {
     "embed_map": lambda given, out: htp_export.embed_map(given["net"], out),
     "rename": lambda given, out: htp_export.rename(given["net"], output=out),
     "place": lambda given, out: htp_export.place(given["net"], {"body": "cpu"}, out),
-    "lora.insert": lambda given, out: htp_export.lora.insert(given["net"], "head", rank=2, output=out),
+    "lora.insert": lambda given, out: htp_export.lora.insert(
+        given["net"], "head", rank=2, output=out
+    ),
     "lora.fuse": lambda given, out: htp_export.lora.fuse(given["net"], given["adapter"], out),
-    "pipeline": lambda given, out: htp_export.pipeline([{"prune": {"plan": {"body": 0.5}}}], given["net"], out),
+    "pipeline": lambda given, out: htp_export.pipeline(
+        [{"prune": {"plan": {"body": 0.5}}}], given["net"], out
+    ),
     "tool": lambda given, out: tools.quantize_dynamic(given["net"], out),
     "export with names": export_with(names="path"),
     "export with functions": export_with(export_modules_as_functions=True),
@@ -104,7 +120,8 @@ def a_wrong_shape(graph: ir.Graph) -> str:
 
 
 @pytest.mark.parametrize(
-    ("writer", "plant"), [("save", a_wrong_shape), *((writer, a_wrong_attribute) for writer in WRITERS)]
+    ("writer", "plant"),
+    [("save", a_wrong_shape), *((writer, a_wrong_attribute) for writer in WRITERS)],
 )
 def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
     writer: str, plant: Callable[[ir.Graph], str], given: dict[str, Path], tmp_path: Path,
@@ -120,18 +137,24 @@ def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
             said.append(plant(standard[0] if plant is a_wrong_attribute else copy.graph))
         write(copy, file, target)
 
-    before = {file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()}
+    before = {
+        file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()
+    }
     monkeypatch.setattr(model_files, "_write", planted)
     out = tmp_path / "out.onnx"
     out.write_bytes(given["net"].read_bytes())
     if writer == "partition":
         out.unlink()
-    with pytest.raises((ResultError, StepError, ToolError), match=r"body|head|act|MatMul") as raised:
+    with pytest.raises(
+        (ResultError, StepError, ToolError), match=r"body|head|act|MatMul"
+    ) as raised:
         WRITERS[writer](given, out)
     assert said
     assert said[0] in str(raised.value)
     assert not isinstance(raised.value, InputError)
-    assert {file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()} == before
+    assert {
+        file.name: file.read_bytes() for file in given["net"].parent.iterdir() if file.is_file()
+    } == before
     left = {path.name for path in tmp_path.iterdir()} - {"out.onnx.steps"}
     assert left <= {"out.onnx"}
     if writer != "partition":
@@ -140,7 +163,9 @@ def test_a_fault_that_is_made_before_writing_is_refused_by_every_function(
 
 @pytest.mark.parametrize("writer", [writer for writer in WRITERS if "export" not in writer])
 def test_models_in_memory_stay_as_they_were(writer, given, tmp_path):
-    models = {name: htp_export.load(file) if file.is_file() else file for name, file in given.items()}
+    models = {
+        name: htp_export.load(file) if file.is_file() else file for name, file in given.items()
+    }
     protos = {name: ir.to_proto(each.model) for name, each in models.items() if name != "adapter"}
     before = {name: proto.SerializeToString(deterministic=True) for name, proto in protos.items()}
     WRITERS[writer](models, tmp_path / "out.onnx")
@@ -155,7 +180,9 @@ def test_the_error_says_node_module_and_whose_fault_it_is(given, tmp_path):
     with pytest.raises(ResultError) as raised:
         tagged.save(tmp_path / "out.onnx")
     assert (raised.value.node, raised.value.modules) == (node.name, ("act",))
-    assert f"Relu {node.name!r} of 'act': Unrecognized attribute: alpha for operator Relu" in str(raised.value)
+    assert f"Relu {node.name!r} of 'act': Unrecognized attribute: alpha for operator Relu" in str(
+        raised.value
+    )
     assert "did not have this fault" in str(raised.value)
     assert not list(tmp_path.iterdir())
 
@@ -178,14 +205,20 @@ def test_another_fault_than_a_model_had_is_said_with_the_one_that_it_had(given, 
     onnx.save(ir.to_proto(model), tmp_path / "faulty.onnx")
     tagged = htp_export.load(tmp_path / "faulty.onnx")
     tagged["act"].nodes[0].attributes.add(ir.AttrInt64("alpha", 1))
-    with pytest.raises(ResultError, match=r"alpha .*made of is not valid either, and .* rank") as raised:
+    with pytest.raises(
+        ResultError, match=r"alpha .*made of is not valid either, and .* rank"
+    ) as raised:
         tagged.save(tmp_path / "out.onnx")
     assert "report" not in str(raised.value)
 
 
 def own(*nodes: ir.Node, opset: int = 20, **imports: int) -> ir.Model:
     graph = ir.Graph(
-        [nodes[0].inputs[0]], nodes[-1].outputs, nodes=nodes, opset_imports={"": opset, **imports}, name="g"
+        [nodes[0].inputs[0]],
+        nodes[-1].outputs,
+        nodes=nodes,
+        opset_imports={"": opset, **imports},
+        name="g",
     )
     return ir.Model(graph, ir_version=99)
 
@@ -199,7 +232,10 @@ def test_operators_and_versions_that_onnx_does_not_know_are_written(tmp_path):
 
 
 def test_an_operator_of_onnx_runtime_in_the_domain_of_onnx_is_no_fault():
-    for op_type, is_fault in {"SimplifiedLayerNormalization": False, "SimpleLayerNormalization": True}.items():
+    for op_type, is_fault in {
+        "SimplifiedLayerNormalization": False,
+        "SimpleLayerNormalization": True,
+    }.items():
         x, made, y = (ir.val(name, ir.DataType.FLOAT, [2, 8]) for name in "xmy")
         scale = ir.val("scale", const_value=ir.tensor(np.ones(8, np.float32), name="scale"))
         norm = ir.node(op_type, [x, scale], {"axis": -1}, outputs=[made])
@@ -212,16 +248,25 @@ def test_an_operator_of_onnx_runtime_in_the_domain_of_onnx_is_no_fault():
 def test_a_tensor_that_becomes_empty_is_refused(external, given, tmp_path):
     tagged = htp_export.load(given["net"])
     act = tagged["act"].nodes[0]
-    axes = [ir.val(name, const_value=ir.tensor(np.array([0]), name=name)) for name in ("none", "axis")]
+    axes = [
+        ir.val(name, const_value=ir.tensor(np.array([0]), name=name)) for name in ("none", "axis")
+    ]
     for value in axes:
         tagged.model.graph.register_initializer(value)
-    cut = ir.node("Slice", [act.outputs[0], axes[0], axes[0], axes[1]], name="cut", metadata_props=act.metadata_props)
+    cut = ir.node(
+        "Slice",
+        [act.outputs[0], axes[0], axes[0], axes[1]],
+        name="cut",
+        metadata_props=act.metadata_props,
+    )
     tagged.model.graph.insert_after(act, cut)
     act.outputs[0].replace_all_uses_with(cut.outputs[0])
     cut.replace_input_with(0, act.outputs[0])
     for node in (*tagged["head"].nodes,):
         node.outputs[0].shape = None
-    with pytest.raises(ResultError, match=r"Slice 'cut' of 'act': .* has the shape \[0, 3, 64\], without elements"):
+    with pytest.raises(
+        ResultError, match=r"Slice 'cut' of 'act': .* has the shape \[0, 3, 64\], without elements"
+    ):
         tagged.save(tmp_path / "out.onnx", "out.data" if external else None)
     assert not list(tmp_path.iterdir())
 
@@ -232,7 +277,9 @@ def test_a_part_of_a_shape_may_be_empty(given, tmp_path):
     none = ir.val("none", const_value=ir.tensor(np.array([0]), name="none"))
     tagged.model.graph.register_initializer(none)
     shape = ir.node("Shape", [act.outputs[0]], name="shape", metadata_props=act.metadata_props)
-    cut = ir.node("Slice", [shape.outputs[0], none, none], name="cut", metadata_props=act.metadata_props)
+    cut = ir.node(
+        "Slice", [shape.outputs[0], none, none], name="cut", metadata_props=act.metadata_props
+    )
     tagged.model.graph.insert_after(act, [shape, cut])
     tagged.save(tmp_path / "out.onnx")
     assert {"shape", "cut"} <= {node.name for node in onnx.load(tmp_path / "out.onnx").graph.node}
@@ -266,10 +313,13 @@ def test_what_another_domain_computes_needs_no_type(where):
         """
     )
     for name, size in (("w", 2), ("v", 1)):
-        model.graph.initializer.append(onnx.numpy_helper.from_array(np.ones(size, np.float32), name))
+        model.graph.initializer.append(
+            onnx.numpy_helper.from_array(np.ones(size, np.float32), name)
+        )
     onnx.checker.check_model(model)
     assert faults_of(ir.from_proto(model)) == []
-    model.graph.node[-1].name, model.graph.initializer[-1].dims[:] = "joined", [1, 1]  # the rest is looked at
+    # the rest is looked at
+    model.graph.node[-1].name, model.graph.initializer[-1].dims[:] = "joined", [1, 1]
     assert [fault.node for fault in faults_of(ir.from_proto(model))] == ["joined"]
 
 
@@ -292,7 +342,9 @@ def test_functions_of_another_domains_operators_are_valid(given, tmp_path):
     htp_export.functions(tmp_path / "int4.onnx", "**", tmp_path / "nested.onnx")
     inputs = {"input": x(2, 3, 64).numpy()}
     one, other = (
-        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(None, inputs)[0]
+        onnxruntime.InferenceSession(tmp_path / name, providers=["CPUExecutionProvider"]).run(
+            None, inputs
+        )[0]
         for name in ("int4.onnx", "nested.onnx")
     )
     np.testing.assert_array_equal(one, other)
@@ -309,7 +361,12 @@ def test_a_fault_in_a_function_is_found_beside_operators_of_another_domain(given
     htp_export.quantize(given["net"], {"body": "int4"}, tmp_path / "int4.onnx")
     htp_export.functions(tmp_path / "int4.onnx", "**", tmp_path / "nested.onnx")
     nested = htp_export.load(tmp_path / "nested.onnx")
-    (act,) = (node for function in nested.model.functions.values() for node in function if node.op_type == "Relu")
+    (act,) = (
+        node
+        for function in nested.model.functions.values()
+        for node in function
+        if node.op_type == "Relu"
+    )
     wrong = ir.node("Concat", [act.inputs[0], act.inputs[0]], {"axis": 7}, name="wrong")
     wrong.metadata_props.update(act.metadata_props)
     act.graph.insert_before(act, wrong)
@@ -326,7 +383,8 @@ def test_a_fault_that_a_model_had_is_none_of_functions_that_are_made_of_it(given
 
 
 def test_what_is_computed_of_an_empty_constant_may_be_empty(given, tmp_path):
-    htp_export.lora.insert(given["net"], "**", tmp_path / "lora.onnx", rank=2)  # an adapter of no rank by default
+    # an adapter of no rank by default
+    htp_export.lora.insert(given["net"], "**", tmp_path / "lora.onnx", rank=2)
     htp_export.functions(tmp_path / "lora.onnx", "**", tmp_path / "nested.onnx")
     for file in ("lora.onnx", "nested.onnx"):
         htp_export.extract(tmp_path / file, "body", tmp_path / "part.onnx")
@@ -371,7 +429,8 @@ CHANGES: dict[str, Callable[[Path, Path], Any]] = {
 }
 """What is done to a whole file."""
 
-_SEVERAL = 6  # modules of each file that are cut out, put back and tapped; they take as long as all the rest
+# modules of each file that are cut out, put back and tapped; they take as long as all the rest
+_SEVERAL = 6
 
 
 def parts_of(file: Path, out: Path) -> dict[str, Callable[[], Any]]:
@@ -404,7 +463,11 @@ def tried(file: Path, folder: Path) -> list[str]:
         if first not in made:
             continue
         second = folder / "second.onnx"
-        again = {change: functools.partial(make, made[first], second) for change, make in CHANGES.items() if first}
+        again = {
+            change: functools.partial(make, made[first], second)
+            for change, make in CHANGES.items()
+            if first
+        }
         for change, work in {**again, **parts_of(made[first], second)}.items():
             with contextlib.suppress(InputError, ToolError):
                 work()
@@ -415,18 +478,30 @@ def tried(file: Path, folder: Path) -> list[str]:
 
 def test_no_command_refuses_what_it_made_of_a_valid_file(given, tmp_path):
     done = tried(given["net"], tmp_path)
-    assert {*CHANGES, "int4, functions", "functions, int4", "lora, functions", "int8-dynamic, splice head"} <= {*done}
+    assert {
+        *CHANGES,
+        "int4, functions",
+        "functions, int4",
+        "lora, functions",
+        "int8-dynamic, splice head",
+    } <= {*done}
 
 
 @pytest.mark.parametrize(
     ("name", "exporter"),
     quick(
-        ((name, exporter) for name in NETS for exporter in EXPORTERS if exporter not in NETS[name].skip),
+        (
+            (name, exporter)
+            for name in NETS
+            for exporter in EXPORTERS
+            if exporter not in NETS[name].skip
+        ),
         ("conv_bn_relu", "torchscript"),
     ),
 )
 def test_no_command_refuses_what_it_made_of_a_net(name, exporter, shared_files, tmp_path):
-    assert len(tried(shared_files.net(name, exporter), tmp_path)) >= 15  # of what only passes on its input, few
+    # of what only passes on its input, few
+    assert len(tried(shared_files.net(name, exporter), tmp_path)) >= 15
 
 
 def test_no_function_writes_a_model_without_the_check():
@@ -437,8 +512,12 @@ def test_no_function_writes_a_model_without_the_check():
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call):
                 called = node.func
-                name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-                of_onnx = not isinstance(called, ast.Attribute) or getattr(called.value, "id", "") in ("onnx", "ir")
+                name = (
+                    called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+                )
+                of_onnx = not isinstance(called, ast.Attribute) or getattr(
+                    called.value, "id", ""
+                ) in ("onnx", "ir")
                 if name in writers and of_onnx:
                     found.add(file.relative_to(PACKAGE).as_posix())
     assert found == {
@@ -449,5 +528,6 @@ def test_no_function_writes_a_model_without_the_check():
         "runtime/sessions.py",
         "capabilities/quantize/methods/static.py",
         "capabilities/quantize/methods/float8.py",  # what ONNX Runtime measures the ranges on
-        "capabilities/quantize/methods/weights.py",  # what ONNX Runtime's quantizer made, until it is put back
+        # what ONNX Runtime's quantizer made, until it is put back
+        "capabilities/quantize/methods/weights.py",
     }

@@ -8,20 +8,39 @@ import htp_export
 from htp_export.errors import InputError
 from htp_export.format.leaves import tensors_in
 from htp_export.huggingface import example_calls
-from tests.decoders import CACHE, ENCODER_DECODERS, Programs, encoder_decoder, generated_from, greedy_from, start_of
+from tests.decoders import (
+    CACHE,
+    ENCODER_DECODERS,
+    Programs,
+    encoder_decoder,
+    generated_from,
+    greedy_from,
+    start_of,
+)
 from tests.exporting import quick
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 KINDS = [f"{layer}.{kind}" for layer in range(2) for kind in ("key", "value")]
-ENCODER, FIRST, NEXT, MERGED = "encoder_model", "decoder_model", "decoder_with_past_model", "decoder_model_merged"
-MODELS = [pytest.param(name, marks=() if name == "t5" else pytest.mark.slow) for name in ENCODER_DECODERS]
+ENCODER, FIRST, NEXT, MERGED = (
+    "encoder_model",
+    "decoder_model",
+    "decoder_with_past_model",
+    "decoder_model_merged",
+)
+MODELS = [
+    pytest.param(name, marks=() if name == "t5" else pytest.mark.slow) for name in ENCODER_DECODERS
+]
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def files(request: pytest.FixtureRequest) -> Programs:
     model = encoder_decoder(request.param, **({"num_layers": 1} if request.param == "t5" else {}))
-    return Programs(model, {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]})
+    return Programs(
+        model, {**example_calls(model), MERGED: example_calls(model, two_files=False)[MERGED]}
+    )
 
 
 @pytest.mark.parametrize("name", quick(ENCODER_DECODERS, "t5", "whisper"))
@@ -33,13 +52,21 @@ def test_names_are_those_of_optimum(name):
     outputs = {name: set(call.output_names) for name, call in calls.items()}
     masks = {"attention_mask"} if model.main_input_name == "input_ids" else set()
     encoder_masks = {f"encoder_{name}" for name in masks}
-    past = {f"past_key_values.{kind.replace('.', f'.{side}.')}" for kind in KINDS for side in ("decoder", "encoder")}
+    past = {
+        f"past_key_values.{kind.replace('.', f'.{side}.')}"
+        for kind in KINDS
+        for side in ("decoder", "encoder")
+    }
     assert inputs[ENCODER] == {model.main_input_name, *masks}
     assert outputs[ENCODER] == {"last_hidden_state"}
     assert inputs[FIRST] == {"input_ids", "encoder_hidden_states", *encoder_masks}
-    assert outputs[FIRST] == {"logits"} | {name.replace("past_key_values", "present") for name in past}
+    assert outputs[FIRST] == {"logits"} | {
+        name.replace("past_key_values", "present") for name in past
+    }
     assert inputs[NEXT] == {"input_ids", *encoder_masks, *past}
-    assert outputs[NEXT] == {"logits"} | {f"present.{kind.replace('.', '.decoder.')}" for kind in KINDS}
+    assert outputs[NEXT] == {"logits"} | {
+        f"present.{kind.replace('.', '.decoder.')}" for kind in KINDS
+    }
     assert inputs[MERGED] == inputs[FIRST] | inputs[NEXT]
     assert outputs[MERGED] == outputs[FIRST]
 
@@ -49,21 +76,35 @@ def test_dimensions_are_named_as_optimum_names_them_and_a_merged_decoder_has_no_
         pytest.skip("sounds have one length")
 
     def shapes(values: Any) -> dict[str, list[Any]]:
-        return {value.name: [size if isinstance(size, int) else size.value for size in value.shape] for value in values}
+        return {
+            value.name: [size if isinstance(size, int) else size.value for size in value.shape]
+            for value in values
+        }
 
     graph = files[MERGED].model.graph
     heads = files.model.config.num_attention_heads
     cross = ["batch_size", heads, "past_encoder_sequence_length", 8]
     assert shapes(graph.inputs)["past_key_values.0.encoder.key"] == cross
     assert files.calls[NEXT].axes["past_key_values.0.encoder.key"][2] == "encoder_sequence_length"
-    assert shapes(graph.inputs)["past_key_values.0.decoder.value"][2] == "past_decoder_sequence_length"
-    assert shapes(graph.outputs)["present.0.decoder.key"][2] == "past_decoder_sequence_length + decoder_sequence_length"
+    assert (
+        shapes(graph.inputs)["past_key_values.0.decoder.value"][2] == "past_decoder_sequence_length"
+    )
+    assert (
+        shapes(graph.outputs)["present.0.decoder.key"][2]
+        == "past_decoder_sequence_length + decoder_sequence_length"
+    )
     text = ["batch_size", "encoder_sequence_length"]
     assert shapes(files[ENCODER].model.graph.inputs)["input_ids"] == text
-    assert not any(attribute.type.name.startswith("GRAPH") for node in graph for attribute in node.attributes.values())
+    assert not any(
+        attribute.type.name.startswith("GRAPH")
+        for node in graph
+        for attribute in node.attributes.values()
+    )
 
 
-@pytest.mark.parametrize("decoders", [(MERGED, MERGED), pytest.param((FIRST, NEXT), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "decoders", [(MERGED, MERGED), pytest.param((FIRST, NEXT), marks=pytest.mark.slow)]
+)
 def test_onnxruntime_generates_what_pytorch_generates(decoders, files):
     encoder, first, following = map(files.session, (ENCODER, *decoders))
     inputs = files.calls[ENCODER].kwargs
@@ -73,7 +114,8 @@ def test_onnxruntime_generates_what_pytorch_generates(decoders, files):
 
 
 @pytest.mark.parametrize(
-    "name", [ENCODER, MERGED, *(pytest.param(each, marks=pytest.mark.slow) for each in (FIRST, NEXT))]
+    "name",
+    [ENCODER, MERGED, *(pytest.param(each, marks=pytest.mark.slow) for each in (FIRST, NEXT))],
 )
 def test_every_module_of_every_file_agrees(name, files):
     files.assert_agree(name)
@@ -116,7 +158,9 @@ def test_a_merged_decoder_computes_one_state_of_the_encoder_where_the_cache_has_
     assert projections
     call, flops = files.calls[MERGED], {}
     for run, kwargs in call.runs.items():
-        found = htp_export.cost(files[MERGED], dict(zip(call.input_names, tensors_in(kwargs), strict=True)))
+        found = htp_export.cost(
+            files[MERGED], dict(zip(call.input_names, tensors_in(kwargs), strict=True))
+        )
         flops[run] = [found.modules[path].flops for path in projections]
     states = call.kwargs["encoder_hidden_states"].shape[1]
     assert flops["prefill"] == [states * each for each in flops["decode"]]
@@ -136,7 +180,9 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
 
     monkeypatch.setattr(attention, "forward", forgetful)
     assert list(example_calls(model))[1:] == ["decoder_model", "decoder_with_past_model"]
-    with pytest.raises(InputError, match=r"from a part of its states \(.*\): export its decoder as two files"):
+    with pytest.raises(
+        InputError, match=r"from a part of its states \(.*\): export its decoder as two files"
+    ):
         example_calls(model, two_files=False)
 
 
@@ -144,7 +190,9 @@ def test_a_decoder_that_cannot_continue_a_part_of_the_encoders_keys_is_refused(m
 def test_a_model_whose_encoder_wants_other_inputs_is_refused(two_files, monkeypatch):
     model = encoder_decoder("t5")
 
-    def forward(input_ids: Any = None, attention_mask: Any = None, patches: Any = None, **_: Any) -> Any:
+    def forward(
+        input_ids: Any = None, attention_mask: Any = None, patches: Any = None, **_: Any
+    ) -> Any:
         raise ValueError("You have to specify patches")
 
     monkeypatch.setattr(model.encoder, "forward", forward)

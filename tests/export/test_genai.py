@@ -15,16 +15,32 @@ import htp_export
 from htp_export.capabilities.huggingface.genai import genai_config
 from htp_export.errors import InputError
 from htp_export.huggingface import example_call, example_calls, load_model
-from tests.decoders import DECODERS, TEXT, Config, Programs, decoder, generated, greedy, greedy_right_padded, prompt
+from tests.decoders import (
+    DECODERS,
+    TEXT,
+    Config,
+    Programs,
+    decoder,
+    generated,
+    greedy,
+    greedy_right_padded,
+    prompt,
+)
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 TOKENS = 20
 
 
-def generated_by_genai(folder: Path, texts: Any, tokens: int = TOKENS, *, together: bool = False) -> list[list[int]]:
+def generated_by_genai(
+    folder: Path, texts: Any, tokens: int = TOKENS, *, together: bool = False
+) -> list[list[int]]:
     """What GenAI appends to texts, one by one, or in one batch, padded with token 0; no text ends before."""
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
     model, made = genai.Model(str(folder)), []
     for batch in [texts] if together else [[text] for text in texts]:
         longest = max(map(len, batch))
@@ -32,15 +48,24 @@ def generated_by_genai(folder: Path, texts: Any, tokens: int = TOKENS, *, togeth
         length = longest + tokens
         settings.set_search_options(max_length=length, min_length=length, batch_size=len(batch))
         generator = genai.Generator(model, settings)
-        generator.append_tokens(np.stack([np.pad(text, (0, longest - len(text))) for text in batch]).astype(np.int32))
+        generator.append_tokens(
+            np.stack([np.pad(text, (0, longest - len(text))) for text in batch]).astype(np.int32)
+        )
         while not generator.is_done():
             generator.generate_next_token()
-        made += [[int(token) for token in generator.get_sequence(row)[longest:]] for row in range(len(batch))]
+        made += [
+            [int(token) for token in generator.get_sequence(row)[longest:]]
+            for row in range(len(batch))
+        ]
     return made
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in DECODERS])
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in DECODERS]
+)
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path]:
     """A decoder, and the folder with its file and its configuration."""
     folder = tmp_path_factory.mktemp(request.param)
     model = decoder(request.param)
@@ -63,7 +88,10 @@ class Stages:
         self._runner, self._parts = runner, parts
 
     def get_inputs(self) -> list[Any]:
-        return [SimpleNamespace(name=name, shape=tensor.shape) for name, tensor in self._parts.inputs.items()]
+        return [
+            SimpleNamespace(name=name, shape=tensor.shape)
+            for name, tensor in self._parts.inputs.items()
+        ]
 
     def get_outputs(self) -> list[Any]:
         return [SimpleNamespace(name=name) for name in self._parts.outputs]
@@ -76,8 +104,14 @@ class Stages:
 def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(exported, tmp_path):
     model, folder = exported
     expected = generated(model, prompt(), TOKENS)
-    [second] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1", ".blocks.1"))]
-    parts = htp_export.partition(folder / "model.onnx", ["", second], tmp_path / "stages", serve="genai")
+    [second] = [
+        path
+        for path, _ in model.named_modules()
+        if path.endswith((".layers.1", ".h.1", ".blocks.1"))
+    ]
+    parts = htp_export.partition(
+        folder / "model.onnx", ["", second], tmp_path / "stages", serve="genai"
+    )
     for number, stage in enumerate(parts.stages):
         assert {name for name in stage.inputs if f".{number}." in name} == {
             name for name in stage.inputs if "past" in name
@@ -91,7 +125,8 @@ def test_stages_generate_the_tokens_of_pytorch_in_onnxruntime_and_in_genai(expor
     assert generated_by_genai(tmp_path / "stages", prompt()) == expected
 
 
-WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixth layer of Gemma 3 has none
+# all shorter than the texts; every sixth layer of Gemma 3 has none
+WINDOWS: dict[str, dict[str, Any]] = {
     "mistral": DECODERS["mistral"],
     "gemma2": {**TEXT, "head_dim": 8, "sliding_window": 4},
     "gemma3_text": {**TEXT, "head_dim": 8, "sliding_window": 4, "num_hidden_layers": 6},
@@ -100,7 +135,9 @@ WINDOWS: dict[str, dict[str, Any]] = {  # all shorter than the texts; every sixt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WINDOWS)
-def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(name, tmp_path):
+def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_windows(
+    name, tmp_path
+):
     task = "text-generation-with-past"
     model = load_model(name, task=task, random_weights=True, overrides=WINDOWS[name])
     files = Programs(model, example_calls(model, right_padding=True))
@@ -117,16 +154,29 @@ def test_texts_of_different_length_get_the_tokens_of_each_alone_with_sliding_win
         assert generated_by_genai(tmp_path, texts, 10, together=True) == alone
 
 
-GPT_NEO = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "bos_token_id": 1, "eos_token_id": 2}
+GPT_NEO = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GPT_NEO |= {"attention_types": [[["global", "local"], 1]]}  # it applies its window by itself
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "warned"),
-    [("mistral", DECODERS["mistral"], False), ("mpt", DECODERS["mpt"], True), ("gpt_neo", GPT_NEO, True)],
+    [
+        ("mistral", DECODERS["mistral"], False),
+        ("mpt", DECODERS["mpt"], True),
+        ("gpt_neo", GPT_NEO, True),
+    ],
 )
 def test_a_decoder_that_counts_padding_in_another_way_is_warned_of(name, settings, warned, caplog):
-    made = load_model(name, task="text-generation-with-past", random_weights=True, overrides=settings)
+    made = load_model(
+        name, task="text-generation-with-past", random_weights=True, overrides=settings
+    )
     with caplog.at_level(logging.WARNING):
         example_call(made, right_padding=True)
     assert (f"{type(made).__name__} counts the padding" in caplog.text) == warned
@@ -160,7 +210,9 @@ def model(
 ) -> ir.Model:
     def cache(name: str) -> list[ir.Value]:
         return [
-            tensor(name.format(layer, kind), "b", heads, "n", size) for layer in layers for kind in ("key", "value")
+            tensor(name.format(layer, kind), "b", heads, "n", size)
+            for layer in layers
+            for kind in ("key", "value")
         ]
 
     given = [*(tensor(name, "b", "n") for name in inputs), *(cache(past) if past else ())]
@@ -178,12 +230,18 @@ def test_names_and_sizes_are_those_of_the_graph_and_what_it_leaves_open_of_the_c
         "past_value_names": "past_key_values.%d.value",
     }
     assert decoder["outputs"]["present_value_names"] == "present.%d.value"
-    assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (2, 2, 8)
+    assert (decoder["num_hidden_layers"], decoder["num_key_value_heads"], decoder["head_size"]) == (
+        2,
+        2,
+        8,
+    )
     assert (found["model"]["vocab_size"], found["model"]["context_length"]) == (99, 128)
     assert found["search"]["max_length"] == 128
     decoder = genai_config(model(heads="h", size="s"), Config(**LLAMA))["model"]["decoder"]
     assert (decoder["num_key_value_heads"], decoder["head_size"]) == (2, 8)
-    wide = genai_config(model(heads="h", size="s"), Config(**LLAMA, head_dim=16))["model"]["decoder"]
+    wide = genai_config(model(heads="h", size="s"), Config(**LLAMA, head_dim=16))["model"][
+        "decoder"
+    ]
     assert wide["head_size"] == 16
 
 
@@ -197,20 +255,38 @@ def test_the_names_of_transformers_are_taken_too():
 def test_a_generation_config_comes_before_the_config():
     generation = Config(eos_token_id=5, do_sample=True, temperature=0.5, top_k=7)
     found = genai_config(model(), Config(**LLAMA), generation)
-    assert (found["model"]["eos_token_id"], found["model"]["pad_token_id"], found["model"]["bos_token_id"]) == (5, 5, 1)
-    assert [found["search"][name] for name in ("do_sample", "temperature", "top_k")] == [True, 0.5, 7]
+    assert (
+        found["model"]["eos_token_id"],
+        found["model"]["pad_token_id"],
+        found["model"]["bos_token_id"],
+    ) == (5, 5, 1)
+    assert [found["search"][name] for name in ("do_sample", "temperature", "top_k")] == [
+        True,
+        0.5,
+        7,
+    ]
     plain = genai_config(model(), Config(**LLAMA))["model"]
     assert (plain["eos_token_id"], plain["pad_token_id"]) == ([2, 3], 2)
 
 
 def test_values_that_are_no_numbers_are_left_out():
-    bad = Config(**{**LLAMA, "bos_token_id": "../../x", "pad_token_id": -1, "hidden_size": True, "eos_token_id": 2})
+    bad = Config(
+        **{
+            **LLAMA,
+            "bos_token_id": "../../x",
+            "pad_token_id": -1,
+            "hidden_size": True,
+            "eos_token_id": 2,
+        }
+    )
     generation = Config(temperature="hot", top_p=float("nan"), num_beams=-3, do_sample="yes")
     found = genai_config(model(), bad, generation)
     assert "bos_token_id" not in found["model"]
     assert found["model"]["pad_token_id"] == 2
     assert "hidden_size" not in found["model"]["decoder"]
-    assert [found["search"][name] for name in ("temperature", "top_p", "num_beams", "do_sample")] == [1, 1, 1, False]
+    assert [
+        found["search"][name] for name in ("temperature", "top_p", "num_beams", "do_sample")
+    ] == [1, 1, 1, False]
 
 
 def test_what_the_configs_do_not_say_is_said_in_the_log(caplog):
@@ -228,7 +304,10 @@ def test_what_the_configs_do_not_say_is_said_in_the_log(caplog):
         ({"inputs": ("input_ids", "token_type_ids")}, "gives no input 'token_type_ids'"),
         ({"inputs": ("attention_mask",)}, "needs an input 'input_ids'"),
         ({"past": "past%d.{}.{}"}, "of one name each, with a number"),
-        ({"inputs": ("inputs_embeds", "position_ids")}, r"those with position_ids of 3 dimensions \(M-RoPE\)"),
+        (
+            {"inputs": ("inputs_embeds", "position_ids")},
+            r"those with position_ids of 3 dimensions \(M-RoPE\)",
+        ),
     ],
 )
 def test_a_model_that_genai_cannot_run_is_refused(changes, message):

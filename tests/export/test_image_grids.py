@@ -24,27 +24,42 @@ from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs
 from tests.export.test_transformers_js import node, of_tensors_in_node
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 TASK = "image-text-to-text-with-past"
 IMAGE, START, TOKENS = 60, 62, 20
 VISION: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2},
     "qwen2_5_vl": {"intermediate_size": 24, "window_size": 16, "fullatt_block_indexes": [1]},
-    "qwen3_vl": {"intermediate_size": 24, "num_position_embeddings": 36, "deepstack_visual_indexes": [0]},
+    "qwen3_vl": {
+        "intermediate_size": 24,
+        "num_position_embeddings": 36,
+        "deepstack_visual_indexes": [0],
+    },
 }
 PIXELS: dict[str, Any] = {"patch_size": 4, "min_pixels": 64, "max_pixels": 4096}
 PIXELS |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.2, 0.3, 0.4]}
 
 
 def qwen(name: str) -> Any:
-    vision = {"hidden_size": 16, "out_hidden_size": 32, "depth": 2, "num_heads": 2, "patch_size": 4, **VISION[name]}
+    vision = {
+        "hidden_size": 16,
+        "out_hidden_size": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "patch_size": 4,
+        **VISION[name],
+    }
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
     text = {**TEXT, "rope_parameters": rope}
     if name == "qwen2_vl":
         del vision["out_hidden_size"]
     if name == "qwen3_vl":
-        text = {key: value for key, value in text.items() if key not in ("bos_token_id", "eos_token_id")}
+        text = {
+            key: value for key, value in text.items() if key not in ("bos_token_id", "eos_token_id")
+        }
         text["head_dim"] = 8
     overrides = {f"text_config.{key}": value for key, value in text.items()}
     overrides |= {f"vision_config.{key}": value for key, value in vision.items()}
@@ -53,7 +68,8 @@ def qwen(name: str) -> Any:
     with torch.no_grad():  # what is seen and where it is shall count: random weights are small
         for parameter in model.parameters():
             parameter.mul_(4 if parameter.dim() > 1 else 1)
-        model.lm_head.weight[IMAGE] = 0  # no text has it: PyTorch embeds one that it generated as any other token
+        # no text has it: PyTorch embeds one that it generated as any other token
+        model.lm_head.weight[IMAGE] = 0
     model.generation_config.update(bos_token_id=1, eos_token_id=2, pad_token_id=0)
     return model
 
@@ -68,14 +84,18 @@ def test_what_is_computed_from_grids_as_tensors_is_what_the_encoder_computes_in_
     with torch.no_grad():
         right = encoder(pixels, grid_thw=grid).pooler_output
         with attending_by_sequence(encoder):
-            found = encoder(pixels, grid_thw=grid, **in_place_of_loops(encoder, grid, len(pixels))).pooler_output
+            found = encoder(
+                pixels, grid_thw=grid, **in_place_of_loops(encoder, grid, len(pixels))
+            ).pooler_output
     assert torch.allclose(found, right, rtol=0, atol=1e-5 * float(right.abs().max()))
 
 
 def test_an_encoder_whose_attention_takes_no_mask_is_refused():
     model = qwen("qwen2_vl")
     model.set_attn_implementation("eager")
-    with pytest.raises(InputError, match="finds other things in images where image_grid_thw is not constant; try"):
+    with pytest.raises(
+        InputError, match="finds other things in images where image_grid_thw is not constant; try"
+    ):
         example_calls(model, task=TASK)
 
 
@@ -89,7 +109,9 @@ def test_files_for_genai_and_for_transformers_js_are_two_exports():
 
 
 def test_settings_of_an_image_processor_become_operators():
-    steps = {step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(PIXELS)}
+    steps = {
+        step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(PIXELS)
+    }
     resized = {"interpolation": "CUBIC", "smart_resize": 1, "min_pixels": 64, "max_pixels": 4096}
     assert steps["Resize"] == {**resized, "patch_size": 4, "merge_size": 2}
     assert steps["Normalize"] == {"mean": [0.5, 0.4, 0.3], "std": [0.2, 0.3, 0.4]}
@@ -99,9 +121,14 @@ def test_settings_of_an_image_processor_become_operators():
         "do_rescale": False,
         "do_normalize": False,
     }
-    steps = {step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(named)}
+    steps = {
+        step["operation"]["type"]: step["operation"]["attrs"] for step in image_operators(named)
+    }
     assert (steps["Resize"]["min_pixels"], steps["Resize"]["max_pixels"]) == (9, 81)
-    assert (steps["Resize"]["interpolation"], steps["Rescale"]) == ("LINEAR", {"rescale_factor": 1.0})
+    assert (steps["Resize"]["interpolation"], steps["Rescale"]) == (
+        "LINEAR",
+        {"rescale_factor": 1.0},
+    )
     assert "Normalize" not in steps
 
 
@@ -115,7 +142,9 @@ def test_settings_of_an_image_processor_become_operators():
         ({}, "no preprocessor_config.json with a patch_size"),
     ],
 )
-def test_an_image_processor_that_genai_has_no_operators_for_is_said(settings, said, tmp_path, caplog):
+def test_an_image_processor_that_genai_has_no_operators_for_is_said(
+    settings, said, tmp_path, caplog
+):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     assert vision_processor(tmp_path) is None
     assert re.search(said, caplog.text)
@@ -139,10 +168,16 @@ def prompt(model: Any) -> dict[str, torch.Tensor]:
 
 def generated(model: Any, given: dict[str, torch.Tensor]) -> list[int]:
     ids = given["input_ids"]
-    settings: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "do_sample": False}
+    settings: dict[str, Any] = {
+        "max_new_tokens": TOKENS,
+        "min_new_tokens": TOKENS,
+        "do_sample": False,
+    }
     kinds = (ids == IMAGE).int()
     with torch.no_grad():
-        found = model.generate(**given, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **settings)
+        found = model.generate(
+            **given, attention_mask=torch.ones_like(ids), mm_token_type_ids=kinds, **settings
+        )
     return found[0, ids.shape[1] :].tolist()
 
 
@@ -158,7 +193,9 @@ def by_genai(model: Any, tensors: Any, length: int) -> list[int]:
     return [int(token) for token in generator.get_sequence(0)[length:]]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in VISION])
+@pytest.fixture(
+    scope="module", params=[pytest.param(name, marks=pytest.mark.slow) for name in VISION]
+)
 def files(request: pytest.FixtureRequest) -> Programs:
     model = qwen(request.param)
     return Programs(model, example_calls(model, task=TASK))
@@ -189,10 +226,14 @@ def for_genai(files: Programs, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_genai_generates_the_tokens_of_pytorch(files, for_genai):
     said = json.loads((for_genai / "genai_config.json").read_text())["model"]
     assert (said["decoder"]["num_attention_heads"], said["vision"]["patch_size"]) == (4, 4)
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
     given, tensors = prompt(files.model), genai.NamedTensors()
     for name, value in given.items():
-        tensors[name] = value.numpy().astype(np.int32 if name == "input_ids" else value.numpy().dtype)
+        tensors[name] = value.numpy().astype(
+            np.int32 if name == "input_ids" else value.numpy().dtype
+        )
     tensors["num_image_tokens"] = np.array([int((given["input_ids"] == IMAGE).sum())])
     found = by_genai(genai.Model(str(for_genai)), tensors, given["input_ids"].shape[1])
     assert found == generated(files.model, given)
@@ -204,11 +245,15 @@ def tokenizer() -> Any:
 
     around = {"<|image_pad|>": IMAGE, "<|vision_start|>": START, "<|vision_end|>": 63}
     letters = {chr(ord("!") + place): 3 + place for place in range(56)}
-    return Qwen2Tokenizer({**letters, **around}, [], unk_token=None, extra_special_tokens=list(around))
+    return Qwen2Tokenizer(
+        {**letters, **around}, [], unk_token=None, extra_special_tokens=list(around)
+    )
 
 
 def test_genai_prepares_images_as_transformers_does(files, for_genai, tmp_path):
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
     image: Any = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -220,11 +265,17 @@ def test_genai_prepares_images_as_transformers_does(files, for_genai, tmp_path):
         right = Qwen2VLImageProcessorPil(**PIXELS)(images=[image.open(file)], return_tensors="pt")
         text = "HELLO<|vision_start|><|image_pad|><|vision_end|>,SEE"
         found = processor(text, images=genai.Images.open(str(file)))
-        assert np.allclose(found["pixel_values"].as_numpy(), right["pixel_values"], rtol=0, atol=1e-5)
+        assert np.allclose(
+            found["pixel_values"].as_numpy(), right["pixel_values"], rtol=0, atol=1e-5
+        )
         count = int(right["image_grid_thw"].prod()) // 4
-        ids = tokenizer()(text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt").input_ids
+        ids = tokenizer()(
+            text.replace("<|image_pad|>", "<|image_pad|>" * count), return_tensors="pt"
+        ).input_ids
         assert found["input_ids"].as_numpy().tolist() == ids.tolist()
-        assert by_genai(model, found, ids.shape[1]) == generated(files.model, {"input_ids": ids, **right})
+        assert by_genai(model, found, ids.shape[1]) == generated(
+            files.model, {"input_ids": ids, **right}
+        )
 
 
 def test_transformers_js_generates_the_tokens_of_pytorch(files, tmp_path):

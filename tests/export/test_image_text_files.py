@@ -10,10 +10,17 @@ from htp_export.errors import InputError
 from htp_export.huggingface import example_calls, load_model
 from tests.decoders import TEXT, Programs, next_tokens, nothing_past, past_of
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 TASK = "image-text-to-text-with-past"
-IMAGES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+IMAGES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 IMAGES |= {"image_size": 8, "patch_size": 4}
 IMAGE = 60
 FILES = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
@@ -22,7 +29,9 @@ FILES = ["vision_encoder", "embed_tokens", "decoder_model_merged"]
 def llava() -> Any:
     overrides: dict[str, Any] = {f"text_config.{name}": value for name, value in TEXT.items()}
     overrides |= {f"vision_config.{name}": value for name, value in IMAGES.items()}
-    return load_model("llava", task=TASK, random_weights=True, overrides={**overrides, "image_token_index": IMAGE})
+    return load_model(
+        "llava", task=TASK, random_weights=True, overrides={**overrides, "image_token_index": IMAGE}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +44,9 @@ def prompt(images: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A text with so many images, each of four tokens."""
     words = np.random.default_rng(0).integers(3, 59, (1, 7))
     ids = np.concatenate([words[:, :2], *[np.full((1, 4), IMAGE)] * images, words[:, 2:]], 1)
-    return torch.from_numpy(ids), torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    return torch.from_numpy(ids), torch.randn(
+        images, 3, 8, 8, generator=torch.Generator().manual_seed(0)
+    )
 
 
 def greedy(files: Programs, ids: Any, images: Any, tokens: int = 20) -> list[int]:
@@ -58,7 +69,10 @@ def greedy(files: Programs, ids: Any, images: Any, tokens: int = 20) -> list[int
 
 
 def test_files_have_the_names_of_transformers_js(files):
-    names = {name: (list(call.input_names), list(call.output_names)) for name, call in files.calls.items()}
+    names = {
+        name: (list(call.input_names), list(call.output_names))
+        for name, call in files.calls.items()
+    }
     assert list(names) == FILES
     assert names["vision_encoder"] == (["pixel_values"], ["image_features"])
     assert names["embed_tokens"] == (["input_ids"], ["inputs_embeds"])
@@ -74,7 +88,12 @@ def test_files_have_the_names_of_transformers_js(files):
 def test_onnxruntime_generates_what_pytorch_generates(images, files):
     ids, pixels = prompt(images)
     mask = torch.ones_like(ids)
-    settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    settings: dict[str, Any] = {
+        "max_new_tokens": 20,
+        "min_new_tokens": 20,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
     with torch.no_grad():
         found = files.model.generate(
             input_ids=ids, attention_mask=mask, pixel_values=pixels, **settings, eos_token_id=2
@@ -90,11 +109,25 @@ def test_every_module_of_every_file_agrees_and_every_node_is_tagged(name, files)
 
 
 def test_a_model_without_places_for_images_is_refused():
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    overrides: dict[str, Any] = {**small, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    small = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    overrides: dict[str, Any] = {
+        **small,
+        "vocab_size": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     overrides |= {f"vision_config.{name}": value for name, value in IMAGES.items()}
     model = load_model("git", task=TASK, random_weights=True, overrides=overrides)
-    with pytest.raises(InputError, match="GitForCausalLM does not put images in the places of tokens; choose a task"):
+    with pytest.raises(
+        InputError,
+        match="GitForCausalLM does not put images in the places of tokens; choose a task",
+    ):
         example_calls(model, task=TASK)
 
 
@@ -108,7 +141,9 @@ def test_a_model_that_does_more_with_images_is_refused(monkeypatch):
         return forward(**arguments)
 
     monkeypatch.setattr(model.model, "forward", brighter)
-    with pytest.raises(InputError, match="does more with images than to put them in the places of tokens"):
+    with pytest.raises(
+        InputError, match="does more with images than to put them in the places of tokens"
+    ):
         example_calls(model, task=TASK)
 
 
@@ -119,5 +154,8 @@ def test_a_model_that_needs_more_of_an_image_is_refused(monkeypatch):
         return pixel_values.flatten(0, grid.sum())
 
     monkeypatch.setattr(model, "get_image_features", get_image_features, raising=True)
-    with pytest.raises(InputError, match=r"cannot be called with images as its config describes them \(AttributeError"):
+    with pytest.raises(
+        InputError,
+        match=r"cannot be called with images as its config describes them \(AttributeError",
+    ):
         example_calls(model, task=TASK)

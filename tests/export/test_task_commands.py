@@ -13,7 +13,9 @@ from htp_export.command.model_options import ModelOptions
 from htp_export.huggingface import load_model
 from tests.decoders import CACHE, DECODERS, ENCODER_DECODERS
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 
 def model(name: str, settings: dict[str, Any], layers: str) -> list[str]:
@@ -33,17 +35,24 @@ def inputs_of(file: Path) -> list[str]:
     return [value.name for value in onnx.load(file, load_external_data=False).graph.input]
 
 
-def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(tmp_path, capsys):
+def test_a_folder_with_a_decoder_is_verified_in_prefill_and_decode_and_the_run_that_differs_is_named(
+    tmp_path, capsys
+):
     file, folder = tmp_path / "gpt2.onnx", str(tmp_path / "gpt2")
-    load_model("gpt2", task=PAST, random_weights=True, overrides={**DECODERS["gpt2"], "n_layer": 1}).save_pretrained(
-        folder
-    )
+    load_model(
+        "gpt2", task=PAST, random_weights=True, overrides={**DECODERS["gpt2"], "n_layer": 1}
+    ).save_pretrained(folder)
     assert main(["export", folder, "-o", str(file), "--verify", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["task"] == PAST  # as its config says
-    assert {run: each["ok"] for run, each in said["verify"].items()} == {"prefill": True, "decode": True}
+    assert {run: each["ok"] for run, each in said["verify"].items()} == {
+        "prefill": True,
+        "decode": True,
+    }
     assert "past_key_values.0.key" in inputs_of(file)
-    assert main(["verify", str(file), folder, "--task", PAST, "--tolerance", "**=0,0", "--json"]) == 1
+    assert (
+        main(["verify", str(file), folder, "--task", PAST, "--tolerance", "**=0,0", "--json"]) == 1
+    )
     found = capsys.readouterr()
     said = json.loads(found.out)
     assert (said["ok"], list(said["runs"])) == (False, ["prefill", "decode"])
@@ -72,7 +81,11 @@ def test_a_command_asks_for_windows_that_count_tokens(caplog):
 
 @pytest.mark.slow
 def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path, capsys):
-    settings = {key: value for key, value in ENCODER_DECODERS["t5"].items() if key != "decoder_start_token_id"}
+    settings = {
+        key: value
+        for key, value in ENCODER_DECODERS["t5"].items()
+        if key != "decoder_start_token_id"
+    }
     t5 = [*model("t5", settings, "num_layers"), "--task", "text2text-generation-with-past"]
     assert main(["export", *t5, "-o", str(tmp_path / "t5.onnx")]) == 2
     assert "3 files are written, encoder_model.onnx" in capsys.readouterr().err
@@ -89,7 +102,10 @@ def test_an_encoder_decoder_needs_a_folder_and_writes_three_files(tmp_path, caps
     [
         (["--task", "image-classification"], "its tasks: .*text-generation-with-past"),
         (["--task", "fill-mask-with-past"], "cannot do 'fill-mask-with-past'; its tasks: "),
-        (["--task", "no-such-task-at-all"], "unknown task 'no-such-task-at-all'; its tasks: .*text-generation"),
+        (
+            ["--task", "no-such-task-at-all"],
+            "unknown task 'no-such-task-at-all'; its tasks: .*text-generation",
+        ),
         (["--task", PAST, "--torchscript"], "TorchScript takes no cache"),
         (["--task", PAST, "--dynamic", "batch"], "says which axes vary"),
         (["--task", PAST, "--cache-names", "mine"], "choose optimum or transformers"),

@@ -18,10 +18,20 @@ import htp_export
 from htp_export.capabilities.huggingface.transformers_js import DTYPES, write_transformers_js
 from htp_export.errors import FileError
 from htp_export.huggingface import example_calls
-from tests.decoders import Config, Programs, decoder, encoder_decoder, generated, generated_from, start_of
+from tests.decoders import (
+    Config,
+    Programs,
+    decoder,
+    encoder_decoder,
+    generated,
+    generated_from,
+    start_of,
+)
 from tests.nets import spread
 
-pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+pytest.importorskip(
+    "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+)
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "transformers_js.mjs"
 INSTALLED = "HTP_TRANSFORMERS_JS"
@@ -33,7 +43,10 @@ def node() -> tuple[str, Path]:
     program, folder = shutil.which("node"), os.environ.get(INSTALLED)
     if program is None:
         pytest.skip("node is not installed")
-    if folder is None or not (Path(folder) / "node_modules" / "@huggingface" / "transformers").is_dir():
+    if (
+        folder is None
+        or not (Path(folder) / "node_modules" / "@huggingface" / "transformers").is_dir()
+    ):
         pytest.skip(f"{INSTALLED} names no folder in which npm installed @huggingface/transformers")
     return program, Path(folder)
 
@@ -43,7 +56,9 @@ def words(folder: Path) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{number}": number for number in range(64)}, unk_token="w0")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     folder.mkdir()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0").save_pretrained(folder)
@@ -54,14 +69,18 @@ def run_node(*words: object) -> Any:
     """What a script prints as JSON."""
     program, package = node()
     command = [program, *map(str, words)]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=package, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def in_node(folder: Path, ids: list[int], dtype: str) -> list[int]:
     """The tokens that transformers.js generates."""
-    found: list[int] = run_node(SCRIPT, folder, " ".join(f"w{number}" for number in ids), dtype)["ids"]
+    found: list[int] = run_node(SCRIPT, folder, " ".join(f"w{number}" for number in ids), dtype)[
+        "ids"
+    ]
     return found
 
 
@@ -89,7 +108,10 @@ def of_tensors_in_node(folder: Path, kind: str, given: dict[str, torch.Tensor]) 
     given = {**given, "attention_mask": torch.ones_like(given["input_ids"])}
     script, data = folder.with_name("tensors.mjs"), folder.with_name("tensors.json")
     script.write_text(OF_TENSORS)
-    listed = {name: [x.flatten().tolist(), list(x.shape), not x.is_floating_point()] for name, x in given.items()}
+    listed = {
+        name: [x.flatten().tolist(), list(x.shape), not x.is_floating_point()]
+        for name, x in given.items()
+    }
     data.write_text(json.dumps(listed))
     found: list[int] = run_node(script, folder, kind, data)
     return found
@@ -100,7 +122,9 @@ def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path):
     node()
     model = decoder("llama")
     files = Programs(model, example_calls(model)).save(tmp_path)
-    folder = write_transformers_js(files, tmp_path / "tiny", model, companions=words(tmp_path / "words"))
+    folder = write_transformers_js(
+        files, tmp_path / "tiny", model, companions=words(tmp_path / "words")
+    )
     ids = [3, 14, 15, 9, 26]
     assert in_node(folder, ids, "fp32") == [*ids, *generated(model, np.array([ids]), 20)[0]]
     assert in_node(folder, ids, "q4")[:5] == ids
@@ -112,13 +136,18 @@ def test_transformers_js_generates_the_tokens_of_pytorch(tmp_path):
 def test_transformers_js_generates_the_tokens_of_an_encoder_decoder(name, tmp_path):
     node()
     model = encoder_decoder(name)
-    model.generation_config.update(decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0)
+    model.generation_config.update(
+        decoder_start_token_id=start_of(model), eos_token_id=2, pad_token_id=0
+    )
     files = Programs(model, example_calls(model, two_files=False)).save(tmp_path)
     folder = write_transformers_js(
         files, tmp_path / "tiny", model, companions=words(tmp_path / "words"), dtypes=["fp32", "q8"]
     )
     ids = [3, 14, 15, 9, 26]
-    inputs = {"input_ids": torch.tensor([ids]), "attention_mask": torch.ones(1, 5, dtype=torch.int64)}
+    inputs = {
+        "input_ids": torch.tensor([ids]),
+        "attention_mask": torch.ones(1, 5, dtype=torch.int64),
+    }
     assert in_node(folder, ids, "fp32") == [start_of(model), *generated_from(model, inputs)[0]]
     assert len(in_node(folder, ids, "q8")) == 21
 
@@ -135,8 +164,12 @@ def test_transformers_js_generates_the_tokens_of_a_model_that_sees_images(tmp_pa
     ids, pixels = prompt(2)
     settings: dict[str, Any] = {"max_new_tokens": 20, "min_new_tokens": 20, "do_sample": False}
     with torch.no_grad():
-        right = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, **settings)
-    found = of_tensors_in_node(folder, "LlavaForConditionalGeneration", {"input_ids": ids, "pixel_values": pixels})
+        right = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), pixel_values=pixels, **settings
+        )
+    found = of_tensors_in_node(
+        folder, "LlavaForConditionalGeneration", {"input_ids": ids, "pixel_values": pixels}
+    )
     assert found == right[0].tolist()
 
 
@@ -157,7 +190,9 @@ class Net(nn.Module):
 @pytest.fixture
 def net(tmp_path: Path) -> tuple[Net, Path]:
     model = spread(Net()).eval()
-    htp_export.export(model, (torch.ones(2, 3, 64),), tmp_path / "net.onnx", verbose=False, dynamo=True)
+    htp_export.export(
+        model, (torch.ones(2, 3, 64),), tmp_path / "net.onnx", verbose=False, dynamo=True
+    )
     return model, tmp_path / "net.onnx"  # type: ignore[return-value]
 
 
@@ -187,7 +222,12 @@ def test_every_variant_is_a_model_that_runs_with_its_weights_beside_it_and_its_t
         [found] = session.run(None, {session.get_inputs()[0].name: x.numpy()})
         assert np.abs(found - right).max() < 0.15 * np.abs(right).max()
         nodes = onnx.load(str(made), load_external_data=False).graph.node
-        assert {entry.value for node in nodes for entry in node.metadata_props if entry.key == "htp.module"} >= {
+        assert {
+            entry.value
+            for node in nodes
+            for entry in node.metadata_props
+            if entry.key == "htp.module"
+        } >= {
             "first",
             "second",
         }
@@ -198,7 +238,12 @@ def test_an_earlier_folder_is_replaced_and_another_one_refused(net, tmp_path):
     folder = tmp_path / "js"
     write_transformers_js({"model": file}, folder, model)
     write_transformers_js({"encoder_model": file}, folder, model, dtypes=["fp32"])
-    here = {"config.json", "generation_config.json", "onnx/encoder_model.onnx", "onnx/encoder_model.onnx_data"}
+    here = {
+        "config.json",
+        "generation_config.json",
+        "onnx/encoder_model.onnx",
+        "onnx/encoder_model.onnx_data",
+    }
     assert names(folder) == here
     (folder / "thesis.doc").write_text("years of work")
     with pytest.raises(FileError, match=r"holds 'thesis\.doc'"):
@@ -209,7 +254,13 @@ def test_an_earlier_folder_is_replaced_and_another_one_refused(net, tmp_path):
 def test_only_files_that_an_earlier_call_can_have_written_are_replaced(net, tmp_path):
     model, file = net
     folder = tmp_path / "js"
-    for name in ("config.json", "tokenizer.json", "onnx/model.onnx", "onnx/model.onnx_data", "notes.txt"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "onnx/model.onnx",
+        "onnx/model.onnx_data",
+        "notes.txt",
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text('"years of work"')
         with pytest.raises(FileError, match=rf"js: holds '{name.partition('/')[0]}"):
@@ -232,12 +283,16 @@ def test_a_failure_leaves_what_was_there(net, tmp_path):
     companions = tmp_path / "companions"
     companions.mkdir()
     (companions / "tokenizer.json").write_text("{}")
-    write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    write_transformers_js(
+        {"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"]
+    )
     before = names(tmp_path / "js")
     assert "tokenizer.json" in before
     (companions / "vocab.txt").symlink_to("/etc/hostname")
     with pytest.raises(FileError, match="link out of its folder"):
-        write_transformers_js({"other": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+        write_transformers_js(
+            {"other": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"]
+        )
     assert names(tmp_path / "js") == before
     assert not list(tmp_path.glob(".htp-*"))
 
@@ -248,7 +303,9 @@ def test_config_of_the_exported_model_comes_before_the_one_of_its_folder(net, tm
     companions.mkdir()
     (companions / "config.json").write_text('{"model_type": "older"}')
     (companions / "model.safetensors.index.json").write_text("{}")
-    folder = write_transformers_js({"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"])
+    folder = write_transformers_js(
+        {"model": file}, tmp_path / "js", model, companions=companions, dtypes=["fp32"]
+    )
     assert json.loads((folder / "config.json").read_text())["model_type"] == "tiny"
     assert "model.safetensors.index.json" not in names(folder)
 

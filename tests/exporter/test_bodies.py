@@ -56,30 +56,55 @@ class Loops(Holder, limit=nn.Sequential(nn.Sigmoid())):
         return while_loop(again, body, (torch.tensor(0), x))[1]
 
 
-BRANCHES = {"Gemm": [("a",)], "MatMul": [("b",)], "Tanh": [("act",)], "Sin": [("",)], "Exp": [("",)]}
-LOOPS = {"MatMul": [("b",)], "Tanh": [("act",)], "Sigmoid": [("limit.0",)] * 2, "Sin": [("",)], "Add": [("",)]}
+BRANCHES = {
+    "Gemm": [("a",)],
+    "MatMul": [("b",)],
+    "Tanh": [("act",)],
+    "Sin": [("",)],
+    "Exp": [("",)],
+}
+LOOPS = {
+    "MatMul": [("b",)],
+    "Tanh": [("act",)],
+    "Sigmoid": [("limit.0",)] * 2,
+    "Sin": [("",)],
+    "Add": [("",)],
+}
 WITH_LOOPS = pytest.mark.parametrize(
     ("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=converts_loops)]
 )
 MAKES = pytest.mark.parametrize(
-    ("make", "owners"), [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=(converts_loops, pytest.mark.slow))]
+    ("make", "owners"),
+    [(Branches, BRANCHES), pytest.param(Loops, LOOPS, marks=(converts_loops, pytest.mark.slow))],
 )
 
 
 # Below opset 18 the graph is read back from bytes, without metadata.
 @pytest.mark.parametrize(
     "options",
-    [{}, *(pytest.param(options, marks=pytest.mark.slow) for options in ({"opset_version": 16}, {"optimize": False}))],
+    [
+        {},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({"opset_version": 16}, {"optimize": False})
+        ),
+    ],
     ids=["as_is", "opset_16", "raw"],
 )
 @WITH_LOOPS
-def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(make, owners, options, tmp_path):
+def test_modules_with_and_without_parameters_own_their_nodes_in_bodies(
+    make, owners, options, tmp_path
+):
     if options:
         file = exported(ready(make()), inputs(), "dynamo", tmp_path, **options)
     else:
         file = onnx.load(exported_once(make, inputs, "dynamo", tmp_path)[1])
     assert owners_by_type(file, *owners) == owners
-    ran = {path: entry for path, entry in tree_of(file).items() if path in ("", "b", "act", "limit", "limit.0")}
+    ran = {
+        path: entry
+        for path, entry in tree_of(file).items()
+        if path in ("", "b", "act", "limit", "limit.0")
+    }
     assert {(entry["fate"], entry["calls"]) for entry in ran.values()} == {("computed", 1)}
 
 
@@ -92,7 +117,9 @@ class ReadsNoResult(Holding, branches=Branches(), fc=nn.Linear(4, 4)):
 def test_modules_in_branches_whose_result_nothing_reads_are_dead(tmp_path):
     model = ready(ReadsNoResult())
     file = exported(model, inputs(), "dynamo", tmp_path)
-    assert {fate for path, fate in fates_of(file).items() if path.startswith("branches")} == {"dead"}
+    assert {fate for path, fate in fates_of(file).items() if path.startswith("branches")} == {
+        "dead"
+    }
     assert Judge(model, inputs(), file).faults() == []
 
 
@@ -120,7 +147,9 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(make, pa
     file = onnx.load(path_of_file)
     right = htp_export.verify(model, file, (x(2, 4),))
     assert (right.ok, right.misplaced) == (True, ())
-    moved = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.value == path]
+    moved = [
+        entry for node in nodes_of(file) for entry in node.metadata_props if entry.value == path
+    ]
     for entry in moved:
         entry.value = ""
     wrong = htp_export.verify(model, file, (x(2, 4),))
@@ -129,7 +158,9 @@ def test_verify_notices_a_parameter_in_a_body_that_another_module_reads(make, pa
 
 
 @MAKES
-def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(make, owners, tmp_path):
+def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_model(
+    make, owners, tmp_path
+):
     program = torch.export.export(ready(make()), (x(2, 4),), strict=True)
     file = exported(program, {}, "dynamo", tmp_path)
     assert owners_by_type(file, *owners) == owners
@@ -137,17 +168,29 @@ def test_the_bodies_of_a_program_exported_in_strict_mode_have_the_paths_of_the_m
 
 
 @MAKES
-def test_in_bodies_of_other_programs_parameters_tell_their_module_and_all_else_is_the_holders(make, owners, tmp_path):
+def test_in_bodies_of_other_programs_parameters_tell_their_module_and_all_else_is_the_holders(
+    make, owners, tmp_path
+):
     program = torch.export.export(ready(make()), (x(2, 4),))
     file = exported(program, {}, "dynamo", tmp_path)
-    without_parameters = {kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners}
-    assert owners_by_type(file, *owners) == {**owners, **without_parameters}  # torch keeps no record of what runs there
-    read = [metadata(node)["htp.reason"] for node in nodes_of(file) if node.op_type in ("Gemm", "MatMul")]
+    without_parameters = {
+        kind: [("",)] * len(owners[kind]) for kind in ("Tanh", "Sigmoid") if kind in owners
+    }
+    # torch keeps no record of what runs there
+    assert owners_by_type(file, *owners) == {**owners, **without_parameters}
+    read = [
+        metadata(node)["htp.reason"]
+        for node in nodes_of(file)
+        if node.op_type in ("Gemm", "MatMul")
+    ]
     assert set(read) == {"parameters"}
 
 
 def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...], str]]:
-    return [(node.op_type, owners_of(node), metadata(node).get("htp.call", "")) for node in nodes_of(file)]
+    return [
+        (node.op_type, owners_of(node), metadata(node).get("htp.call", ""))
+        for node in nodes_of(file)
+    ]
 
 
 # torch 2.10 reads a saved program from a buffer that cannot be written to.
@@ -157,23 +200,34 @@ def nodes_with_owners(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...],
     [
         pytest.param("Loops", marks=(converts_loops, pytest.mark.slow)),
         *quick(
-            ("outside_and_in_a_branch", "cond_over_self", "modules_in_branches", "branches_inside_branches"),
+            (
+                "outside_and_in_a_branch",
+                "cond_over_self",
+                "modules_in_branches",
+                "branches_inside_branches",
+            ),
             "outside_and_in_a_branch",
         ),
     ],
 )
-def test_the_bodies_of_a_program_made_while_tags_are_wanted_have_the_modules_of_the_model(name, tmp_path, shared_files):
+def test_the_bodies_of_a_program_made_while_tags_are_wanted_have_the_modules_of_the_model(
+    name, tmp_path, shared_files
+):
     model, kwargs = (ready(Loops()), inputs()) if name == "Loops" else NETS[name].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=False)
     torch.export.save(program, tmp_path / "program.pt2")
     loops = name == "Loops"
-    whole = exported(model, kwargs, "dynamo", tmp_path) if loops else shared_files.read(name, "dynamo")
+    whole = (
+        exported(model, kwargs, "dynamo", tmp_path) if loops else shared_files.read(name, "dynamo")
+    )
     ran = {path: entry["calls"] for path, entry in tree_of(whole).items() if entry["calls"]}
     for given in (program, torch.export.load(tmp_path / "program.pt2")):
         file = exported(given, {}, "dynamo", tmp_path)
         assert nodes_with_owners(file) == nodes_with_owners(whole)
-        assert {path: entry["calls"] for path, entry in tree_of(file).items() if entry["calls"]} == ran
+        assert {
+            path: entry["calls"] for path, entry in tree_of(file).items() if entry["calls"]
+        } == ran
         assert htp_export.verify(model, file, (), kwargs).ok
 
 
@@ -234,7 +288,10 @@ class Waves(torch.autograd.Function):
 
 
 class AppliesFunctions(
-    Holding, **{name: nn.Linear(4, 4) for name in "abc"}, function=Apply(Doubled.apply), again=Apply(Doubled.apply)
+    Holding,
+    **{name: nn.Linear(4, 4) for name in "abc"},
+    function=Apply(Doubled.apply),
+    again=Apply(Doubled.apply),
 ):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         one, other = Waves.apply(self.again(self.b(self.function(self.a(x)))))  # type: ignore[no-untyped-call]
@@ -277,11 +334,15 @@ FEW = (
 OTHERS = sorted(name for name, net in NETS.items() if "dynamo" not in net.skip and name not in FEW)
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize(
+    "name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+)
 def test_the_file_of_a_program_says_what_the_file_of_its_model_says(name, shared_files, tmp_path):
     model, kwargs = NETS[name].build()
     program = made(model, kwargs, **NETS[name].export_options("dynamo"))
-    assert told(exported(program, {}, "dynamo", tmp_path)) == told(shared_files.read(name, "dynamo"))
+    assert told(exported(program, {}, "dynamo", tmp_path)) == told(
+        shared_files.read(name, "dynamo")
+    )
 
 
 def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path):
@@ -294,7 +355,9 @@ def test_a_program_made_elsewhere_has_neither_signatures_nor_parameters(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("collecting_own")
-def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(shared_files, tmp_path):
+def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(
+    shared_files, tmp_path
+):
     model, kwargs = NETS["siblings"].build()  # with branches, torch itself holds the model
     program = made(model, kwargs)
     gone = weakref.ref(model)
@@ -302,7 +365,11 @@ def test_every_export_of_one_program_says_the_same_also_once_the_model_is_gone(s
     gc.collect()
     assert gone() is None
     whole = told(shared_files.read("siblings", "dynamo"))
-    assert told(exported(program, {}, "dynamo", tmp_path)) == told(exported(program, {}, "dynamo", tmp_path)) == whole
+    assert (
+        told(exported(program, {}, "dynamo", tmp_path))
+        == told(exported(program, {}, "dynamo", tmp_path))
+        == whole
+    )
 
 
 def test_copies_of_a_program_are_as_exact_as_the_program(shared_files, tmp_path):
@@ -362,6 +429,9 @@ def test_a_program_made_in_strict_mode_has_parameters(shared_files, tmp_path):
     model, kwargs = NETS["siblings"].build()
     with htp_export.tagging():
         program = torch.export.export(model, (), kwargs, strict=True)
-    said, whole = metadata(exported(program, {}, "dynamo", tmp_path)), metadata(shared_files.read("siblings", "dynamo"))
+    said, whole = (
+        metadata(exported(program, {}, "dynamo", tmp_path)),
+        metadata(shared_files.read("siblings", "dynamo")),
+    )
     assert said["htp.parameters"] == whole["htp.parameters"]
     assert said["htp.modules"] == whole["htp.modules"]

@@ -27,11 +27,19 @@ from tests.nets import EXPORTERS, NETS, Apply, Holding, spread, x
 from tests.truth import Opened, equal, run_pytorch
 
 # Each net with both exporters; where tools read what is in a file, each net with one of them.
-NAMES = ("uneven_calls", "child_calls_itself", "child_of_two_parents", "called_from_outside", "two_parents_in_a_loop")
+NAMES = (
+    "uneven_calls",
+    "child_calls_itself",
+    "child_of_two_parents",
+    "called_from_outside",
+    "two_parents_in_a_loop",
+)
 EVERY = pytest.mark.parametrize(("name", "exporter"), [*itertools.product(NAMES, EXPORTERS)])
 EACH = pytest.mark.parametrize(
     ("name", "exporter"),
-    quick(itertools.product(NAMES, EXPORTERS), *zip(NAMES, itertools.cycle(EXPORTERS), strict=False)),
+    quick(
+        itertools.product(NAMES, EXPORTERS), *zip(NAMES, itertools.cycle(EXPORTERS), strict=False)
+    ),
 )
 
 
@@ -49,7 +57,11 @@ class RecordedRun:
 
     def __init__(self, model: nn.Module) -> None:
         by_path = run_pytorch(model, {"x": x(2, 4)})[0]
-        calls = {Instance(path, nth): call for path, each in by_path.items() for nth, call in enumerate(each)}
+        calls = {
+            Instance(path, nth): call
+            for path, each in by_path.items()
+            for nth, call in enumerate(each)
+        }
         self.given = {at: call.given[0] for at, call in calls.items()}
         self.returned = {at: call.returned[0] for at, call in calls.items()}
         self.caller = {at: call.caller and Instance(*call.caller) for at, call in calls.items()}
@@ -83,7 +95,9 @@ def cut_apart(file: onnx.ModelProto) -> TaggedModel:
 @EVERY
 def test_the_file_says_in_which_call_every_call_ran(name, exporter, files):
     tagged, ran = htp_export.load(files(name, exporter)), RecordedRun(made(name))
-    assert {path: info.calls for path, info in tagged.hierarchy.items() if info.calls} == ran.numbers
+    assert {
+        path: info.calls for path, info in tagged.hierarchy.items() if info.calls
+    } == ran.numbers
     assert {call: tagged.calls.caller(call) for call in ran.caller} == ran.caller
 
 
@@ -106,9 +120,17 @@ def test_the_region_of_a_module_takes_and_gives_what_its_calls_did(name, exporte
     values = Opened.of(file, [x(2, 4).numpy()]).values
     tagged = htp_export.load(file)
     for path in ran.numbers:
-        known = [each for call in ran.caller if call.path == path for each in (ran.given[call], ran.returned[call])]
+        known = [
+            each
+            for call in ran.caller
+            if call.path == path
+            for each in (ran.given[call], ran.returned[call])
+        ]
         region = tagged[path]
-        assert all(any(equal(values[v.name], each) for each in known) for v in (*region.inputs, *region.outputs)), path
+        assert all(
+            any(equal(values[v.name], each) for each in known)
+            for v in (*region.inputs, *region.outputs)
+        ), path
         by_call = {id(node) for number in range(region.calls) for node in region.call(number).nodes}
         assert by_call == {id(node) for node in region.nodes}, path
     assert htp_export.contamination(file).after == []
@@ -125,11 +147,15 @@ def test_every_call_can_be_cut_out(name, exporter, signed, files, tmp_path):
         assert equal(found, ran.returned[call]), call
         cut = htp_export.load(tmp_path / "part.onnx")
         inside = list(ran.inside(call))
-        assert {path: info.calls for path, info in cut.hierarchy.items() if info.calls} == numbers_of(inside), call
+        assert {
+            path: info.calls for path, info in cut.hierarchy.items() if info.calls
+        } == numbers_of(inside), call
         for path in numbers_of(inside):
             mine = [each for each in inside if each.path == path]
             for number, each in enumerate(mine):
-                assert len(cut[path].call(number).nodes) == len(tagged[path].call(each.call).nodes), each
+                assert len(cut[path].call(number).nodes) == len(
+                    tagged[path].call(each.call).nodes
+                ), each
 
 
 @EACH
@@ -138,8 +164,14 @@ def test_verify_compares_every_call(name, exporter, isolated, files):
     model, file = made(name), files(name, exporter)
     report = htp_export.verify(model, file, (x(2, 4, seed=3),), isolated=isolated)
     assert report.ok, report
-    compared = {path: [call.number for call in module.calls] for path, module in report.modules.items() if module.calls}
-    assert compared == {path: list(range(number)) for path, number in RecordedRun(model).numbers.items()}
+    compared = {
+        path: [call.number for call in module.calls]
+        for path, module in report.modules.items()
+        if module.calls
+    }
+    assert compared == {
+        path: list(range(number)) for path, number in RecordedRun(model).numbers.items()
+    }
 
 
 @EACH
@@ -153,10 +185,13 @@ def test_every_call_is_a_call_of_a_function(name, exporter, files, tmp_path):
     calls: defaultdict[str, list[str]] = defaultdict(list)
     for node in nested.model.graph:
         if node.domain == "htp":
-            calls[node.metadata_props["htp.module"]].append(node.metadata_props.get("htp.call", "0"))
+            calls[node.metadata_props["htp.module"]].append(
+                node.metadata_props.get("htp.call", "0")
+            )
     at_the_top = [call for call, caller in ran.caller.items() if caller == Instance("")]
     assert {path: list(map(int, numbers)) for path, numbers in calls.items()} == {
-        path: [call.call for call in at_the_top if call.path == path] for path in {call.path for call in at_the_top}
+        path: [call.call for call in at_the_top if call.path == path]
+        for path in {call.path for call in at_the_top}
     }
     flat = htp_export.load(htp_export.inline(tmp_path / "nested.onnx").model)
     told = ("htp.module", "htp.owners", "htp.call", "htp.calls")
@@ -188,12 +223,28 @@ def test_every_call_can_be_replaced(name, exporter, files, tmp_path):
 def test_a_replacement_of_one_call_has_calls_of_its_own(exporter, files, tmp_path):
     other = spread(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), seed=5).eval()
     part = exported(other, {"input": x(2, 4)}, exporter, tmp_path)
-    whole = htp_export.load(htp_export.splice(files("uneven_calls", exporter), "block", part, call=0).model)
-    once = dict.fromkeys(("", "block.0", "block.1", "block.extra", "block.extra.0", "block.extra.1"), 1)
-    assert {path: info.calls for path, info in whole.hierarchy.items()} == {**once, "block": 2, "block.fc": 3}
+    whole = htp_export.load(
+        htp_export.splice(files("uneven_calls", exporter), "block", part, call=0).model
+    )
+    once = dict.fromkeys(
+        ("", "block.0", "block.1", "block.extra", "block.extra.0", "block.extra.1"), 1
+    )
+    assert {path: info.calls for path, info in whole.hierarchy.items()} == {
+        **once,
+        "block": 2,
+        "block.fc": 3,
+    }
     assert [node.op_type for node in whole["block"].call(0).nodes] == ["Gemm", "Tanh"]
-    assert [node.op_type for node in whole["block"].call(1).nodes] == ["Gemm", "Sin"] * 3 + ["Gemm", "Tanh", "Exp"]
-    assert [whole.calls.caller(Instance("block.fc", number)).call for number in range(3)] == [1, 1, 1]
+    assert [node.op_type for node in whole["block"].call(1).nodes] == ["Gemm", "Sin"] * 3 + [
+        "Gemm",
+        "Tanh",
+        "Exp",
+    ]
+    assert [whole.calls.caller(Instance("block.fc", number)).call for number in range(3)] == [
+        1,
+        1,
+        1,
+    ]
 
 
 @BOTH
@@ -202,7 +253,15 @@ def test_numbers_of_a_module_that_others_run_are_those_of_who_runs_it(exporter, 
     cost = htp_export.cost(file)
     rows = {row.path: row for row in tree_rows(htp_export.load(file), cost=cost).rows}
     gemm = 2 * 2 * 4 * 4
-    expected = {"": 4, "owner": 1, "owner.extra": 2, "owner.extra.0": 2, "owner.fc": 1, "user": 2, "user.0": 2}
+    expected = {
+        "": 4,
+        "owner": 1,
+        "owner.extra": 2,
+        "owner.extra.0": 2,
+        "owner.fc": 1,
+        "user": 2,
+        "user.0": 2,
+    }
     assert {path: cost.modules[path].flops // gemm for path in expected} == expected
     assert {path: rows[path].flops // gemm for path in expected} == expected
     nodes = {"owner": 2, "owner.extra": 4, "user.0": 5}
@@ -216,7 +275,9 @@ def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter, files
 
     options = onnxruntime.SessionOptions()
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    report = htp_export.profile(files("called_from_outside", exporter), runs=1, warmup=0, session_options=options)
+    report = htp_export.profile(
+        files("called_from_outside", exporter), runs=1, warmup=0, session_options=options
+    )
     assert {path: report.modules[path].kernels for path in ("owner", "owner.extra", "user.0")} == {
         "owner": 2,
         "owner.extra": 4,
@@ -224,7 +285,11 @@ def test_latency_of_a_module_that_others_run_counts_where_it_ran(exporter, files
     }
     whole = sum(kernel.ms for kernel in report.kernels)
     assert sum(module.self_ms for module in report.modules.values()) == pytest.approx(whole)
-    inside = [kernel.ms for kernel in report.kernels if any(path.startswith("user.0") for path in kernel.owners)]
+    inside = [
+        kernel.ms
+        for kernel in report.kernels
+        if any(path.startswith("user.0") for path in kernel.owners)
+    ]
     assert report.modules["user.0"].total_ms == pytest.approx(sum(inside))
 
 
@@ -272,13 +337,19 @@ class SameInTwoCalls(Holding, scale=Apply(lambda x, y: y * x.float())):
 @BOTH
 def test_work_that_two_of_three_calls_share_is_in_both(exporter, tmp_path):
     file = exported(SameInTwoCalls().eval(), {"x": x(2, 4)}, exporter, tmp_path)
-    tagged = htp_export.load(htp_export.optimize(file, passes=["eliminate_common_subexpressions"]).model)
+    tagged = htp_export.load(
+        htp_export.optimize(file, passes=["eliminate_common_subexpressions"]).model
+    )
     region = tagged["scale"]
-    assert [[node.op_type for node in region.call(number).nodes] for number in range(3)] == [["Cast", "Mul"]] * 3
+    assert [[node.op_type for node in region.call(number).nodes] for number in range(3)] == [
+        ["Cast", "Mul"]
+    ] * 3
     (both,) = [node for node in region.nodes if "htp.calls" in node.metadata_props]
     assert json.loads(both.metadata_props["htp.calls"]) == {"scale": [0, 2]}
     assert "htp.call" not in both.metadata_props
-    assert [value.name for value in region.call(0).outputs] == [region.call(0).nodes[1].outputs[0].name]
+    assert [value.name for value in region.call(0).outputs] == [
+        region.call(0).nodes[1].outputs[0].name
+    ]
 
 
 # --- what is written -----------------------------------------------------------------------------
@@ -290,15 +361,25 @@ def test_nothing_is_written_where_every_module_ran_once_in_its_parent(exporter, 
     file = exported(model, {"input": x(2, 4)}, exporter, tmp_path)
     said = {entry.key: entry.value for entry in file.metadata_props}
     assert said["htp.callers"] == "{}"
-    assert not any(entry.key in ("htp.call", "htp.calls") for node in file.graph.node for entry in node.metadata_props)
+    assert not any(
+        entry.key in ("htp.call", "htp.calls")
+        for node in file.graph.node
+        for entry in node.metadata_props
+    )
 
 
 @BOTH
 def test_callers_are_written_where_they_do_not_follow(exporter, files):
-    said = {name: {e.key: e.value for e in files(name, exporter).metadata_props}["htp.callers"] for name in NAMES}
+    said = {
+        name: {e.key: e.value for e in files(name, exporter).metadata_props}["htp.callers"]
+        for name in NAMES
+    }
     assert {name: json.loads(text) for name, text in said.items()} == {
         "uneven_calls": {"block.fc": [0, 1, 1, 1], "block.extra": [1]},
-        "child_calls_itself": {"deeper": [0, 0, ["deeper", 1], ["deeper", 2]], "deeper.act": [0, 3, 2, 1]},
+        "child_calls_itself": {
+            "deeper": [0, 0, ["deeper", 1], ["deeper", 2]],
+            "deeper.act": [0, 3, 2, 1],
+        },
         "child_of_two_parents": {"first.act": [0, ["second", 0], ["second", 0], ["", 0], 1]},
         "called_from_outside": {"owner.extra": [["user.0", 0], ["", 0]]},
         "two_parents_in_a_loop": {"first.act": [0, ["second", 0], 1, 1, ["second", 1]]},
@@ -330,7 +411,11 @@ def test_old_files_are_guessed_and_say_so(exporter, files, caplog):
 
 
 def test_what_is_certain_in_old_files_is_not_spoken_of(caplog):
-    modules = [ModuleInfo("", "Net", 1), ModuleInfo("block", "Block", 1), ModuleInfo("block.fc", "Fc", 3)]
+    modules = [
+        ModuleInfo("", "Net", 1),
+        ModuleInfo("block", "Block", 1),
+        ModuleInfo("block.fc", "Fc", 3),
+    ]
     calls = CallTree(Hierarchy(modules))
     with caplog.at_level(logging.WARNING):
         assert calls.inside(Instance("block")) == {"block": (0,), "block.fc": (0, 1, 2)}
@@ -356,7 +441,9 @@ def test_callers_that_cannot_be_read_are_refused(written, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("written", ['{"block":[["block.fc",0],["block.fc",1]],"block.fc":[0,0,1,1]}', '{"gone":[0]}'])
+@pytest.mark.parametrize(
+    "written", ['{"block":[["block.fc",0],["block.fc",1]],"block.fc":[0,0,1,1]}', '{"gone":[0]}']
+)
 def test_callers_that_go_in_circles_or_are_of_other_modules_do_no_harm(written):
     model = handmade.called_twice()
     model.metadata_props["htp.callers"] = written
@@ -374,11 +461,20 @@ def test_calls_on_a_node_that_cannot_be_read_are_passed_over():
 def test_a_call_that_was_not_seen_is_taken_to_have_run_in_the_nearest_module_that_ran():
     log = CallLog()
     root, layer = log.enter(""), log.enter("layers.0")
-    assert [log.near(path) for path in ("layers.0.fc", "layers.1.fc", "layers.0", "")] == [layer, root, root, NO_CALL]
+    assert [log.near(path) for path in ("layers.0.fc", "layers.1.fc", "layers.0", "")] == [
+        layer,
+        root,
+        root,
+        NO_CALL,
+    ]
 
 
-@pytest.mark.parametrize(("between", "is_reversed"), [(owners._LOOK_BACK, True), (owners._LOOK_BACK + 1, False)])
-def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_before(between, is_reversed):
+@pytest.mark.parametrize(
+    ("between", "is_reversed"), [(owners._LOOK_BACK, True), (owners._LOOK_BACK + 1, False)]
+)
+def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_before(
+    between, is_reversed
+):
     log = CallLog()
     root = log.enter("")
     first, last = log.add("first", root), log.add("last", root)
@@ -386,7 +482,9 @@ def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_bef
     record = Record(log)
     record.inputs, record.outputs = {"x"}, ["back"]
     record.operations = [Operation(first, ("x",), ("begin",))]
-    record.operations += [Operation(last, (before,), (after,)) for before, after in itertools.pairwise(names)]
+    record.operations += [
+        Operation(last, (before,), (after,)) for before, after in itertools.pairwise(names)
+    ]
     record.final = {name: name for name in names} | {"begin": "tensor", "back": "tensor"}
     origins = owners.Origins(record, Flow.of(record))
     assert origins.made["tensor"] == ({first} if is_reversed else {first, last})

@@ -121,7 +121,12 @@ def plant(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
 
 
 def options(exporter: str) -> dict[str, Any]:
-    return {"dynamo": exporter == "dynamo", "verbose": False, "opset_version": 18, "external_data": False}
+    return {
+        "dynamo": exporter == "dynamo",
+        "verbose": False,
+        "opset_version": 18,
+        "external_data": False,
+    }
 
 
 def described(file: Path) -> onnx.ModelProto:
@@ -155,8 +160,12 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-@pytest.mark.parametrize(("exporter", "owner", "name", "seam"), [CASES[1], CASES[14], *CASES[16::4]])
-def test_a_fault_says_what_was_being_done_and_writes_nothing(exporter, owner, name, seam, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("exporter", "owner", "name", "seam"), [CASES[1], CASES[14], *CASES[16::4]]
+)
+def test_a_fault_says_what_was_being_done_and_writes_nothing(
+    exporter, owner, name, seam, tmp_path, monkeypatch
+):
     plant(monkeypatch, owner, name)
     with pytest.raises(CaptureError, match=seam) as caught:
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
@@ -168,7 +177,9 @@ def test_a_fault_says_what_was_being_done_and_writes_nothing(exporter, owner, na
 
 
 @pytest.mark.parametrize(("exporter", "owner", "name", "seam"), CASES)
-def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(exporter, owner, name, seam, plain, tmp_path, monkeypatch):
+def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
+    exporter, owner, name, seam, plain, tmp_path, monkeypatch
+):
     file = tmp_path / "model.onnx"
     plant(monkeypatch, owner, name)
     with htp_export.tagging(strict=False), untagged(seam):
@@ -238,19 +249,36 @@ def test_an_error_of_torch_is_no_fault_of_the_capture(exporter, strict, tmp_path
             if patch.name in ("_translate_fx_graph", "_run_symbolic_function"):
                 owner, name, _ = patch.find()
                 plant(monkeypatch, owner, name)
-    with htp_export.tagging(strict=strict), pytest.raises(Exception, match="argument 2 is shorter") as caught:
+    with (
+        htp_export.tagging(strict=strict),
+        pytest.raises(Exception, match="argument 2 is shorter") as caught,
+    ):
         torch.onnx.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
     assert not isinstance(caught.value, CaptureError)
 
 
 @BOTH
-def test_a_torch_that_changed_is_named_or_exports_untagged_if_that_is_allowed(exporter, plain, tmp_path, monkeypatch):
+def test_a_torch_that_changed_is_named_or_exports_untagged_if_that_is_allowed(
+    exporter, plain, tmp_path, monkeypatch
+):
     group = patches.DYNAMO if exporter == "dynamo" else patches.TORCHSCRIPT
-    monkeypatch.setattr(group, "patches", (*group.patches, Patch("torch.onnx", "moved_away", lambda given: given)))
-    before = [patch.find()[2] for group in patches.EVERY for patch in group.patches if patch.name != "moved_away"]
+    monkeypatch.setattr(
+        group, "patches", (*group.patches, Patch("torch.onnx", "moved_away", lambda given: given))
+    )
+    before = [
+        patch.find()[2]
+        for group in patches.EVERY
+        for patch in group.patches
+        if patch.name != "moved_away"
+    ]
     with pytest.raises(TorchChangedError, match=r"torch\.onnx\.moved_away"):
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options(exporter))
-    after = [patch.find()[2] for group in patches.EVERY for patch in group.patches if patch.name != "moved_away"]
+    after = [
+        patch.find()[2]
+        for group in patches.EVERY
+        for patch in group.patches
+        if patch.name != "moved_away"
+    ]
     assert after == before
     assert list(tmp_path.iterdir()) == []
     with htp_export.tagging(strict=False), untagged(r"torch\.onnx\.moved_away is gone"):
@@ -281,12 +309,21 @@ def test_the_warning_is_an_error_where_warnings_are():
 # --- warnings that torch shows, and one more if it writes another opset than was asked for ---
 
 
-def seen(export: Callable[..., Any], exporter: str, name: str, folder: Path) -> list[tuple[type[Warning], str]]:
+def seen(
+    export: Callable[..., Any], exporter: str, name: str, folder: Path
+) -> list[tuple[type[Warning], str]]:
     """Category and text of every warning that an export shows, in order."""
     model, kwargs = NETS[name].build()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        export(model, (), folder / "model.onnx", kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False)
+        export(
+            model,
+            (),
+            folder / "model.onnx",
+            kwargs=kwargs,
+            dynamo=exporter == "dynamo",
+            verbose=False,
+        )
     return [(warning.category, str(warning.message)) for warning in caught]
 
 
@@ -295,7 +332,11 @@ NAMES = ("siblings", "conv_bn_relu", "other_names_of_operators", "lstm")
 
 @pytest.mark.parametrize(
     ("name", "exporter"),
-    quick(itertools.product(NAMES, EXPORTERS), *((name, "torchscript") for name in NAMES), ("conv_bn_relu", "dynamo")),
+    quick(
+        itertools.product(NAMES, EXPORTERS),
+        *((name, "torchscript") for name in NAMES),
+        ("conv_bn_relu", "dynamo"),
+    ),
 )
 def test_an_export_shows_the_warnings_of_torch_alone(name, exporter, tmp_path):
     torchs = seen(torch.onnx.export, exporter, name, tmp_path)
@@ -331,7 +372,12 @@ def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter,
     message = rf"opset {opset}: torch's (?i:{exporter}) exporter writes opsets \d+ to \d+"
     with pytest.raises(htp_export.InputError, match=message):
         htp_export.export(
-            NeverExported(), (torch.randn(2),), file, opset_version=opset, dynamo=exporter == "dynamo", verbose=False
+            NeverExported(),
+            (torch.randn(2),),
+            file,
+            opset_version=opset,
+            dynamo=exporter == "dynamo",
+            verbose=False,
         )
     assert not file.exists()
 
@@ -339,14 +385,21 @@ def test_an_opset_that_torch_cannot_write_is_refused_before_the_export(exporter,
 def test_a_warning_names_both_opsets_if_torch_writes_another_one(tmp_path: Path) -> None:
     # torch's converter cannot go down to 7, and only logs that.
     model, kwargs = NETS["siblings"].build()
-    with pytest.warns(UserWarning, match="opset 7 was asked for, and torch wrote opset 18") as warned:
-        program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, opset_version=7, verbose=False)
+    with pytest.warns(
+        UserWarning, match="opset 7 was asked for, and torch wrote opset 18"
+    ) as warned:
+        program = htp_export.export(
+            model, (), tmp_path / "model.onnx", kwargs=kwargs, opset_version=7, verbose=False
+        )
     assert program.model.opset_imports[""] == 18
     assert onnx.load(tmp_path / "model.onnx").opset_import[0].version == 18
     assert next(each for each in warned if "opset 7" in str(each.message)).filename == __file__
 
 
-@pytest.mark.parametrize(("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)])
+@pytest.mark.parametrize(
+    ("exporter", "opset"), [("dynamo", 18), ("dynamo", 20), ("torchscript", 11), ("dynamo", None)]
+)
 def test_nothing_is_said_of_an_opset_that_is_written(exporter, opset, tmp_path):
-    file = exported_net("siblings", exporter, tmp_path, opset_version=opset)  # warnings are errors in tests
+    # warnings are errors in tests
+    file = exported_net("siblings", exporter, tmp_path, opset_version=opset)
     assert opset in (None, file.opset_import[0].version)

@@ -25,7 +25,9 @@ from tests.nets import EXPORTERS
 TWO = pytest.mark.parametrize(
     "exporters",
     quick(
-        [f"{one} {other}" for one in EXPORTERS for other in EXPORTERS], "torchscript torchscript", "dynamo torchscript"
+        [f"{one} {other}" for one in EXPORTERS for other in EXPORTERS],
+        "torchscript torchscript",
+        "dynamo torchscript",
     ),
 )
 
@@ -71,17 +73,32 @@ def test_exports_in_two_threads_wait_for_each_other(exporters, tmp_path):
         if name == "other":
             began.wait(60)  # the other thread is in the middle of its trace
         args = (torch.linspace(-1, 1, 8).reshape(2, 4),)
-        htp_export.export(models[name], args, tmp_path / f"{name}.onnx", dynamo=exporter == "dynamo", verbose=False)
+        htp_export.export(
+            models[name],
+            args,
+            tmp_path / f"{name}.onnx",
+            dynamo=exporter == "dynamo",
+            verbose=False,
+        )
 
-    work = [lambda n=name, e=exporter: export(n, e) for name, exporter in zip(models, exporters.split(), strict=True)]
+    work = [
+        lambda n=name, e=exporter: export(n, e)
+        for name, exporter in zip(models, exporters.split(), strict=True)
+    ]
     assert in_threads(*work) == []
     starts = runs[::2]
     assert starts == runs[1::2], "one ran inside the other"
     for name in models:
         tagged = htp_export.load(tmp_path / f"{name}.onnx")
         assert set(tagged.paths) == {"", name, f"{name}.0", f"{name}.1"}
-        assert [tagged.hierarchy[path].calls for path in ("", f"{name}.0", f"{name}.1")] == [1, 2, 2]
-        assert [node.op_type for node in tagged[""].own_nodes if node.op_type != "Constant"] == ["Mul"]
+        assert [tagged.hierarchy[path].calls for path in ("", f"{name}.0", f"{name}.1")] == [
+            1,
+            2,
+            2,
+        ]
+        assert [node.op_type for node in tagged[""].own_nodes if node.op_type != "Constant"] == [
+            "Mul"
+        ]
         assert [node.op_type for node in tagged[f"{name}.1"].nodes] == ["Relu", "Relu"]
 
 
@@ -98,7 +115,9 @@ def test_torchscript_exports_of_four_threads_all_succeed():
                 htp_export.export(layers[place], args, files[place], dynamo=False, verbose=False)
             else:
                 with htp_export.tagging():
-                    torch.onnx.export(layers[place], args, files[place], dynamo=False, verbose=False)
+                    torch.onnx.export(
+                        layers[place], args, files[place], dynamo=False, verbose=False
+                    )
 
     assert in_threads(*(functools.partial(export, place) for place in range(4))) == []
     trees = [list(htp_export.load(onnx.load_from_string(file.getvalue())).paths) for file in files]
@@ -125,7 +144,9 @@ def test_a_thread_that_exports_nothing_is_left_alone():
         over.set()
 
     def export() -> None:
-        htp_export.export(Waits().eval(), (torch.ones(1, 4),), io.BytesIO(), dynamo=False, verbose=False)
+        htp_export.export(
+            Waits().eval(), (torch.ones(1, 4),), io.BytesIO(), dynamo=False, verbose=False
+        )
 
     assert in_threads(export, look) == []
     assert found == [None, 0.0, True]
@@ -195,7 +216,12 @@ def stance() -> str:
 @pytest.mark.parametrize(
     ("turn_off", "now", "on", "off"),
     [
-        (restoring.turn_attention_fast_path_off, torch.backends.mha.get_fastpath_enabled, True, False),
+        (
+            restoring.turn_attention_fast_path_off,
+            torch.backends.mha.get_fastpath_enabled,
+            True,
+            False,
+        ),
         (torch_internals.turn_compilation_off, stance, "default", "force_eager"),
     ],
 )
@@ -271,7 +297,10 @@ def test_an_export_with_branches_waits_until_verify_in_another_thread_has_run_th
 
 def of_model(model: ir.Model) -> str:
     """Nodes with their tags, and weights."""
-    nodes = [(node.op_type, dict(node.metadata_props), [v and v.name for v in node.inputs]) for node in model.graph]
+    nodes = [
+        (node.op_type, dict(node.metadata_props), [v and v.name for v in node.inputs])
+        for node in model.graph
+    ]
     return repr((nodes, sorted(model.graph.initializers)))
 
 
@@ -307,7 +336,9 @@ def test_functions_of_models_give_the_same_in_several_threads_on_one_model():
     def run(name: str, number: int) -> None:
         found[name, number] = WORK[name](tagged)
 
-    raised = in_threads(*(functools.partial(run, name, number) for name in WORK for number in range(2)))
+    raised = in_threads(
+        *(functools.partial(run, name, number) for name in WORK for number in range(2))
+    )
     assert raised == []
     assert [key for key, result in found.items() if result != alone[key[0]]] == []
     assert len(found) == 2 * len(WORK)

@@ -14,12 +14,22 @@ import htp_export.tools
 from tests.exporting import BOTH, exported, quick
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import EXPORTERS, Holding, spread, x
-from tests.truth import equal, fates_of, inexact, named_wrongly, run_pytorch, signatures_of, values_of
+from tests.truth import (
+    equal,
+    fates_of,
+    inexact,
+    named_wrongly,
+    run_pytorch,
+    signatures_of,
+    values_of,
+)
 
 Tensor = torch.Tensor
 
 
-def faults(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, folder: Path) -> list[Any]:
+def faults(
+    model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, folder: Path
+) -> list[Any]:
     """Tensors that signatures name wrongly or not at all, and modules that do something else when they are cut out."""
     calls, (result,) = run_pytorch(model, kwargs)
     wrong: list[Any] = [*named_wrongly(calls, file, values_of(file, kwargs))]
@@ -30,7 +40,11 @@ def faults(model: nn.Module, kwargs: dict[str, Any], file: onnx.ModelProto, fold
         for place, name in enumerate(signature.outputs)
         if name is None
     )
-    wrong += [result_of for result_of in unnamed if not equal(run_pytorch(model, kwargs, result_of)[1][0], result)]
+    wrong += [
+        result_of
+        for result_of in unnamed
+        if not equal(run_pytorch(model, kwargs, result_of)[1][0], result)
+    ]
     return wrong + wrong_parts(model, kwargs, folder / "model.onnx", folder / "part.onnx")
 
 
@@ -56,7 +70,8 @@ class LeavesOne(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("unread", "exporter"), quick(itertools.product(range(3), EXPORTERS), *((k, "torchscript") for k in range(3)))
+    ("unread", "exporter"),
+    quick(itertools.product(range(3), EXPORTERS), *((k, "torchscript") for k in range(3))),
 )
 def test_results_beside_one_that_nothing_reads_have_their_places(unread, exporter, tmp_path):
     model, kwargs = spread(LeavesOne(unread)).eval(), {"x": x(2, 4, 4)}
@@ -135,9 +150,13 @@ class ReadsNothingOfIt(nn.Module):
 
 @BOTH
 @pytest.mark.parametrize("kind", UNREAD)
-def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(kind, exporter, tmp_path):
+def test_modules_are_dead_whatever_operators_do_the_work_that_nothing_reads(
+    kind, exporter, tmp_path
+):
     file = exported(spread(ReadsNothingOfIt(kind)).eval(), {"x": x(2, 4, 4)}, exporter, tmp_path)
-    assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(("fc", "unread"), "dead")
+    assert {path: fates_of(file)[path] for path in ("fc", "unread")} == dict.fromkeys(
+        ("fc", "unread"), "dead"
+    )
 
 
 class Casts(Holding, fc=nn.Linear(4, 4)):
@@ -180,7 +199,13 @@ class ReadsOneOfTwo(Holding, unread=ReadsATable(), read=ReadsATable()):
 
 
 @BOTH
-def test_a_dead_module_is_dead_although_torch_leaves_constants_of_it_in_the_graph(exporter, tmp_path):
+def test_a_dead_module_is_dead_although_torch_leaves_constants_of_it_in_the_graph(
+    exporter, tmp_path
+):
     model, kwargs = spread(ReadsOneOfTwo()).eval(), {"x": x(2, 4)}
     fates = fates_of(exported(model, kwargs, exporter, tmp_path))
-    assert [fates[path] for path in ("unread", "unread.fc", "read.table")] == ["dead", "dead", "constant"]
+    assert [fates[path] for path in ("unread", "unread.fc", "read.table")] == [
+        "dead",
+        "dead",
+        "constant",
+    ]

@@ -31,9 +31,12 @@ from tests.truth import nodes_of, owners_of, tree_of, untagged, work_of
 
 def test_the_signature_is_that_of_torch_and_names():
     def shape(function: Callable[..., Any]) -> list[tuple[Any, ...]]:
-        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        return [
+            (p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()
+        ]
 
-    torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]  # gone since 2.11
+    # gone since 2.11
+    torchs = [parameter for parameter in shape(torch.onnx.export) if parameter[0] != "fallback"]
     assert shape(htp_export.export) == [*torchs, ("names", inspect.Parameter.KEYWORD_ONLY, None)]
 
 
@@ -65,7 +68,13 @@ QUICK_OPTIONS = ("names", "not_optimised", "weights_as_inputs", "opset_14")
 CASES += [
     *(
         Case(net, "dynamo")
-        for net in ("cond", "modules_in_branches", "graph_module_as_the_model", "changes_of_views", "picks_twice")
+        for net in (
+            "cond",
+            "modules_in_branches",
+            "graph_module_as_the_model",
+            "changes_of_views",
+            "picks_twice",
+        )
     ),
     Case("siblings", "dynamo", {"dynamic_shapes": DYNAMIC}, "dynamic_shapes"),
     Case("siblings", "dynamo", {"input_names": ["in"], "output_names": ["out"]}, "names"),
@@ -74,7 +83,12 @@ CASES += [
     Case("siblings", "dynamo", {"keep_initializers_as_inputs": True}, "weights_as_inputs"),
     Case("siblings", "dynamo", {"export_params": False}, "no_weights"),
     Case("nested_sequentials", "dynamo", {"opset_version": 14}, "opset_14"),
-    Case("siblings", "torchscript", {"dynamic_axes": {"x": [0]}, "input_names": ["x"]}, "dynamic_axes"),
+    Case(
+        "siblings",
+        "torchscript",
+        {"dynamic_axes": {"x": [0]}, "input_names": ["x"]},
+        "dynamic_axes",
+    ),
     Case("siblings", "torchscript", {"input_names": ["in"], "output_names": ["out"]}, "names"),
     Case("conv_bn_relu", "torchscript", {"do_constant_folding": False}, "not_folded"),
     Case("siblings", "torchscript", {"keep_initializers_as_inputs": True}, "weights_as_inputs"),
@@ -84,16 +98,29 @@ CASES += [
 
 
 def is_quick(case: Case) -> bool:
-    return case.exporter == "torchscript" or (case.name in QUICK_OPTIONS if case.options else case.net in QUICK)
+    return case.exporter == "torchscript" or (
+        case.name in QUICK_OPTIONS if case.options else case.net in QUICK
+    )
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=() if is_quick(case) else pytest.mark.slow, id=str(case)) for case in CASES]
+    "case",
+    [
+        pytest.param(case, marks=() if is_quick(case) else pytest.mark.slow, id=str(case))
+        for case in CASES
+    ],
 )
 def test_without_tags_the_file_is_the_one_that_torch_writes(case, shared_files, tmp_path):
     model, kwargs = NETS[case.net].build()
     options = {"verbose": False, **NETS[case.net].export_options(case.exporter), **case.options}
-    torch.onnx.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, dynamo=case.exporter == "dynamo", **options)
+    torch.onnx.export(
+        model,
+        (),
+        tmp_path / "model.onnx",
+        kwargs=kwargs,
+        dynamo=case.exporter == "dynamo",
+        **options,
+    )
     torchs = onnx.load(str(tmp_path / "model.onnx"))
     if case.options:
         ours = exported_net(case.net, case.exporter, tmp_path, **case.options)
@@ -110,8 +137,16 @@ def test_external_data_is_written_as_torch_writes_it(tmp_path):
     for name, export in (("torch", torch.onnx.export), ("htp", htp_export.export)):
         (tmp_path / name).mkdir()
         torch.manual_seed(0)
-        export(nn.Linear(64, 64).eval(), (x(1, 64),), tmp_path / name / "model.onnx", external_data=True, verbose=False)
-        written.append({path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())})
+        export(
+            nn.Linear(64, 64).eval(),
+            (x(1, 64),),
+            tmp_path / name / "model.onnx",
+            external_data=True,
+            verbose=False,
+        )
+        written.append(
+            {path.name: path.read_bytes() for path in sorted((tmp_path / name).iterdir())}
+        )
     assert list(written[0]) == list(written[1]) == ["model.onnx", "model.onnx.data"]
     assert written[0]["model.onnx.data"] == written[1]["model.onnx.data"]
     assert_same_graph(*(onnx.load_from_string(files["model.onnx"]) for files in written))
@@ -136,12 +171,16 @@ class Stores(nn.Module):
         return x + sum(tensor.float() for tensor in tensors) + self.empty.float().sum()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool"])
+@pytest.mark.parametrize(
+    "dtype", ["float32", "float64", "float16", "bfloat16", "int64", "int8", "uint8", "bool"]
+)
 def test_torchscript_writes_weights_of_every_type_and_layout_as_torch_does(dtype, tmp_path):
     written = []
     for export in (torch.onnx.export, htp_export.export):
         model = Stores(getattr(torch, dtype)).eval()
-        export(model, (x(64, 48),), tmp_path / "model.onnx", dynamo=False, do_constant_folding=False)
+        export(
+            model, (x(64, 48),), tmp_path / "model.onnx", dynamo=False, do_constant_folding=False
+        )
         written.append(onnx.load(str(tmp_path / "model.onnx")))
     assert_same_graph(written[1], written[0])
     assert len(written[1].graph.initializer) == 7
@@ -155,7 +194,12 @@ def test_dynamo_gives_a_program_and_torchscript_gives_none(tmp_path):
     for path in (tmp_path / "dynamo.onnx", None):
         program = htp_export.export(model, (kwargs["x"],), path, verbose=False)
         assert isinstance(program, torch.onnx.ONNXProgram)
-        assert [node.metadata_props["htp.module"] for node in program.model.graph] == ["first", "second", "", ""]
+        assert [node.metadata_props["htp.module"] for node in program.model.graph] == [
+            "first",
+            "second",
+            "",
+            "",
+        ]
         torch.testing.assert_close(program(kwargs["x"])[0], model(kwargs["x"]))
     assert htp_export.export(model, (kwargs["x"],), tmp_path / "script.onnx", dynamo=False) is None
     assert {path.name for path in tmp_path.glob("*.onnx")} == {"dynamo.onnx", "script.onnx"}
@@ -180,7 +224,9 @@ class Options(Holding, fc=nn.Linear(4, 4)):
 
 
 def run(model: Any, args: Any, exporter: str, path: Path, **options: Any) -> onnx.ModelProto:
-    htp_export.export(model, args, path / "model.onnx", dynamo=exporter == "dynamo", verbose=False, **options)
+    htp_export.export(
+        model, args, path / "model.onnx", dynamo=exporter == "dynamo", verbose=False, **options
+    )
     return onnx.load(str(path / "model.onnx"))
 
 
@@ -210,7 +256,11 @@ def test_an_exported_program_lists_containers_and_has_owners_in_order_of_executi
     shared = [node for node in nodes_of(file) if owners_of(node) == layers]
     assert {metadata(node)["htp.module"] for node in shared} == {"layers"}
     modules = tree_of(file)
-    assert list(modules) == ["", "layers", *(path for layer in layers for path in (layer, f"{layer}.fc"))]
+    assert list(modules) == [
+        "",
+        "layers",
+        *(path for layer in layers for path in (layer, f"{layer}.fc")),
+    ]
     assert (modules["layers"]["class"], modules["layers"]["calls"]) == ("", 0)
     assert modules["layers.0.fc"]["class"] == "torch.nn.modules.linear.Linear"
 
@@ -223,11 +273,18 @@ class Untraceable(Holding, fc=nn.Linear(4, 4)):
 @pytest.mark.skipif(not saving.is_late(), reason="torch has had no fallback since 2.11")
 @pytest.mark.filterwarnings("ignore")
 def test_where_torch_falls_back_to_torchscript_the_file_is_tagged(tmp_path):
-    for model, expected in ((Untraceable(), ["fc", ""]), (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"])):
+    for model, expected in (
+        (Untraceable(), ["fc", ""]),
+        (nn.Sequential(nn.Linear(4, 4), nn.Tanh()), ["0", "1"]),
+    ):
         path = tmp_path / "model.onnx"
         with htp_export.tagging():
-            torch.onnx.export(model.eval(), (x(2, 4),), path, input_names=["x"], fallback=True, verbose=False)
-        assert [metadata(node)["htp.module"] for node in onnx.load(str(path)).graph.node] == expected
+            torch.onnx.export(
+                model.eval(), (x(2, 4),), path, input_names=["x"], fallback=True, verbose=False
+            )
+        assert [
+            metadata(node)["htp.module"] for node in onnx.load(str(path)).graph.node
+        ] == expected
 
 
 def exported_script(kind: str, export: Callable[..., Any], path: Path) -> onnx.ModelProto:
@@ -240,7 +297,8 @@ def exported_script(kind: str, export: Callable[..., Any], path: Path) -> onnx.M
 @pytest.mark.parametrize("kind", ["script", "trace"])
 @pytest.mark.filterwarnings("ignore:no signature found:UserWarning")
 def test_a_script_module_exports_the_same_graph_as_under_torch_with_tags(kind, tmp_path):
-    exported_script(kind, torch.onnx.export, tmp_path)  # torch names the nodes of its first one in another way
+    # torch names the nodes of its first one in another way
+    exported_script(kind, torch.onnx.export, tmp_path)
     torchs = exported_script(kind, torch.onnx.export, tmp_path)
     ours = exported_script(kind, htp_export.export, tmp_path)
     assert_same_graph(ours, torchs)
@@ -304,24 +362,32 @@ def test_an_export_leaves_the_model_and_torch_as_they_were(exporter, tmp_path):
     model.act[1].train()
     model.fc.register_forward_hook(lambda *_: None)
     before = state(model)
-    htp_export.export(model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+    htp_export.export(
+        model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False
+    )
     assert changed_since(before, model) == []
 
 
 @BOTH
-def test_a_failed_export_has_the_error_of_torch_names_the_module_and_leaves_all_that_was_there(exporter, tmp_path):
+def test_a_failed_export_has_the_error_of_torch_names_the_module_and_leaves_all_that_was_there(
+    exporter, tmp_path
+):
     (tmp_path / "m.onnx").write_bytes(b"what was there")
     model, errors = Fails().eval(), []
     model.off.train()
     for export in (torch.onnx.export, htp_export.export):
         before = state(model)
         with pytest.raises(Exception) as caught:  # noqa: PT011 - whatever torch raises
-            export(model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False)
+            export(
+                model, (x(2, 4),), tmp_path / "m.onnx", dynamo=exporter == "dynamo", verbose=False
+            )
         errors.append(caught.value)
     assert type(errors[0]) is type(errors[1])
     assert str(errors[0]).splitlines()[0] == str(errors[1]).splitlines()[0]
     assert [note for note in getattr(errors[1], "__notes__", []) if "'act.1'" in note]
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"m.onnx": b"what was there"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        "m.onnx": b"what was there"
+    }
     assert changed_since(before, model) == []
 
 
@@ -351,9 +417,15 @@ class GivesItsInput(Holding, fc=nn.Linear(4, 4)):
             {"input_names": ["h"], "output_names": ["y", "h"]},
             r"an input and a result of .*\(Identity\) are both called 'h'",
         ),
-        ({"output_names": ["fc.weight", "same"]}, r"a weight and a result of .* are both called 'fc\.weight'"),
+        (
+            {"output_names": ["fc.weight", "same"]},
+            r"a weight and a result of .* are both called 'fc\.weight'",
+        ),
         ({"input_names": ["fc.weight"]}, r"an input and a weight are both called 'fc\.weight'"),
-        ({"output_names": ["", "same"]}, r"a result of .*\(Gemm\) that the model returns has no name"),
+        (
+            {"output_names": ["", "same"]},
+            r"a result of .*\(Gemm\) that the model returns has no name",
+        ),
     ],
     ids=["input", "input_passed_on", "weight", "input_and_weight", "none"],
 )
@@ -367,7 +439,9 @@ def test_a_model_of_torch_that_is_not_valid_is_said_to_be_torchs(names, said, op
         onnxruntime.InferenceSession(tmp_path / "torch.onnx")
     file.write_bytes(b"as it was")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileError, match=rf"model\.onnx: .*torch\.onnx\.export made is not valid: {said}"):
+    with pytest.raises(
+        FileError, match=rf"model\.onnx: .*torch\.onnx\.export made is not valid: {said}"
+    ):
         htp_export.export(model, (x(2, 4),), file, verbose=False, **names, **options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -379,7 +453,8 @@ def test_a_file_of_torch_that_cannot_be_read_is_said_to_be_torchs(tmp_path, monk
     program = htp_export.export(GivesItsInput().eval(), (x(2, 4),), verbose=False)
     monkeypatch.setattr(onnx_ir, "from_proto", fails)
     with pytest.raises(
-        FileError, match=r"model\.onnx: .*torch\.onnx\.export made is not a valid ONNX model: .*no such"
+        FileError,
+        match=r"model\.onnx: .*torch\.onnx\.export made is not a valid ONNX model: .*no such",
     ):
         program.save(tmp_path / "model.onnx", external_data=True)
     assert list(tmp_path.iterdir()) == []

@@ -47,7 +47,10 @@ def written(export: Callable[..., Any], model: Any, args: Any, **options: Any) -
 
 def assert_as_by_torch(make: Callable[[], Any], args: Any, **options: Any) -> onnx.ModelProto:
     """A model's file is the one that torch writes; returns it."""
-    torchs, ours = (written(export, make(), args, **options) for export in (torch.onnx.export, htp_export.export))
+    torchs, ours = (
+        written(export, make(), args, **options)
+        for export in (torch.onnx.export, htp_export.export)
+    )
     assert_same_graph(ours, torchs)
     assert untagged(ours) == []
     return ours
@@ -107,10 +110,16 @@ ACCEPTED = {
     "flag": Accepted(lambda x, flag: x * flag, (x(2, 4), True)),
     "optional": Accepted(optional, (x(2, 4),)),
     "optional_none": Accepted(optional, (x(2, 4), None, 3.0, "sigmoid")),
-    "optional_by_keyword": Accepted(optional, (x(2, 4),), {"kwargs": {"y": x(2, 4), "mode": "sigmoid"}}),
-    "keywords_in_order": Accepted(optional, (), {"kwargs": {"x": x(2, 4), "y": x(2, 4), "scale": 3.0}}),
+    "optional_by_keyword": Accepted(
+        optional, (x(2, 4),), {"kwargs": {"y": x(2, 4), "mode": "sigmoid"}}
+    ),
+    "keywords_in_order": Accepted(
+        optional, (), {"kwargs": {"x": x(2, 4), "y": x(2, 4), "scale": 3.0}}
+    ),
     "keywords_with_names": Accepted(
-        optional, (), {"kwargs": {"scale": 3.0, "y": x(2, 4), "x": x(2, 4)}, "input_names": ["x", "y", "scale"]}
+        optional,
+        (),
+        {"kwargs": {"scale": 3.0, "y": x(2, 4), "x": x(2, 4)}, "input_names": ["x", "y", "scale"]},
     ),
     "unknown_keyword": Accepted(default_of_two, (x(2, 4),), {"kwargs": {"other": x(2, 4)}}),
     "size": Accepted(lambda x, size: x.reshape(size), (x(2, 4), torch.Size([4, 2]))),
@@ -118,11 +127,15 @@ ACCEPTED = {
     "list_of_ints": Accepted(lambda x, sizes: x.repeat(sizes), (x(2, 4), [3, 1])),
     "list_of_tensors": Accepted(lambda x, more: x + more[0] * more[1], (x(2, 4), [x(2, 4), x(4)])),
     "dict": Accepted(nested, (x(2, 4), {"scale": x(4), "more": (x(4), 2)}, {})),
-    "affine_grid": Accepted(affine_grid, (x(1, 2, 3), torch.Size([1, 1, 3, 2])), {"opset_version": 20}),
+    "affine_grid": Accepted(
+        affine_grid, (x(1, 2, 3), torch.Size([1, 1, 3, 2])), {"opset_version": 20}
+    ),
     "pad": Accepted(lambda x, pads: functional.pad(x, pads), (x(2, 4), [1, 2])),
     "fill": Accepted(lambda x, value: x.fill_(value), (x(2, 3), 7)),
     "hann_window": Accepted(hann_window, (x(5), 5)),
-    "tril": Accepted(lambda x, diagonal: torch.tril(x, diagonal), (x(4, 4), 1), {"opset_version": 14}),
+    "tril": Accepted(
+        lambda x, diagonal: torch.tril(x, diagonal), (x(4, 4), 1), {"opset_version": 14}
+    ),
     "squeeze": Accepted(lambda x, dim: x.squeeze(dim), (x(2, 1, 4), 1)),
     "unsqueeze": Accepted(lambda x, dim: x.unsqueeze(dim), (x(2, 4), 1)),
     "numbers_returned": Accepted(lambda a, b: a > b, (3, 2)),
@@ -162,7 +175,8 @@ class Scripted(nn.Module):
 
 @pytest.mark.parametrize("names", [None, ["x", "n", "flag"]])
 def test_a_scripted_function_gives_the_file_that_torch_writes(names):
-    written(torch.onnx.export, scripted_function, (x(2, 4), 2, True))  # torch names its first one in another way
+    # torch names its first one in another way
+    written(torch.onnx.export, scripted_function, (x(2, 4), 2, True))
     assert_as_by_torch(lambda: scripted_function, (x(2, 4), 2, True), input_names=names)
 
 
@@ -208,11 +222,23 @@ def everything(x: Any, **more: Any) -> Any:
 
 
 REFUSED = {
-    "multiple_values": (gives_a_flag_by_keyword(lambda x, y, flag=None: x - y), (), {"x": x(2, 4), "y": x(4)}),
+    "multiple_values": (
+        gives_a_flag_by_keyword(lambda x, y, flag=None: x - y),
+        (),
+        {"x": x(2, 4), "y": x(4)},
+    ),
     "keyword_only": (keyword_only, (x(2, 4),), {"scale": x(4)}),
     "object_returned": (lambda x, y: (x + y, State(x * y)), (x(2, 4), x(4)), {}),
-    "object_returned_after_a_number": (lambda x, y, n=2: (x + y, State(x * n)), (x(2, 4), x(4)), {}),
-    "number_that_no_translation_takes": (lambda x, y, dim=1: (x - y).softmax(dim), (x(2, 4), x(4)), {}),
+    "object_returned_after_a_number": (
+        lambda x, y, n=2: (x + y, State(x * n)),
+        (x(2, 4), x(4)),
+        {},
+    ),
+    "number_that_no_translation_takes": (
+        lambda x, y, dim=1: (x - y).softmax(dim),
+        (x(2, 4), x(4)),
+        {},
+    ),
     "object_given": (lambda x, part: x[part] * 2, (x(2, 4), slice(1)), {}),
 }
 
@@ -224,7 +250,9 @@ def test_what_torch_refuses_is_called_as_it_was_given(name):
         written(torch.onnx.export, Calls(function), args, kwargs=kwargs)
     file = written(htp_export.export, Calls(function), args, kwargs=kwargs)
     session = onnxruntime.InferenceSession(file.SerializeToString())
-    feeds = [value.numpy() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    feeds = [
+        value.numpy() for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)
+    ]
     found = session.run(None, dict(zip(input_names(file), feeds, strict=True)))
     results = Calls(function)(*args, **kwargs)
     results = results if isinstance(results, tuple) else (results,)
@@ -235,15 +263,23 @@ def test_what_torch_refuses_is_called_as_it_was_given(name):
 
 @pytest.mark.parametrize(
     ("function", "args", "kwargs"),
-    [(keeps, (x(1, 3, 4),), {}), (keeps, (x(1, 3, 4), 2), {}), (everything, (x(2, 4),), {"scale": x(4)})],
+    [
+        (keeps, (x(1, 3, 4),), {}),
+        (keeps, (x(1, 3, 4), 2), {}),
+        (everything, (x(2, 4),), {"scale": x(4)}),
+    ],
     ids=["number_left_out", "number_given", "keyword_that_torch_drops"],
 )
-def test_where_torchs_call_gives_another_result_the_file_has_that_of_the_call_as_given(function, args, kwargs, caplog):
+def test_where_torchs_call_gives_another_result_the_file_has_that_of_the_call_as_given(
+    function, args, kwargs, caplog
+):
     caplog.set_level(logging.INFO, ROOT_CALL)
     file = written(htp_export.export, Calls(function), args, kwargs=kwargs)
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     session = onnxruntime.InferenceSession(file.SerializeToString())
-    (found,) = session.run(None, dict(zip(input_names(file), (t.numpy() for t in tensors), strict=True)))
+    (found,) = session.run(
+        None, dict(zip(input_names(file), (t.numpy() for t in tensors), strict=True))
+    )
     torch.testing.assert_close(torch.from_numpy(found), Calls(function)(*args, **kwargs))
     assert "change its result" in caplog.text
 
@@ -252,7 +288,9 @@ def test_the_log_says_what_torch_refused_and_what_is_constant(caplog):
     caplog.set_level(logging.INFO, ROOT_CALL)
     function, args, kwargs = REFUSED["multiple_values"]
     written(htp_export.export, Calls(function), args, kwargs=kwargs)
-    written(htp_export.export, Calls(keyword_only), (x(2, 4),), kwargs={"scale": x(4), "twice": False})
+    written(
+        htp_export.export, Calls(keyword_only), (x(2, 4),), kwargs={"scale": x(4), "twice": False}
+    )
     written(htp_export.export, Calls(default_of_two), (x(2, 4), 3))
     first, second = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert first[0] == "INFO"
@@ -289,7 +327,12 @@ class Changes(nn.Module):
 def state_of(model: nn.Module, *tensors: torch.Tensor) -> list[Any]:
     assert isinstance(model, Changes)
     return [
-        [model.runs.clone(), model.bn.num_batches_tracked.clone(), model.bn.running_mean.clone(), *tensors],
+        [
+            model.runs.clone(),
+            model.bn.num_batches_tracked.clone(),
+            model.bn.running_mean.clone(),
+            *tensors,
+        ],
         [model.sizes, model.seen, sorted(vars(model))],
         torch.get_rng_state(),
     ]
@@ -303,7 +346,13 @@ def test_an_attempt_that_fails_leaves_nothing_behind(refuses):
         model, data = Changes(refuses).train(), torch.ones(3, 4)
         torch.manual_seed(3)
         if exports:
-            written(htp_export.export, model, (data,), training=torch.onnx.TrainingMode.PRESERVE, opset_version=17)
+            written(
+                htp_export.export,
+                model,
+                (data,),
+                training=torch.onnx.TrainingMode.PRESERVE,
+                opset_version=17,
+            )
         else:
             model(data)
         states.append(state_of(model, data))
@@ -359,4 +408,7 @@ def test_verify_gives_numbers_that_are_inputs(args, tmp_path):
     htp_export.export(model, args, tmp_path / "m.onnx", dynamo=False)
     report = htp_export.verify(model, tmp_path / "m.onnx", args)
     assert report.ok
-    assert {path: module.status for path, module in report.modules.items()} == {"": "agrees", "fc": "agrees"}
+    assert {path: module.status for path, module in report.modules.items()} == {
+        "": "agrees",
+        "fc": "agrees",
+    }

@@ -29,7 +29,9 @@ pytestmark = [
 ]
 
 
-def export(exporter: Any, model: Any, args: tuple[Any, ...], folder: Path, **options: Any) -> onnx.ModelProto:
+def export(
+    exporter: Any, model: Any, args: tuple[Any, ...], folder: Path, **options: Any
+) -> onnx.ModelProto:
     exporter(model, args, folder / "model.onnx", dynamo=False, verbose=False, **options)
     return onnx.load(str(folder / "model.onnx"))
 
@@ -78,7 +80,9 @@ class CalledTwice(Stubbed):
     def __init__(self) -> None:
         super().__init__()
         self.stem, self.residual, self.last = nn.Conv2d(3, 4, 1), Residual(), nn.ReLU()
-        self.heads = nn.ModuleDict({"a": nn.ModuleList([nn.Conv2d(4, 4, 1)]), "b": nn.ModuleList([nn.Conv2d(4, 4, 1)])})
+        self.heads = nn.ModuleDict(
+            {"a": nn.ModuleList([nn.Conv2d(4, 4, 1)]), "b": nn.ModuleList([nn.Conv2d(4, 4, 1)])}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.residual(self.residual(self.stem(self.quant(x))))
@@ -100,7 +104,9 @@ class Concatenates(Stubbed):
 def quantized(model: nn.Module, given: Tensor, *fused: list[str]) -> nn.Module:
     model = spread(model).eval()
     model.qconfig = quantization.get_default_qconfig("qnnpack")
-    prepared = quantization.prepare(quantization.fuse_modules(model, list(fused)) if fused else model)
+    prepared = quantization.prepare(
+        quantization.fuse_modules(model, list(fused)) if fused else model
+    )
     prepared(given)
     return quantization.convert(prepared)
 
@@ -114,12 +120,24 @@ def work(*steps: str) -> list[tuple[str, tuple[str, ...]]]:
     return [(kind, (path,)) for kind, _, path in (step.partition(" ") for step in steps)]
 
 
-BLOCKS = work("QuantizeLinear quant", "Conv blocks.0.conv", "QuantizeLinear blocks.0.conv", "Relu blocks.0.act")
-BLOCKS += work("QuantizeLinear blocks.0.act", "Conv blocks.1.0", "QuantizeLinear blocks.1.0", "Relu blocks.1.1")
+BLOCKS = work(
+    "QuantizeLinear quant",
+    "Conv blocks.0.conv",
+    "QuantizeLinear blocks.0.conv",
+    "Relu blocks.0.act",
+)
+BLOCKS += work(
+    "QuantizeLinear blocks.0.act", "Conv blocks.1.0", "QuantizeLinear blocks.1.0", "Relu blocks.1.1"
+)
 REST = work("GlobalAveragePool pool", "QuantizeLinear pool", "Flatten flat", "QuantizeLinear flat")
 REST += work("Gemm fc", "QuantizeLinear fc")
 BLOCKS += [*work("QuantizeLinear blocks.1.1"), *REST]
-FUSED = work("QuantizeLinear quant", "Conv blocks.0.conv", "Relu blocks.0.conv", "QuantizeLinear blocks.0.conv")
+FUSED = work(
+    "QuantizeLinear quant",
+    "Conv blocks.0.conv",
+    "Relu blocks.0.conv",
+    "QuantizeLinear blocks.0.conv",
+)
 FUSED += [*work("Conv blocks.1.0", "Relu blocks.1.0", "QuantizeLinear blocks.1.0"), *REST]
 RESIDUAL = ("Conv residual.conv", "Relu residual.act", "Add residual")
 BESIDE = work("Gemm a", "Gemm b", "Gemm c", "Concat ")
@@ -140,7 +158,9 @@ def one_step(one: truth.Array, other: truth.Array) -> bool:
     [
         (lambda: quantized(Blocks(), image()), image(), KINDS, BLOCKS),
         (
-            lambda: quantized(Blocks(), image(), ["blocks.0.conv", "blocks.0.act"], ["blocks.1.0", "blocks.1.1"]),
+            lambda: quantized(
+                Blocks(), image(), ["blocks.0.conv", "blocks.0.act"], ["blocks.1.0", "blocks.1.1"]
+            ),
             image(),
             KINDS,
             FUSED,
@@ -150,9 +170,12 @@ def one_step(one: truth.Array, other: truth.Array) -> bool:
     ],
     ids=["blocks", "fused_before", "called_twice", "two_outputs"],
 )
-def test_each_node_of_a_quantized_model_belongs_to_its_module(make, given, kinds, expected, tmp_path):
+def test_each_node_of_a_quantized_model_belongs_to_its_module(
+    make, given, kinds, expected, tmp_path
+):
     model = make()
-    export(torch.onnx.export, model, (given,), tmp_path)  # the first export of a structure gives nodes other names
+    # the first export of a structure gives nodes other names
+    export(torch.onnx.export, model, (given,), tmp_path)
     plain = export(torch.onnx.export, model, (given,), tmp_path)
     file = export(htp_export.export, model, (given,), tmp_path)
     assert_same_graph(file, plain)
@@ -205,7 +228,10 @@ def test_a_module_that_brings_its_arguments_has_tags_whatever_dynamo_says(dynamo
     """torch gives it to the dynamo exporter in both cases."""
     exportable = type("Exportable", (BringsArguments, torch.onnx.ExportableModule), {})
     htp_export.export(exportable().eval(), f=tmp_path / "model.onnx", dynamo=dynamo, verbose=False)
-    assert work_of(onnx.load(str(tmp_path / "model.onnx")), "Gemm", "Relu") == [("Gemm", ("fc",)), ("Relu", ("",))]
+    assert work_of(onnx.load(str(tmp_path / "model.onnx")), "Gemm", "Relu") == [
+        ("Gemm", ("fc",)),
+        ("Relu", ("",)),
+    ]
 
 
 # --- names ---------------------------------------------------
@@ -228,5 +254,9 @@ def test_values_have_the_names_that_torch_gives_where_tensors_are_keys(tmp_path)
         pairs = {torch.full((2,), 2.0): x(2, seed=1), torch.full((2,), 3.0): x(2, seed=2)}
         files.append(export(exporter, HoldsPairs().eval(), (x(2), pairs, {}), tmp_path))
     assert_same_graph(files[1], files[0])
-    assert work_of(files[1], "Mul", "Tanh") == [("Mul", ("reads",)), ("Mul", ("reads",)), ("Tanh", ("act",))]
+    assert work_of(files[1], "Mul", "Tanh") == [
+        ("Mul", ("reads",)),
+        ("Mul", ("reads",)),
+        ("Tanh", ("act",)),
+    ]
     assert fates_of(files[1]) == {"": "computed", "reads": "computed", "act": "computed"}

@@ -12,12 +12,24 @@ from torch import nn
 
 from tests.exporting import exported, exported_net, of_type, quick
 from tests.nets import EXPORTERS, NETS, Apply, Holding, Net, spread, x
-from tests.truth import Judge, constants_of, inexact, named_wrongly, nodes_of, owners_of, tree_of, untagged, work_of
+from tests.truth import (
+    Judge,
+    constants_of,
+    inexact,
+    named_wrongly,
+    nodes_of,
+    owners_of,
+    tree_of,
+    untagged,
+    work_of,
+)
 
 OWN = ("Gemm", "MatMul", "Conv", "Sigmoid", "Tanh", "Relu")
 
 # Faults that are known, each with its reason.
-KNOWN = {("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module"}
+KNOWN = {
+    ("pre_hook_that_computes", "dynamo"): "the work of a user's forward pre-hook goes to the module"
+}
 
 
 def cases() -> list[Any]:
@@ -35,9 +47,17 @@ def different_facts(net: Net, exporter: str, file: onnx.ModelProto) -> list[Any]
     """``(what, expected, found)`` for each hand-written fact that the file contradicts."""
     facts, tree = net.facts(exporter), tree_of(file)
     compared: list[Any] = [(path, fate, tree[path]["fate"]) for path, fate in facts.fates.items()]
-    compared += [(path, others, tuple(tree[path].get("with", ()))) for path, others in facts.merged.items()]
+    compared += [
+        (path, others, tuple(tree[path].get("with", ()))) for path, others in facts.merged.items()
+    ]
     for op_type, owners in facts.owners.items():
-        compared.append((op_type, owners, [owners_of(node) for node in nodes_of(file) if node.op_type == op_type]))
+        compared.append(
+            (
+                op_type,
+                owners,
+                [owners_of(node) for node in nodes_of(file) if node.op_type == op_type],
+            )
+        )
     return [(what, expected, found) for what, expected, found in compared if expected != found]
 
 
@@ -51,22 +71,45 @@ def test_every_module_is_exact_and_agrees_with_what_is_known_of_it(net, exporter
 
 
 # torch converts these to opset 14; a graph with LayerNormalization, say, it leaves at 18.
-OLD_OPSET = ("siblings", "mask_made_in_every_layer", "called_twice", "nested_sequentials", "transposes_that_cancel")
-NOT_OPTIMISED = ("written_by_a_part", "conv_bn_relu", "mask_made_in_every_layer", "lstm", "reshapes_that_meet")
+OLD_OPSET = (
+    "siblings",
+    "mask_made_in_every_layer",
+    "called_twice",
+    "nested_sequentials",
+    "transposes_that_cancel",
+)
+NOT_OPTIMISED = (
+    "written_by_a_part",
+    "conv_bn_relu",
+    "mask_made_in_every_layer",
+    "lstm",
+    "reshapes_that_meet",
+)
 NOT_FOLDED = (
-    *("siblings", "conv_bn_relu", "mask_made_in_every_layer", "called_twice", "lstm", "dict_of_tuples"),
+    *(
+        "siblings",
+        "conv_bn_relu",
+        "mask_made_in_every_layer",
+        "called_twice",
+        "lstm",
+        "dict_of_tuples",
+    ),
     *("positions_folded_away", "reshapes_that_meet", "weight_norm", "gru"),
 )
 
 
-@pytest.mark.parametrize("name", quick(OLD_OPSET, "mask_made_in_every_layer", "transposes_that_cancel"))
+@pytest.mark.parametrize(
+    "name", quick(OLD_OPSET, "mask_made_in_every_layer", "transposes_that_cancel")
+)
 def test_an_opset_below_18_under_dynamo_is_as_exact(name, tmp_path):
     file = exported_net(name, "dynamo", tmp_path, opset_version=14)
     assert [entry.version for entry in file.opset_import if not entry.domain] == [14]
     assert inexact(*NETS[name].build(), file) == []
 
 
-@pytest.mark.parametrize("name", quick(NOT_OPTIMISED, "written_by_a_part", "conv_bn_relu", "reshapes_that_meet"))
+@pytest.mark.parametrize(
+    "name", quick(NOT_OPTIMISED, "written_by_a_part", "conv_bn_relu", "reshapes_that_meet")
+)
 def test_a_graph_that_is_not_optimised_is_as_exact(name, tmp_path):
     file = exported_net(name, "dynamo", tmp_path, optimize=False)
     assert inexact(*NETS[name].build(), file) == []
@@ -83,9 +126,15 @@ EQUAL = ("nested_sequentials", "two_parents", "conv_bn_relu")
 
 @pytest.mark.parametrize(
     ("name", "exporter"),
-    quick(itertools.product(EQUAL, EXPORTERS), ("conv_bn_relu", "dynamo"), *((name, "torchscript") for name in EQUAL)),
+    quick(
+        itertools.product(EQUAL, EXPORTERS),
+        ("conv_bn_relu", "dynamo"),
+        *((name, "torchscript") for name in EQUAL),
+    ),
 )
-def test_parameters_that_are_all_equal_do_not_confuse_owners(name, exporter, shared_files, tmp_path):
+def test_parameters_that_are_all_equal_do_not_confuse_owners(
+    name, exporter, shared_files, tmp_path
+):
     model, kwargs = NETS[name].build()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -97,12 +146,37 @@ def test_parameters_that_are_all_equal_do_not_confuse_owners(name, exporter, sha
 # --- transformers ---------------------------------------------------
 
 
-SIZE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SIZE = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 MODELS: dict[str, dict[str, Any]] = {
     "bert": {**SIZE, "vocab_size": 32, "max_position_embeddings": 16},
-    "gpt2": {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16, "use_cache": False},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"},
-    "t5": {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "use_cache": False},
+    "gpt2": {
+        "vocab_size": 32,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 16,
+        "use_cache": False,
+    },
+    "resnet": {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    },
+    "t5": {
+        "vocab_size": 32,
+        "d_model": 16,
+        "d_kv": 8,
+        "d_ff": 24,
+        "num_layers": 2,
+        "num_heads": 2,
+        "use_cache": False,
+    },
     "vit": {**SIZE, "image_size": 16, "patch_size": 8},
 }
 
@@ -112,7 +186,8 @@ def small(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     torch.manual_seed(0)
     model, kwargs = of_type(name, **MODELS[name])
     if name == "t5":
-        model.set_attn_implementation("eager")  # torch fails to decompose what it computes with sdpa
+        # torch fails to decompose what it computes with sdpa
+        model.set_attn_implementation("eager")
     for key, value in changes.items():
         setattr(model.config, key, value)
     if "attention_mask" in kwargs:
@@ -124,7 +199,11 @@ def small(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     ("name", "spread_apart", "exporter"),
     quick(
         # Without new values not resnet: a batchnorm with fresh statistics gives back what it is given.
-        [(*case, exporter) for case in [*((name, True) for name in MODELS), ("bert", False)] for exporter in EXPORTERS],
+        [
+            (*case, exporter)
+            for case in [*((name, True) for name in MODELS), ("bert", False)]
+            for exporter in EXPORTERS
+        ],
         ("bert", True, "dynamo"),
         *((name, True, "torchscript") for name in MODELS),
     ),
@@ -211,4 +290,6 @@ def test_the_judge_finds_out_whether_an_expanded_result_is_read(read, tmp_path):
         if node.op_type in ("ReduceMean", "Expand"):
             next(entry for entry in node.metadata_props if entry.key == "htp.module").value = ""
     faults = [("expands", "output 1 of call 0 is not made in its region")] if read else []
-    assert [fault for fault in inexact(model, {"x": x(2, 4)}, file) if "output" in fault[1]] == faults
+    assert [
+        fault for fault in inexact(model, {"x": x(2, 4)}, file) if "output" in fault[1]
+    ] == faults

@@ -43,7 +43,10 @@ class ProductOfTurned(nn.Module):
 
     def __init__(self, first: bool) -> None:
         super().__init__()
-        self.turned, self.first = composed(lambda self, x: self.fc(x).tanh().t(), fc=nn.Linear(4, 4)), first
+        self.turned, self.first = (
+            composed(lambda self, x: self.fc(x).tanh().t(), fc=nn.Linear(4, 4)),
+            first,
+        )
         self.weight = nn.Parameter(torch.zeros(2, 5) if first else torch.zeros(5, 4))
         self.bias = nn.Parameter(torch.zeros(5) if first else torch.zeros(2))
 
@@ -64,16 +67,42 @@ THREE = {"1": "fused", "2": "fused", "3": "fused"}
         (lambda: ProductOfTurned(False), (2, 4), {"turned": "fused", "turned.fc": "computed"}),
         (permutes((1, 0, 2), (0, 2, 1), (2, 0, 1)), (2, 5, 8), THREE),
         (permutes((1, 2, 0), (1, 2, 0), (1, 2, 0)), (2, 5, 8), THREE),
-        (permutes((0, 2, 1), (0, 2, 1), (1, 0, 2)), (2, 5, 8), {"1": "fused", "2": "fused", "3": "computed"}),
+        (
+            permutes((0, 2, 1), (0, 2, 1), (1, 0, 2)),
+            (2, 5, 8),
+            {"1": "fused", "2": "fused", "3": "computed"},
+        ),
         # What the first made is made again at the end.
-        (permutes((1, 0, 2), (0, 2, 1), (0, 2, 1)), (2, 5, 8), {"1": "computed", "2": "fused", "3": "fused"}),
+        (
+            permutes((1, 0, 2), (0, 2, 1), (0, 2, 1)),
+            (2, 5, 8),
+            {"1": "computed", "2": "fused", "3": "fused"},
+        ),
         # The last one makes it of the same tensor, by the same work: they share the node.
-        (permutes((0, 2, 1), (0, 2, 1), (0, 2, 1)), (2, 5, 8), {"1": "computed", "2": "fused", "3": "computed"}),
+        (
+            permutes((0, 2, 1), (0, 2, 1), (0, 2, 1)),
+            (2, 5, 8),
+            {"1": "computed", "2": "fused", "3": "computed"},
+        ),
     ],
-    ids=["issue", "gemm_first", "gemm_second", "three", "to_nothing", "cancel_first", "cancel_last", "all_equal"],
+    ids=[
+        "issue",
+        "gemm_first",
+        "gemm_second",
+        "three",
+        "to_nothing",
+        "cancel_first",
+        "cancel_last",
+        "all_equal",
+    ],
 )
-def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_tensor(make, inputs, expected, tmp_path):
-    model, kwargs = ready(make()), {"input" if isinstance(make(), nn.Sequential) else "x": x(*inputs)}
+def test_transpositions_that_are_joined_are_fused_and_no_module_has_anothers_tensor(
+    make, inputs, expected, tmp_path
+):
+    model, kwargs = (
+        ready(make()),
+        {"input" if isinstance(make(), nn.Sequential) else "x": x(*inputs)},
+    )
     file = exported(model, kwargs, "torchscript", tmp_path)
     assert {path: fates_of(file)[path] for path in expected} == expected
     assert inexact(model, kwargs, file) == []
@@ -107,13 +136,16 @@ def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path):
     model, kwargs = ready(TurnedBeside((1, 0, 2), nn.LayerNorm(8))), {"x": x(2, 5, 8)}
     file = exported(model, kwargs, "torchscript", tmp_path)
     inside = next(node.output[0] for node in file.graph.node if node.op_type == "Conv")
-    _, joined = (node for node in file.graph.node if node.op_type == "Transpose" and inside in node.input)
+    _, joined = (
+        node for node in file.graph.node if node.op_type == "Transpose" and inside in node.input
+    )
     assert (owners_of(joined), metadata(joined)["htp.reason"]) == (("c", "again"), "fused")
     listed = json.loads(metadata(file)["htp.contamination"])
     assert sorted(listed) == [["again", inside, False], ["c", joined.output[0], True]]
     assert sorted(path for path, _ in inexact(model, kwargs, file)) == ["again", "c"]
     assert htp_export.extract(tmp_path / "model.onnx", "again").outside == (inside,)
-    assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok  # the tensors that are there are right
+    # the tensors that are there are right
+    assert htp_export.verify(model, tmp_path / "model.onnx", (kwargs["x"],)).ok
 
 
 # --- recurrent layers, which transpose at both ends ---------------------------------------------------
@@ -122,7 +154,9 @@ def test_a_tensor_that_is_read_inside_another_module_is_said_to_be_so(tmp_path):
 class Stacked(nn.Module):
     """Recurrent layers one after the other, with what is computed between them."""
 
-    def __init__(self, layers: list[nn.Module], between: Callable[[Tensor], Tensor] | None = None) -> None:
+    def __init__(
+        self, layers: list[nn.Module], between: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self.r, self.d, self.between = nn.ModuleList(layers), nn.Dropout(), between
 
@@ -133,7 +167,10 @@ class Stacked(nn.Module):
 
 
 def recurrent(kind: type[nn.RNNBase], count: int, **options: Any) -> list[nn.Module]:
-    return [kind(4, 4 // (1 + bool(options.get("bidirectional"))), batch_first=True, **options) for _ in range(count)]
+    return [
+        kind(4, 4 // (1 + bool(options.get("bidirectional"))), batch_first=True, **options)
+        for _ in range(count)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -144,9 +181,14 @@ def recurrent(kind: type[nn.RNNBase], count: int, **options: Any) -> list[nn.Mod
         (lambda: Stacked(recurrent(nn.RNN, 3)), "RNN"),
         (lambda: Stacked(recurrent(nn.GRU, 2, bidirectional=True)), "GRU"),
         (lambda: Stacked(recurrent(nn.LSTM, 2, num_layers=2)), "LSTM"),
-        (lambda: Stacked(recurrent(nn.LSTM, 3), lambda x: x.transpose(0, 1)), "LSTM"),  # cancels with both
-        (lambda: Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0)), "GRU"),  # is joined with both
-        (lambda: Stacked(recurrent(nn.RNN, 2), lambda x: x.permute(2, 0, 1).permute(1, 2, 0)), "RNN"),
+        # cancels with both
+        (lambda: Stacked(recurrent(nn.LSTM, 3), lambda x: x.transpose(0, 1)), "LSTM"),
+        # is joined with both
+        (lambda: Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0)), "GRU"),
+        (
+            lambda: Stacked(recurrent(nn.RNN, 2), lambda x: x.permute(2, 0, 1).permute(1, 2, 0)),
+            "RNN",
+        ),
     ],
     ids=[
         "lstm",
@@ -166,7 +208,9 @@ def test_transpositions_that_cancel_make_no_layer_an_owner_of_the_next(make, ope
     layers = [owners for owners in owners_by_type(file, operator)[operator] for _ in owners]
     assert sorted(set(layers)) == [(f"r.{place}",) for place in range(len(model.r))]
     work = [
-        (node.op_type, owners_of(node)) for node in file.graph.node if node.op_type not in ("Constant", "Transpose")
+        (node.op_type, owners_of(node))
+        for node in file.graph.node
+        if node.op_type not in ("Constant", "Transpose")
     ]
     assert [each for each in work if len(each[1]) != 1 or each[1] in ((), ("",), ("d",))] == []
     assert fates_of(file)["d"] == "identity"
@@ -176,9 +220,14 @@ def test_transpositions_that_cancel_make_no_layer_an_owner_of_the_next(make, ope
 
 
 def test_the_transposition_of_two_is_owned_by_both_and_nothing_else_is(tmp_path):
-    model, kwargs = ready(Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0))), {"x": x(4, 4, 4)}
+    model, kwargs = (
+        ready(Stacked(recurrent(nn.GRU, 2), lambda x: x.permute(1, 2, 0))),
+        {"x": x(4, 4, 4)},
+    )
     file = exported(model, kwargs, "torchscript", tmp_path)
-    shared = [(node.op_type, owners_of(node)) for node in file.graph.node if len(owners_of(node)) > 1]
+    shared = [
+        (node.op_type, owners_of(node)) for node in file.graph.node if len(owners_of(node)) > 1
+    ]
     assert shared == [("Transpose", ("", "r.0")), ("Transpose", ("", "r.0", "r.1"))]
 
 
@@ -204,14 +253,20 @@ def test_the_last_of_transpositions_that_cancel_in_part_does_the_work_of_the_fir
         "second": ("computed", None),
         "second.r": ("fused", ["second"]),
     }
-    assert owners_by_type(file, "Transpose")["Transpose"] == [("first.r",), ("first", "first.r"), ("second.r",)]
+    assert owners_by_type(file, "Transpose")["Transpose"] == [
+        ("first.r",),
+        ("first", "first.r"),
+        ("second.r",),
+    ]
     assert inexact(model, kwargs, file) == []
 
 
 def test_a_plan_for_one_of_two_recurrent_layers_skips_no_node_of_the_other(tmp_path):
     model, kwargs = ready(Stacked(recurrent(nn.LSTM, 2))), {"x": x(4, 4, 4)}
     exported(model, kwargs, "torchscript", tmp_path)
-    modules = htp_export.quantize(tmp_path / "model.onnx", {"r.1": "int8"}, tmp_path / "q.onnx").modules
+    modules = htp_export.quantize(
+        tmp_path / "model.onnx", {"r.1": "int8"}, tmp_path / "q.onnx"
+    ).modules
     counts = {path: (modules[path].nodes, modules[path].precision) for path in ("", "r.0", "r.1")}
     half = counts["r.1"][0]
     assert counts == {"": (2 * half, "mixed"), "r.0": (half, "fp32"), "r.1": (half, "int8")}
@@ -256,7 +311,9 @@ def test_what_is_changed_in_place_and_read_in_parts_is_its_modules_own(read, tmp
 class LeakyPairs(
     Holding,
     a=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.1, inplace=True)),
-    b=nn.Sequential(nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True)),
+    b=nn.Sequential(
+        nn.Linear(4, 4), nn.LeakyReLU(0.2, inplace=True), nn.LeakyReLU(0.3, inplace=True)
+    ),
     weight=nn.Parameter(torch.zeros(4, 2)),
 ):
     """Operations in place that differ in a constant alone, each read by an operation for which torch puts another."""
@@ -281,7 +338,9 @@ def adds_in_place(other: Any) -> nn.Module:
 class AddsThrice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.unused, self.number, self.cast = map(adds_in_place, (1.0, 2.0, torch.tensor([3, 1, 4, 1])))
+        self.unused, self.number, self.cast = map(
+            adds_in_place, (1.0, 2.0, torch.tensor([3, 1, 4, 1]))
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         self.unused(x).chunk(2, 1)
@@ -293,9 +352,18 @@ class AddsThrice(nn.Module):
 def test_an_operand_that_torch_casts_for_a_change_in_place_is_still_the_operand(tmp_path):
     model, kwargs = ready(AddsThrice()), {"x": x(2, 4)}
     file = exported(model, kwargs, "torchscript", tmp_path)
-    added = [owners_of(node) for node in file.graph.node if node.op_type == "Add" and "onnx::Add_0" in node.input]
+    added = [
+        owners_of(node)
+        for node in file.graph.node
+        if node.op_type == "Add" and "onnx::Add_0" in node.input
+    ]
     assert added == [("number",), ("cast",)]
-    assert fates_of(file) == {"": "computed", "unused": "dead", "number": "computed", "cast": "computed"}
+    assert fates_of(file) == {
+        "": "computed",
+        "unused": "dead",
+        "number": "computed",
+        "cast": "computed",
+    }
     assert inexact(model, kwargs, file) == []
 
 
@@ -327,7 +395,9 @@ def test_what_forward_hooks_compute_belongs_to_the_module_that_has_them(exporter
     model = ready(Chain())
     model.first.register_forward_hook(lambda _module, _args, out: model.extra(out.exp()))
     model.second.register_forward_hook(lambda _module, _args, out: out.sin())
-    model.second.register_forward_hook(lambda _module, _args, _kwargs, out: out.cos(), with_kwargs=True)
+    model.second.register_forward_hook(
+        lambda _module, _args, _kwargs, out: out.cos(), with_kwargs=True
+    )
     model.register_forward_hook(lambda _module, _args, out: out.neg())
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
     found = {node.op_type: owners_of(node) for node in file.graph.node if node.op_type != "Gemm"}

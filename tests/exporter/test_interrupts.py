@@ -21,7 +21,15 @@ import htp_export
 from htp_export.capabilities.verify import pytorch_run
 from htp_export.exporter import exporting as exporter
 from htp_export.exporter import watched
-from htp_export.exporter.capture import bodies, modules, patches, patching, running, torch_internals, torchscript
+from htp_export.exporter.capture import (
+    bodies,
+    modules,
+    patches,
+    patching,
+    running,
+    torch_internals,
+    torchscript,
+)
 from htp_export.process import restoring
 from tests.exporting import quick
 
@@ -35,9 +43,16 @@ SINGLE = {
     torchscript: {"run_trace", "returns"},
     pytorch_run: {"evaluating"},
 }
-FUNCTIONS = {module.__file__: None for module in WHOLE} | {module.__file__: names for module, names in SINGLE.items()}
+FUNCTIONS = {module.__file__: None for module in WHOLE} | {
+    module.__file__: names for module, names in SINGLE.items()
+}
 PATCHED = [patch for group in patches.EVERY for patch in group.patches]
-VARIABLES = (running.exporter, running.dynamo_capture, running.script_capture, running.translations_read)
+VARIABLES = (
+    running.exporter,
+    running.dynamo_capture,
+    running.script_capture,
+    running.translations_read,
+)
 
 
 def is_watched(code: CodeType) -> bool:
@@ -173,7 +188,8 @@ def watched_model() -> nn.Module:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
-    ("way", "enabled"), quick(itertools.product(("export", "tagging"), (True, False)), ("tagging", False))
+    ("way", "enabled"),
+    quick(itertools.product(("export", "tagging"), (True, False)), ("tagging", False)),
 )
 def test_an_interrupted_torchscript_export_leaves_nothing_changed(way, enabled):
     model, args = watched_model(), (torch.linspace(-1, 1, 8).reshape(2, 4),)
@@ -226,7 +242,9 @@ def test_an_interrupt_while_bodies_are_watched_gives_them_their_own_code_back():
     program = torch.export.export(NoGrad(), (torch.ones(2),)).module()
 
     def watch() -> None:
-        with restoring.restored(lambda changes: bodies.watch_bodies(changes, program, lambda *_: None)):
+        with restoring.restored(
+            lambda changes: bodies.watch_bodies(changes, program, lambda *_: None)
+        ):
             pass
 
     assert list(bodies.bodies_run_in_place(program))

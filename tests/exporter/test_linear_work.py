@@ -20,7 +20,8 @@ from tests.nets import composed, x
 
 _WATCHED = tuple(str(Path(str(module.__file__)).parent) for module in (made_tags, boundaries))
 _SIZES = 20, 80
-_MOST = 1.5  # times as many lines as the modules, of a function; quadratic ones run four times as many
+# times as many lines as the modules, of a function; quadratic ones run four times as many
+_MOST = 1.5
 
 
 def lines_run(work: Callable[[], object]) -> Counter[CodeType]:
@@ -48,11 +49,15 @@ def pairs(size: int) -> nn.Module:
 
 
 def dropouts(size: int) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout()) for _ in range(size)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(4, 4), nn.Dropout(), nn.Dropout()) for _ in range(size))
+    )
 
 
 def norms(size: int) -> nn.Module:
-    return nn.Sequential(*(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(size)))
+    return nn.Sequential(
+        *(nn.Sequential(nn.Conv1d(4, 4, 1), nn.BatchNorm1d(4), nn.ReLU()) for _ in range(size))
+    )
 
 
 def one_many_times(size: int) -> nn.Module:
@@ -72,7 +77,10 @@ def fused_with_the_root(size: int) -> nn.Module:
             x = part(x).permute(1, 2, 0)
         return x
 
-    turned = (composed(lambda self, x: self.fc(x).permute(1, 0, 2), fc=nn.Linear(4, 4)) for _ in range(size))
+    turned = (
+        composed(lambda self, x: self.fc(x).permute(1, 0, 2), fc=nn.Linear(4, 4))
+        for _ in range(size)
+    )
     return composed(forward, parts=nn.ModuleList(turned))
 
 
@@ -81,7 +89,9 @@ def with_dead_parts(size: int) -> nn.Module:
         self.dead(x)
         return self.fc(x)  # type: ignore[no-any-return]
 
-    return nn.Sequential(*(composed(forward, fc=nn.Linear(4, 4), dead=nn.Linear(4, 4)) for _ in range(size)))
+    return nn.Sequential(
+        *(composed(forward, fc=nn.Linear(4, 4), dead=nn.Linear(4, 4)) for _ in range(size))
+    )
 
 
 def side_by_side(size: int) -> nn.Module:
@@ -102,7 +112,10 @@ _NETS = (pairs, dropouts, norms, one_many_times, fused_with_the_root, with_dead_
     ("make", "exporter"),
     quick(
         [(scripted, "torchscript"), *itertools.product(_NETS, ("torchscript", "dynamo"))],
-        *((make, "torchscript") for make in (scripted, dropouts, one_many_times, fused_with_the_root)),
+        *(
+            (make, "torchscript")
+            for make in (scripted, dropouts, one_many_times, fused_with_the_root)
+        ),
     ),
     ids=lambda value: getattr(value, "__name__", value),
 )
@@ -118,15 +131,24 @@ def test_no_function_looks_through_everything_for_every_module(make, exporter, t
     counts: list[Counter[CodeType]] = []
     for size in _SIZES:
         model = make(size).eval()
-        htp_export.export(model, (x(4, 4, 4),), file, dynamo=exporter == "dynamo", verbose=False)  # what torch keeps
+        # what torch keeps
+        htp_export.export(model, (x(4, 4, 4),), file, dynamo=exporter == "dynamo", verbose=False)
 
         def export(model: nn.Module = model) -> None:
-            htp_export.export(model, (x(4, 4, 4),), file, dynamo=exporter == "dynamo", verbose=False)
+            htp_export.export(
+                model, (x(4, 4, 4),), file, dynamo=exporter == "dynamo", verbose=False
+            )
 
         counts.append(lines_run(export) + lines_run(read))
     small, large = counts
     assert sum(large.values()) > 100 * _SIZES[1]
     growth = _SIZES[1] / _SIZES[0]
-    grown = [code for code, lines in large.items() if lines > _MOST * growth * max(small[code], _SIZES[0])]
-    listed = [f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}" for code in grown]
+    grown = [
+        code
+        for code, lines in large.items()
+        if lines > _MOST * growth * max(small[code], _SIZES[0])
+    ]
+    listed = [
+        f"{Path(code.co_filename).name}:{code.co_firstlineno} {code.co_qualname}" for code in grown
+    ]
     assert listed == []

@@ -83,7 +83,9 @@ def test_a_program_of_fake_weights_gets_mapped_ones_before_it_is_saved(tmp_path)
     file = saved_state(tmp_path)
     with FakeTensorMode():
         net = Net().eval()
-        program = htp_export.export(net, (torch.zeros(1, 3, dtype=torch.long),), optimize=False, verbose=False)
+        program = htp_export.export(
+            net, (torch.zeros(1, 3, dtype=torch.long),), optimize=False, verbose=False
+        )
     state = load_file(file)
     program.apply_weights(state)
     program.save(tmp_path / "m.onnx", external_data=True)
@@ -110,7 +112,10 @@ def test_a_mapped_weight_that_was_changed_is_written_as_it_is_now(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "layout"),
     [
-        *((torch.float32, layout) for layout in ("in order", "transposed", "every second row", "permuted")),
+        *(
+            (torch.float32, layout)
+            for layout in ("in order", "transposed", "every second row", "permuted")
+        ),
         *((dtype, "transposed") for dtype in (torch.bfloat16, torch.float64, torch.int8)),
     ],
 )
@@ -140,7 +145,8 @@ def test_parts_are_the_bytes_that_torch_writes(dtype, layout, monkeypatch):
 
 
 def test_a_conjugated_weight_is_left_to_torch():
-    weight = torch.ones(400, 400, dtype=torch.complex64).conj()  # torch gives no other view of its bytes
+    # torch gives no other view of its bytes
+    weight = torch.ones(400, 400, dtype=torch.complex64).conj()
     value = ir.Value(name="w", const_value=ir.tensor_adapters.TorchTensor(weight, name="w"))
     before = value.const_value
     model = ir.Model(ir.Graph([], [], nodes=[], initializers=[value], name="g"), ir_version=10)

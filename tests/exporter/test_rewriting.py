@@ -39,7 +39,9 @@ def fuse(model: ir.Model, first: str = "Gemm", second: str = "Tanh") -> ir.Node:
     return fused
 
 
-def fused_while_tagging(models: list[ir.Model], error: Exception | None = None, *, strict: bool = True) -> None:
+def fused_while_tagging(
+    models: list[ir.Model], error: Exception | None = None, *, strict: bool = True
+) -> None:
     with htp_export.tagging(strict=strict):
         models.append(exported())
         fuse(models[-1])
@@ -48,7 +50,11 @@ def fused_while_tagging(models: list[ir.Model], error: Exception | None = None, 
 
 
 def said_of(file: onnx.ModelProto) -> dict[str, Any]:
-    return {entry.key: json.loads(entry.value) for entry in file.metadata_props if entry.value[:1] in "[{"}
+    return {
+        entry.key: json.loads(entry.value)
+        for entry in file.metadata_props
+        if entry.value[:1] in "[{"
+    }
 
 
 def check_fused(file: onnx.ModelProto) -> None:
@@ -97,7 +103,11 @@ def test_a_model_that_nobody_rewrites_keeps_its_tags():
 def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced():
     with htp_export.tagging():
         model = exported("cond")
-        tags = [dict(node.metadata_props) for node in model.graph.all_nodes() if node.graph is not model.graph]
+        tags = [
+            dict(node.metadata_props)
+            for node in model.graph.all_nodes()
+            if node.graph is not model.graph
+        ]
         node = next(node for node in model.graph if node.op_type != "If")
         same = ir.node(node.op_type, node.inputs, dict(node.attributes), domain=node.domain)
         model.graph.insert_after(node, same)
@@ -105,7 +115,11 @@ def test_nodes_of_branches_keep_their_owners_when_a_node_outside_is_replaced():
         node.outputs[0].replace_all_uses_with(same.outputs[0], replace_graph_outputs=True)
         owner = node.metadata_props["htp.module"]
         model.graph.remove(node, safe=True)
-    assert [dict(node.metadata_props) for node in model.graph.all_nodes() if node.graph is not model.graph] == tags
+    assert [
+        dict(node.metadata_props)
+        for node in model.graph.all_nodes()
+        if node.graph is not model.graph
+    ] == tags
     assert same.metadata_props["htp.module"] == owner
 
 

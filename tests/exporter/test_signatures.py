@@ -32,12 +32,19 @@ def test_nothing_is_taken_from_an_attempt_at_tracing_that_failed(tmp_path, monke
     file = exported_net("cells", "dynamo", tmp_path)
     assert "htp.signatures" not in {entry.key for entry in file.metadata_props}
     model, kwargs = NETS["cells"].build()
-    result = htp_export.verify(model, file, kwargs=kwargs)  # of a cell's two results the last call has one in the file
-    assert (result.ok, result.modules["cell"].status, result.modules["out"].status) == (True, "agrees", "agrees")
+    # of a cell's two results the last call has one in the file
+    result = htp_export.verify(model, file, kwargs=kwargs)
+    assert (result.ok, result.modules["cell"].status, result.modules["out"].status) == (
+        True,
+        "agrees",
+        "agrees",
+    )
 
 
 class Layer(Holding, fc=nn.Linear(4, 4)):
-    def forward(self, x: torch.Tensor, *rest: torch.Tensor, scale: torch.Tensor, pair: Any = None) -> Any:
+    def forward(
+        self, x: torch.Tensor, *rest: torch.Tensor, scale: torch.Tensor, pair: Any = None
+    ) -> Any:
         return {"hidden": self.fc(x) * scale + rest[0], "pair": (pair[0].tanh(), pair[1] * 3)}
 
 
@@ -45,7 +52,9 @@ class Model(Holding, layer=Layer()):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = x + 1
         once = self.layer(x, y, scale=x * 2, pair=(y, x))
-        twice = self.layer(once["hidden"].relu(), y, scale=once["pair"][0], pair=(x, once["pair"][1]))
+        twice = self.layer(
+            once["hidden"].relu(), y, scale=once["pair"][0], pair=(x, once["pair"][1])
+        )
         return twice["hidden"] + twice["pair"][0] + twice["pair"][1]
 
 
@@ -139,15 +148,31 @@ class GivesNumbers(Holding, fc=nn.Linear(4, 4), factor=torch.tensor(2.5)):
             causal,
             [x.numel(), scale],
         )
-        tensors = y.sum(), y.mean() * size, torch.arange(size).sum(), torch.ones(size).sum(), size * self.factor
+        tensors = (
+            y.sum(),
+            y.mean() * size,
+            torch.arange(size).sum(),
+            torch.ones(size).sum(),
+            size * self.factor,
+        )
         return numbers, y, {"sum": tensors[0], "size": -size}, (*tensors[1:], x.shape, y.max())
 
 
-class TakesNumbers(Holding, gives=GivesNumbers(), only=Apply(lambda x: (x.shape[1], x)), out=nn.Linear(4, 2)):
+class TakesNumbers(
+    Holding, gives=GivesNumbers(), only=Apply(lambda x: (x.shape[1], x)), out=nn.Linear(4, 2)
+):
     def forward(self, x: torch.Tensor, count: int = 3) -> torch.Tensor:
         numbers, y, named, (mean, places, ones, product, _, most) = self.gives(x, count, True)
         width, same = self.only(y)
-        return self.out(same) / width * numbers[1] + named["sum"] + mean + places + ones + product + most
+        return (
+            self.out(same) / width * numbers[1]
+            + named["sum"]
+            + mean
+            + places
+            + ones
+            + product
+            + most
+        )
 
 
 @BOTH
@@ -166,9 +191,13 @@ def test_numbers_that_modules_take_and_give_are_in_no_signature(exporter, is_ope
     ]
     assert list(named_wrongly(calls, file, values_of(file, kwargs))) == []
     assert tree_of(file)["only"]["fate"] == "identity"
-    assert list(signatures_of(file)[""][0].inputs) == ["x"]  # nothing in the file reads the other one
+    # nothing in the file reads the other one
+    assert list(signatures_of(file)[""][0].inputs) == ["x"]
     assert htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs).ok
-    assert len(htp_export.tap(tmp_path / "model.onnx", ["only:out"], tmp_path / "tapped.onnx").tensors) == 1
+    assert (
+        len(htp_export.tap(tmp_path / "model.onnx", ["only:out"], tmp_path / "tapped.onnx").tensors)
+        == 1
+    )
 
 
 class Flags(Holding, fc=nn.Linear(4, 4)):
@@ -186,10 +215,14 @@ def test_numbers_of_the_call_are_named_where_they_are_inputs_of_the_file(tmp_pat
 
 def test_what_is_written_is_read_back():
     signatures = {"": [Signature({"x": "in", "mask": None}, (None, "out"))], "a b": []}
-    assert signatures_from_json(signatures_to_json(signatures)) == {path: tuple(c) for path, c in signatures.items()}
+    assert signatures_from_json(signatures_to_json(signatures)) == {
+        path: tuple(c) for path, c in signatures.items()
+    }
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"fc": 1}', '{"fc": [[[], []]]}', '{"fc": [[{"x": 1}, []]]}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"fc": 1}', '{"fc": [[[], []]]}', '{"fc": [[{"x": 1}, []]]}']
+)
 def test_what_is_no_signature_is_refused_with_the_key_at_fault(text):
     with pytest.raises(ValueError, match=r"htp\.signatures"):
         signatures_from_json(text)
@@ -245,7 +278,9 @@ def states() -> States:
 
 
 @functools.cache
-def exported_with_cache(kind: type[Stateful]) -> tuple[nn.Module, dict[str, Any], Any, dict[str, Signature]]:
+def exported_with_cache(
+    kind: type[Stateful],
+) -> tuple[nn.Module, dict[str, Any], Any, dict[str, Signature]]:
     """A net, its inputs, its program, and the signature of each module."""
     model, kwargs = ready(SharesStates(kind)), {"x": x(2, 4), "states": states()}
     program = htp_export.export(model, kwargs=kwargs, verbose=False)
@@ -273,7 +308,10 @@ def test_modules_with_a_cache_agree(kind, isolated):
         assert result.ok, result.summary
         names = [entry.name for entry in result.modules["layers.1"].calls[0].inputs]
         assert isolated or "states.tensors.1" in names
-    assert all(torch.equal(one, two) for one, two in zip(kwargs["states"].tensors, states().tensors, strict=True))
+    assert all(
+        torch.equal(one, two)
+        for one, two in zip(kwargs["states"].tensors, states().tensors, strict=True)
+    )
 
 
 def test_a_layer_that_returns_the_cache_has_all_of_it():
@@ -306,9 +344,13 @@ def test_what_a_call_leaves_in_the_cache_is_given_to_the_next_call_only(exporter
 
 # What torch.export and transformers do there warns their own developers.
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 def test_a_process_in_which_torch_does_not_know_caches_verifies(tmp_path):
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 registers no caches")
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 registers no caches"
+    )
     from tests.exporter.test_containers import llama, with_cache
 
     model = llama(2)
@@ -342,10 +384,17 @@ class TestLeaves:
         kinds = ("self_attention_cache", "cross_attention_cache")
         wanted = [f"past.{kind}.layers.0.{part}" for kind in kinds for part in ("keys", "values")]
         for _ in range(2):  # the same names before and after torch knows the class
-            tensors = {name: leaf for name, leaf in named_leaves({"past": cache}) if isinstance(leaf, torch.Tensor)}
+            tensors = {
+                name: leaf
+                for name, leaf in named_leaves({"past": cache})
+                if isinstance(leaf, torch.Tensor)
+            }
             assert list(tensors) == wanted
             exporters.register_pytree_node(EncoderDecoderCache)
-        assert list(containers_in({"past": cache, "ids": x(1, 1), "both": [cache]})) == ["past", "both.0"]
+        assert list(containers_in({"past": cache, "ids": x(1, 1), "both": [cache]})) == [
+            "past",
+            "both.0",
+        ]
 
     def test_what_torch_cannot_take_apart_is_one_leaf(self):
         class Broken:

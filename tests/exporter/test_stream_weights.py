@@ -32,9 +32,13 @@ SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embe
 ARCHITECTURES = {
     "llama": {**SMALL, "tie_word_embeddings": False},
     "qwen3": {**SMALL, "head_dim": 16, "tie_word_embeddings": True},
-    "mixtral": {**SMALL, "num_local_experts": 3, "intermediate_size": 2048},  # experts are joined on load
+    # experts are joined on load
+    "mixtral": {**SMALL, "num_local_experts": 3, "intermediate_size": 2048},
     "gpt2": {"n_layer": 1, "n_embd": 64, "n_head": 4, "vocab_size": 5000, "n_positions": 64},
-    "bert": {key: SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")}
+    "bert": {
+        key: SMALL[key]
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
+    }
     | {"num_attention_heads": 4},
 }
 TASKS = {"bert": "fill-mask"}
@@ -43,7 +47,10 @@ TASKS = {"bert": "fill-mask"}
 def checkpoint(folder: Path, name: str, shard: str = "1MB", **changes: Any) -> Path:
     """A folder as transformers saves it, with weights that differ."""
     model: Any = load_model(
-        name, task=TASKS.get(name, "text-generation"), random_weights=True, overrides={**ARCHITECTURES[name], **changes}
+        name,
+        task=TASKS.get(name, "text-generation"),
+        random_weights=True,
+        overrides={**ARCHITECTURES[name], **changes},
     )
     model.save_pretrained(folder / name, max_shard_size=shard)
     return folder / name
@@ -55,23 +62,35 @@ def is_in_a_file(weight: torch.Tensor) -> bool:
 
 def exported(model: nn.Module, folder: Path, **inputs: Any) -> dict[str, bytes]:
     folder.mkdir()
-    htp_export.export(model, (), folder / "m.onnx", kwargs=inputs or example_inputs(model), verbose=False)
+    htp_export.export(
+        model, (), folder / "m.onnx", kwargs=inputs or example_inputs(model), verbose=False
+    )
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    quick(itertools.product(ARCHITECTURES, (None, "float16", "bfloat16")), ("mixtral", None), ("llama", "bfloat16")),
+    quick(
+        itertools.product(ARCHITECTURES, (None, "float16", "bfloat16")),
+        ("mixtral", None),
+        ("llama", "bfloat16"),
+    ),
 )
 def test_large_weights_stay_in_files_and_have_their_values(tmp_path, name, dtype):
     source = checkpoint(tmp_path, name, vocab_size=10_000)
-    streamed, loaded = (load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False))
+    streamed, loaded = (
+        load_model(str(source), dtype=dtype, stream_weights=flag) for flag in (True, False)
+    )
     large = [weight for weight in streamed.parameters() if weight.nbytes >= MEGABYTE]
     assert {weight.ndim for weight in large} == ({2, 3} if name == "mixtral" else {2})
     assert all(map(is_in_a_file, large))
-    weights, others = ({**model.state_dict(), **dict(model.named_buffers())} for model in (streamed, loaded))
+    weights, others = (
+        {**model.state_dict(), **dict(model.named_buffers())} for model in (streamed, loaded)
+    )
     assert weights.keys() == others.keys()
-    assert {weight.dtype for weight in streamed.parameters()} == {getattr(torch, dtype or "float32")}
+    assert {weight.dtype for weight in streamed.parameters()} == {
+        getattr(torch, dtype or "float32")
+    }
     assert all(torch.equal(weights[key], others[key]) for key in weights)
 
 
@@ -88,7 +107,9 @@ class TestFilesAreEqual:
     )
     def test_to_those_of_a_model_in_memory(self, tmp_path, name, options):
         source = checkpoint(tmp_path, name, vocab_size=10_000)
-        streamed, loaded = (load_model(str(source), stream_weights=flag, **options) for flag in (True, False))
+        streamed, loaded = (
+            load_model(str(source), stream_weights=flag, **options) for flag in (True, False)
+        )
         assert exported(streamed, tmp_path / "a") == exported(loaded, tmp_path / "b")
 
     def test_under_torchscript(self, tmp_path):
@@ -97,7 +118,9 @@ class TestFilesAreEqual:
         for flag in (True, False):
             model = load_model(str(source), stream_weights=flag)
             target = tmp_path / f"{flag}.onnx"
-            htp_export.export(model, (), target, kwargs=example_inputs(model), dynamo=False, verbose=False)
+            htp_export.export(
+                model, (), target, kwargs=example_inputs(model), dynamo=False, verbose=False
+            )
             files.append(target.read_bytes())
         assert files[0] == files[1]
 
@@ -126,7 +149,9 @@ class TestRefused:
         index.write_text(json.dumps(content))
 
     @staticmethod
-    def change_tensors(source: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> Path:
+    def change_tensors(
+        source: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]
+    ) -> Path:
         """Change the tensors of the file that has one of this name, and return the file."""
         [file] = [file for file in source.glob("*.safetensors") if name in load_file(file)]
         tensors = load_file(file)
@@ -138,33 +163,53 @@ class TestRefused:
         missing = "model.layers.0.mlp.up_proj.weight"
         self.change_tensors(source, missing, lambda tensors: tensors.pop(missing))
         self.change_index(source, lambda files: files.pop(missing))
-        assert self.refused(source) == f"{source}/model.safetensors.index.json: has no weights for '{missing}'"
+        assert (
+            self.refused(source)
+            == f"{source}/model.safetensors.index.json: has no weights for '{missing}'"
+        )
 
     def test_a_weight_of_another_shape(self, source):
         norm = "model.norm.weight"
-        file = self.change_tensors(source, norm, lambda tensors: tensors.update({norm: torch.ones(63)}))
-        assert self.refused(source) == f"{file}: tensor '{norm}' has shape [63], and the model needs [64]"
+        file = self.change_tensors(
+            source, norm, lambda tensors: tensors.update({norm: torch.ones(63)})
+        )
+        assert (
+            self.refused(source)
+            == f"{file}: tensor '{norm}' has shape [63], and the model needs [64]"
+        )
 
     def test_an_index_that_names_a_tensor_that_is_not_there(self, source):
         first = sorted(source.glob("*.safetensors"))[0]
         self.change_index(source, lambda files: files.update(more=first.name))
         said = self.refused(source)
-        assert said == f"{first}: has no tensor 'more', which is there according to model.safetensors.index.json"
+        assert (
+            said
+            == f"{first}: has no tensor 'more', which is there according to model.safetensors.index.json"
+        )
 
-    @pytest.mark.parametrize("name", ["../other.safetensors", "{folder}/other.safetensors", "link.safetensors"])
+    @pytest.mark.parametrize(
+        "name", ["../other.safetensors", "{folder}/other.safetensors", "link.safetensors"]
+    )
     def test_a_file_outside_of_the_folder(self, source, name):
         shard, other = sorted(source.glob("*.safetensors"))[0], source.parent / "other.safetensors"
         shutil.copy(shard, other)
         (source / "link.safetensors").symlink_to(other)
         name = name.format(folder=source.parent)
         self.change_index(
-            source, lambda files: files.update((key, name) for key, file in files.items() if file == shard.name)
+            source,
+            lambda files: files.update(
+                (key, name) for key, file in files.items() if file == shard.name
+            ),
         )
-        assert f"its file {name!r} lies outside its folder; it will not be read" in self.refused(source)
+        assert f"its file {name!r} lies outside its folder; it will not be read" in self.refused(
+            source
+        )
 
     def test_weights_that_a_config_names_elsewhere(self, source):
         config = json.loads((source / "config.json").read_text())
-        (source / "config.json").write_text(json.dumps({**config, "transformers_weights": "../other.safetensors"}))
+        (source / "config.json").write_text(
+            json.dumps({**config, "transformers_weights": "../other.safetensors"})
+        )
         assert "outside of its folder: '../other.safetensors'" in self.refused(source)
 
     def test_pickles(self, source):
@@ -173,16 +218,22 @@ class TestRefused:
         assert "has no model.safetensors" in self.refused(source)
         torch.save({}, source / "pytorch_model.bin")
         said = self.refused(source)
-        assert said.startswith(f"{source}/pytorch_model.bin: is a pickle, which can run code when it is read")
+        assert said.startswith(
+            f"{source}/pytorch_model.bin: is a pickle, which can run code when it is read"
+        )
 
     @pytest.mark.parametrize("change", ["cut", "no header", "empty"])
     def test_a_broken_file(self, source, change):
         file = sorted(source.glob("*.safetensors"))[0]
         content = file.read_bytes()
         file.write_bytes({"cut": content[:-1], "no header": b"\xff" * 100, "empty": b""}[change])
-        assert self.refused(source).startswith(f"{file}: is no safetensors file, or is incomplete: ")
+        assert self.refused(source).startswith(
+            f"{file}: is no safetensors file, or is incomplete: "
+        )
 
-    @pytest.mark.parametrize("content", ["[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": "a"}'])
+    @pytest.mark.parametrize(
+        "content", ["[]", '{"weight_map": {}}', '{"weight_map": {"a": 1}}', '{"weight_map": "a"}']
+    )
     def test_an_index_that_is_none(self, source, content):
         (source / "model.safetensors.index.json").write_text(content)
         assert "is no index of safetensors files" in self.refused(source)
@@ -251,7 +302,9 @@ class TestMapWeights:
     def test_a_file_that_was_changed_is_known(self, file):
         checkpoint = map_weights(self.on_meta(), file)
         os.utime(file, ns=(1, 1))
-        with pytest.raises(FileError, match=r"model\.safetensors: was changed after its weights were loaded"):
+        with pytest.raises(
+            FileError, match=r"model\.safetensors: was changed after its weights were loaded"
+        ):
             checkpoint.check()
 
     @pytest.mark.parametrize(
@@ -275,7 +328,9 @@ class TestMapWeights:
     def test_refuses_a_buffer_without_values_that_is_in_no_checkpoint(self, file):
         net = self.on_meta()
         net.steps = torch.empty(64, device="meta")
-        with pytest.raises(FileError, match="has no weights for 'steps': these buffers have no values"):
+        with pytest.raises(
+            FileError, match="has no weights for 'steps': these buffers have no values"
+        ):
             map_weights(net, file)
 
     def test_refuses_pickles_and_what_is_missing(self, tmp_path):
@@ -294,16 +349,23 @@ class TestCommand:
         for option in ([], ["--stream-weights"]):
             folder = tmp_path / f"out{len(option)}"
             folder.mkdir()
-            assert main(["export", str(source), "-o", str(folder / "m.onnx"), "--quiet", *option]) == 0
+            assert (
+                main(["export", str(source), "-o", str(folder / "m.onnx"), "--quiet", *option]) == 0
+            )
             model = onnx.load(str(folder / "m.onnx"), load_external_data=False)
-            for node in model.graph.node:  # torch counts the graphs that a process traces, and says which it was
+            # torch counts the graphs that a process traces, and says which it was
+            for node in model.graph.node:
                 for entry in node.metadata_props:
                     entry.value = re.sub(r"<eval_with_key>\.\d+", "<eval_with_key>", entry.value)
             assert {file.name for file in folder.iterdir()} == {"m.onnx", "m.onnx.data"}
-            written.append((model.SerializeToString(deterministic=True), (folder / "m.onnx.data").read_bytes()))
+            written.append(
+                (model.SerializeToString(deterministic=True), (folder / "m.onnx.data").read_bytes())
+            )
         assert written[0] == written[1]
 
-    def test_leaves_the_file_if_the_checkpoint_is_changed_meanwhile(self, tmp_path, monkeypatch, capsys):
+    def test_leaves_the_file_if_the_checkpoint_is_changed_meanwhile(
+        self, tmp_path, monkeypatch, capsys
+    ):
         from htp_export.exporter import exporting
 
         source = checkpoint(tmp_path, "bert")
@@ -317,8 +379,22 @@ class TestCommand:
 
         monkeypatch.setattr(exporting, "export", changed)
         before = small_file(tmp_path / "m.onnx")
-        assert main(["export", str(source), "-o", str(tmp_path / "m.onnx"), "--quiet", "--stream-weights"]) == 2
-        assert f"{shard}: was changed after its weights were loaded" in " ".join(capsys.readouterr().err.split())
+        assert (
+            main(
+                [
+                    "export",
+                    str(source),
+                    "-o",
+                    str(tmp_path / "m.onnx"),
+                    "--quiet",
+                    "--stream-weights",
+                ]
+            )
+            == 2
+        )
+        assert f"{shard}: was changed after its weights were loaded" in " ".join(
+            capsys.readouterr().err.split()
+        )
         assert (tmp_path / "m.onnx").read_bytes() == before
         assert {file.name for file in tmp_path.iterdir()} == {"bert", "m.onnx"}
 
@@ -334,9 +410,20 @@ class TestCommand:
         for number, file in enumerate(sorted(source.iterdir())):
             shutil.copy(file, home / "blobs" / f"{number:064}")
             (snapshot / file.name).symlink_to(f"../../blobs/{number:064}")
-        command = [sys.executable, "-m", "htp_export", "export", "somebody/tiny", "--stream-weights", "--quiet", "-o"]
+        command = [
+            sys.executable,
+            "-m",
+            "htp_export",
+            "export",
+            "somebody/tiny",
+            "--stream-weights",
+            "--quiet",
+            "-o",
+        ]
         environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run([*command, tmp_path / "a.onnx"], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [*command, tmp_path / "a.onnx"], env=environment, capture_output=True, text=True
+        )
         assert (done.returncode, done.stderr) == (0, "")
         assert main(["export", str(source), "-o", str(tmp_path / "b.onnx"), "--quiet"]) == 0
         assert (tmp_path / "a.onnx.data").read_bytes() == (tmp_path / "b.onnx.data").read_bytes()
@@ -345,11 +432,17 @@ class TestCommand:
         ("options", "problem"),
         [
             (["--torchscript"], "the TorchScript exporter holds all weights in memory"),
-            (["--random-weights"], "--stream-weights is for a SOURCE with weights in safetensors files"),
+            (
+                ["--random-weights"],
+                "--stream-weights is for a SOURCE with weights in safetensors files",
+            ),
         ],
     )
     def test_refuses_what_cannot_be_streamed(self, tmp_path, options, problem, capsys):
-        assert main(["export", "bert", "-o", str(tmp_path / "m.onnx"), "--stream-weights", *options]) == 2
+        assert (
+            main(["export", "bert", "-o", str(tmp_path / "m.onnx"), "--stream-weights", *options])
+            == 2
+        )
         assert problem in " ".join(capsys.readouterr().err.split())
         assert not list(tmp_path.iterdir())
 

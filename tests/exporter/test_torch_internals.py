@@ -33,7 +33,8 @@ def is_ours(what: Any) -> bool:
 @pytest.mark.parametrize("patch", EVERY, ids=lambda patch: f"{patch.module}.{patch.name}")
 def test_a_place_is_there_and_is_patched_while_its_group_is_held_and_never_else(patch):
     owner, name, original = patch.find()
-    assert name in vars(owner)  # what is set back on a class must have been its own, or it would stay there
+    # what is set back on a class must have been its own, or it would stay there
+    assert name in vars(owner)
     assert getattr(owner, name) == original  # a class method is bound anew each time
     assert callable(original) or isinstance(original, types.ModuleType)
     [group] = [group for group in patches.EVERY if patch in group.patches]
@@ -74,8 +75,14 @@ def refuses(original: Any) -> Any:
     ("fault", "message"),
     [
         (Patch("torch.onnx", "ONNXProgram.gone", lambda original: original), r"ONNXProgram\.gone"),
-        (Patch("torch.onnx", "ONNXProgram.save", refuses), r"torch\.onnx\.ONNXProgram\.save is not what it was"),
-        (Patch("builtins", "dict.get", lambda original: lambda self: None), r"builtins\.dict\.get is not what it was"),
+        (
+            Patch("torch.onnx", "ONNXProgram.save", refuses),
+            r"torch\.onnx\.ONNXProgram\.save is not what it was",
+        ),
+        (
+            Patch("builtins", "dict.get", lambda original: lambda self: None),
+            r"builtins\.dict\.get is not what it was",
+        ),
     ],
 )
 def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patched(fault, message):
@@ -86,7 +93,8 @@ def test_where_one_place_is_gone_or_cannot_be_wrapped_or_replaced_none_is_patche
         with pytest.raises(TorchChangedError, match=message), restored(group.hold):
             pass
         assert torch.onnx.ONNXProgram.optimize is original
-    with restored(Patches(good).hold):  # nothing is left that a later user would take for the original
+    # nothing is left that a later user would take for the original
+    with restored(Patches(good).hold):
         assert torch.onnx.ONNXProgram.optimize is not original
     assert torch.onnx.ONNXProgram.optimize is original
 

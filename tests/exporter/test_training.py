@@ -17,7 +17,8 @@ from tests.truth import inexact, nodes_of, owners_of, untagged, values_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),  # torch's own configuration
+    # torch's own configuration
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max:UserWarning"),
 ]
 
 
@@ -53,7 +54,11 @@ def scales(file: onnx.ModelProto, kwargs: dict[str, torch.Tensor]) -> dict[str, 
 
 @pytest.mark.parametrize(
     ("backend", "exporter"),
-    quick(itertools.product(("qnnpack", "fbgemm"), EXPORTERS), ("qnnpack", "torchscript"), ("fbgemm", "dynamo")),
+    quick(
+        itertools.product(("qnnpack", "fbgemm"), EXPORTERS),
+        ("qnnpack", "torchscript"),
+        ("fbgemm", "dynamo"),
+    ),
 )
 def test_fake_quantized_models_export_with_tags_and_scales(backend, exporter, tmp_path):
     model, kwargs, file = trained(backend), {"x": x(2, 3, 6, 6)}, tmp_path / "qat.onnx"
@@ -61,10 +66,14 @@ def test_fake_quantized_models_export_with_tags_and_scales(backend, exporter, tm
     options = {"opset_version": 17} if exporter == "torchscript" else {}
     with htp_export.frozen_fake_quantize(model):
         assert torch.equal(model(**kwargs), wanted)
-        htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+        htp_export.export(
+            model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options
+        )
         assert inexact(model, kwargs, onnx.load(file)) == []
     modules = {
-        name: module for name, module in model.named_modules() if isinstance(module, quantization.FakeQuantizeBase)
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, quantization.FakeQuantizeBase)
     }
     assert all("forward" not in vars(module) for module in modules.values())
     found = scales(onnx.load(file), kwargs)
@@ -119,7 +128,11 @@ class TestFilter:
 
     def test_of_a_plan_the_last_rule_holds(self):
         plan = {"**": "int8", "1": "int4", "0": "fp16"}
-        assert [self.named(plan, value) for value in ("int8", "int4", "fp16")] == [["2"], ["1"], ["0.0"]]
+        assert [self.named(plan, value) for value in ("int8", "int4", "fp16")] == [
+            ["2"],
+            ["1"],
+            ["0.0"],
+        ]
 
     def test_what_names_nothing_is_refused(self):
         with pytest.raises(SelectorError, match="matches no module"):
@@ -138,16 +151,23 @@ def test_weights_that_torchao_trained_export_with_tags_and_scales(exporter, tmp_
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 8))
-    config = QATConfig(weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare")
+    config = QATConfig(
+        weight_config=IntxFakeQuantizeConfig(torch.int8, "per_channel"), step="prepare"
+    )
     quantize_(model, config, htp_export.module_filter(model, {"**": "fp32", "0": "int8"}, "int8"))
     kwargs, file = {"input": x(3, 32)}, tmp_path / "qat.onnx"
     wanted = model.eval()(**kwargs)
     with htp_export.frozen_fake_quantize(model):
         assert torch.allclose(model(**kwargs), wanted, atol=1e-5)
-        htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False)
+        htp_export.export(
+            model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False
+        )
     found = scales(onnx.load(file), kwargs)
     assert list(found) == ["0.weight_fake_quantizer"]
-    assert np.allclose(found["0.weight_fake_quantizer"], model[0].weight_fake_quantizer.scale.detach().numpy().ravel())
+    assert np.allclose(
+        found["0.weight_fake_quantizer"],
+        model[0].weight_fake_quantizer.scale.detach().numpy().ravel(),
+    )
     assert untagged(onnx.load(file)) == []
     # The largest weight of a row lies between two steps and rounds to either: PyTorch multiplies by the inverse scale.
     verified = htp_export.verify(

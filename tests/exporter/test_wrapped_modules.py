@@ -108,7 +108,9 @@ UNDER_DYNAMO: dict[str, Callable[[], nn.Module]] = {
 }
 REFUSED = {"scripted": lambda: Two(linear(), torch.jit.script(Block()))}
 QUICK = ("low_rank", "shared_parametrization", "cached_parametrization", "compiled_root", "traced")
-DYNAMO = quick([(name, "dynamo") for name in (*BUILT, *UNDER_DYNAMO)], *((name, "dynamo") for name in QUICK))
+DYNAMO = quick(
+    [(name, "dynamo") for name in (*BUILT, *UNDER_DYNAMO)], *((name, "dynamo") for name in QUICK)
+)
 CASES = [*((name, "torchscript") for name in BUILT), *DYNAMO]
 
 
@@ -118,7 +120,8 @@ def built(name: str) -> nn.Module:
 
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
-@pytest.mark.filterwarnings("ignore:The tensor attribute self:UserWarning")  # hooks that put a weight in place
+# hooks that put a weight in place
+@pytest.mark.filterwarnings("ignore:The tensor attribute self:UserWarning")
 def test_a_wrapped_module_is_exact(name, exporter, tmp_path):
     model, kwargs = built(name), {"x": x(3, 4)}
     assert inexact(model, kwargs, exported(model, kwargs, exporter, tmp_path)) == []
@@ -134,14 +137,24 @@ def test_the_module_inside_a_compiled_one_runs_and_owns_its_nodes(tmp_path):
         ("Gemm", ("two._orig_mod.out",)),
         ("Add", ("two._orig_mod",)),
     ]
-    assert {path: entry["fate"] for path, entry in tree_of(file).items() if "two" in path} == dict.fromkeys(
-        ("two", "two._orig_mod", "two._orig_mod.fc", "two._orig_mod.act", "two._orig_mod.out"), "computed"
+    assert {
+        path: entry["fate"] for path, entry in tree_of(file).items() if "two" in path
+    } == dict.fromkeys(
+        ("two", "two._orig_mod", "two._orig_mod.fc", "two._orig_mod.act", "two._orig_mod.out"),
+        "computed",
     )
 
 
 def test_the_nodes_of_a_traced_submodule_belong_to_it(tmp_path):
     file = exported(built("traced"), {"x": x(3, 4)}, "dynamo", tmp_path)
-    assert [found for _, found in work_of(file)] == [("one",), ("",), ("two",), ("two",), ("two",), ("two",)]
+    assert [found for _, found in work_of(file)] == [
+        ("one",),
+        ("",),
+        ("two",),
+        ("two",),
+        ("two",),
+        ("two",),
+    ]
 
 
 COMPILED = "is compiled, which TorchScript cannot trace: use dynamo=True"
@@ -192,12 +205,17 @@ def halved(name: str, dtype: torch.dtype) -> tuple[nn.Module, dict[str, Any]]:
 
 @BOTH
 @pytest.mark.parametrize(
-    ("name", "dtype"), quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16))
+    ("name", "dtype"),
+    quick(itertools.product(("low_rank", "parametrization"), HALVES), ("low_rank", torch.float16)),
 )
-def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(name, dtype, exporter, tmp_path):
+def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(
+    name, dtype, exporter, tmp_path
+):
     model, kwargs = halved(name, dtype)
     file = exported(model, kwargs, exporter, tmp_path)
-    kind = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}[dtype]
+    kind = {torch.float16: onnx.TensorProto.FLOAT16, torch.bfloat16: onnx.TensorProto.BFLOAT16}[
+        dtype
+    ]
     assert file.graph.output[0].type.tensor_type.elem_type == kind
     if dtype == torch.float16:
         result = htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
@@ -210,7 +228,9 @@ def test_weights_of_half_precision_have_the_tags_of_full_precision_and_agree(nam
 def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path):
     model, kwargs = halved("low_rank", torch.bfloat16)
     exported(model, kwargs, "torchscript", tmp_path)
-    with pytest.raises(OnnxRuntimeError, match=r"Could not find an implementation for \w+\(\d+\) node"):
+    with pytest.raises(
+        OnnxRuntimeError, match=r"Could not find an implementation for \w+\(\d+\) node"
+    ):
         htp_export.verify(model, tmp_path / "model.onnx", kwargs=kwargs)
 
 
@@ -218,12 +238,19 @@ def test_onnxruntime_says_which_kernel_it_lacks_for_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("exporter", quick(EXPORTERS, "torchscript"))
-@pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft.*", "ignore::DeprecationWarning", "ignore::FutureWarning"
+)
 def test_every_module_of_a_lora_model_of_peft_is_exact(exporter, tmp_path):
     peft = pytest.importorskip("peft", reason="needs the package peft")
     from htp_export.huggingface import example_inputs, load_model
 
-    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+    sizes = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 24,
+    }
     bert = load_model("bert", random_weights=True, overrides={**sizes, "vocab_size": 30})
     kwargs = dict(example_inputs(bert))
     config = peft.LoraConfig(r=2, target_modules=["query", "dense"], init_lora_weights=False)
@@ -232,4 +259,6 @@ def test_every_module_of_a_lora_model_of_peft_is_exact(exporter, tmp_path):
     assert inexact(model, kwargs, file) == []
     found = {owner for _, each in work_of(file) for owner in each}
     query = "base_model.model.encoder.layer.1.attention.self.query"
-    assert {f"{query}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default")} <= found
+    assert {
+        f"{query}.{part}" for part in ("base_layer", "lora_A.default", "lora_B.default")
+    } <= found

@@ -20,8 +20,12 @@ from tests.truth import equal, run_pytorch
 from tools.compare_models import MODELS, build
 
 
-def exported_to(path: Path, model: nn.Module, kwargs: dict[str, Any], exporter: str, **options: Any) -> Path:
-    htp_export.export(model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+def exported_to(
+    path: Path, model: nn.Module, kwargs: dict[str, Any], exporter: str, **options: Any
+) -> Path:
+    htp_export.export(
+        model, (), path, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options
+    )
     return path
 
 
@@ -35,7 +39,9 @@ def exact() -> ort.SessionOptions:
 
 def run_file(path: Path, feeds: dict[str, Any]) -> list[np.ndarray[Any, Any]]:
     session = ort.InferenceSession(str(path), exact(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()}))
+    return list(
+        session.run(None, {value.name: feeds[value.name] for value in session.get_inputs()})
+    )
 
 
 # Modules that are held against PyTorch elsewhere: hooks and numbers are in no signature.
@@ -46,7 +52,9 @@ QUICK = (
     "positions_from_shapes", "reshapes_that_meet", "returned_parts", "tied_weights",
 )  # fmt: skip
 CASES = [
-    pytest.param(name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow)
+    pytest.param(
+        name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow
+    )
     for name, net in NETS.items()
     for exporter in EXPORTERS
     if exporter not in net.skip and "hook" not in name and name not in OTHERWISE
@@ -57,7 +65,13 @@ WITH_SIZES = ("CLIP", "DETR", "SegFormer-B0", "Swin-T", "Wav2Vec2-base", "YOLOS-
 
 
 def wrong_parts(
-    model: nn.Module, kwargs: dict[str, Any], file: Path, part: Path, *, masks: bool = False, sizes: bool = False
+    model: nn.Module,
+    kwargs: dict[str, Any],
+    file: Path,
+    part: Path,
+    *,
+    masks: bool = False,
+    sizes: bool = False,
 ) -> list[Any]:
     """The computed modules that, cut out and run on what PyTorch gave them, give something else than they did there.
 
@@ -69,7 +83,9 @@ def wrong_parts(
     calls, _ = run_pytorch(model, kwargs)
     for path in tagged:
         region = tagged[path]
-        if region.fate != "computed" or any(node.graph is not tagged.model.graph for node in region.nodes):
+        if region.fate != "computed" or any(
+            node.graph is not tagged.model.graph for node in region.nodes
+        ):
             continue
         for nth, call in enumerate(calls.get(path, ())):
             given = (value for node in region.call(nth).nodes for value in node.outputs)
@@ -91,13 +107,17 @@ def wrong_parts(
                 wrong.append((path, nth, "takes", list(result.inputs)))
                 continue
             found = run_file(part, feeds)
-            if not found or not all(any(equal(one, other) for other in call.returned) for one in found):
+            if not found or not all(
+                any(equal(one, other) for other in call.returned) for one in found
+            ):
                 wrong.append((path, nth, "differs"))
     return wrong
 
 
 @pytest.mark.parametrize(("name", "exporter"), CASES)
-def test_every_computed_module_gives_alone_what_pytorch_gives(name, exporter, shared_files, tmp_path):
+def test_every_computed_module_gives_alone_what_pytorch_gives(
+    name, exporter, shared_files, tmp_path
+):
     file = shared_files.net(name, exporter)
     assert wrong_parts(*NETS[name].build(), file, tmp_path / "part.onnx") == []
 
@@ -109,7 +129,12 @@ def test_so_does_every_computed_module_of_real_architectures(name, exporter, tmp
     model, kwargs = build(name, "small")
     file = exported_to(tmp_path / "model.onnx", model, kwargs, exporter)
     masks = exporter == "dynamo" and name in ("ViT-B", "DeiT-S")
-    assert wrong_parts(model, kwargs, file, tmp_path / "part.onnx", masks=masks, sizes=name in WITH_SIZES) == []
+    assert (
+        wrong_parts(
+            model, kwargs, file, tmp_path / "part.onnx", masks=masks, sizes=name in WITH_SIZES
+        )
+        == []
+    )
 
 
 class Scaled(Holding, fc=nn.Linear(4, 4)):
@@ -147,9 +172,15 @@ def test_a_part_keeps_its_tags_its_tree_and_only_its_weights(exporter, shared_fi
     below = [each for each in whole if each.startswith(path)]
     assert [each for each in part if each.startswith(path)] == below
     assert part.hierarchy[path] == whole.hierarchy[path]
-    assert {owner.startswith(path) for node in part.nodes for owner in part.owners_of(node)} == {True}
-    named = {value.name for value in part.model.graph.initializers.values() if path in str(value.name)}
-    assert named == {value.name for value in whole.model.graph.initializers.values() if path in str(value.name)}
+    assert {owner.startswith(path) for node in part.nodes for owner in part.owners_of(node)} == {
+        True
+    }
+    named = {
+        value.name for value in part.model.graph.initializers.values() if path in str(value.name)
+    }
+    assert named == {
+        value.name for value in whole.model.graph.initializers.values() if path in str(value.name)
+    }
     assert not any(value.uses() == () for value in part.model.graph.initializers.values())
     assert part.model.opset_imports == whole.model.opset_imports
 
@@ -173,7 +204,9 @@ def test_a_call_of_a_module_that_ran_twice_is_a_module_that_ran_once():
     whole = htp_export.load(handmade.called_twice())
     part = htp_export.load(htp_export.extract(whole, "block", call=1).model)
     assert part.hierarchy["block"].calls == 1
-    assert [(node.name, node.metadata_props.get("htp.call")) for node in part["block.fc"].nodes] == [
+    assert [
+        (node.name, node.metadata_props.get("htp.call")) for node in part["block.fc"].nodes
+    ] == [
         ("node_fc2", "0"),
         ("node_fc3", "1"),
     ]
@@ -211,7 +244,9 @@ def test_an_inner_tensor_that_has_an_arguments_name_gets_another():
 
 def test_a_fused_module_says_which_to_take_instead(shared_files, tmp_path):
     file = shared_files.net("conv_bn_relu", "dynamo")
-    fused = next(path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused")
+    fused = next(
+        path for path, info in htp_export.load(file).hierarchy.items() if info.fate == "fused"
+    )
     with pytest.raises(InputError, match=rf"{fused}.* was fused with .* instead") as error:
         htp_export.extract(file, fused, tmp_path / "part.onnx")
     assert not (tmp_path / "part.onnx").exists()
@@ -226,6 +261,7 @@ def test_a_fused_module_says_which_to_take_instead(shared_files, tmp_path):
         (handmade.branching, "gate.yes", 0, "inside a branch.*'gate' instead"),
     ],
 )
-def test_what_cannot_be_cut_is_said(model: Any, path: str, call: int, message: str) -> None:  # and in test_wrong_input
+# and in test_wrong_input
+def test_what_cannot_be_cut_is_said(model: Any, path: str, call: int, message: str) -> None:
     with pytest.raises(InputError, match=message):
         htp_export.extract(model(), path, call=call)

@@ -31,8 +31,12 @@ MORE = ("siblings", "tied_weights", "transformer_encoder")
 
 
 @BOTH
-@pytest.mark.parametrize("name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
-def test_a_module_put_back_in_its_own_place_changes_nothing_that_is_computed(name, exporter, shared_files, tmp_path):
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+)
+def test_a_module_put_back_in_its_own_place_changes_nothing_that_is_computed(
+    name, exporter, shared_files, tmp_path
+):
     model, kwargs = NETS[name].build()
     file = shared_files.net(name, exporter)
     before, tagged = run_file(file, feeds_of(file, kwargs)), htp_export.load(file)
@@ -86,7 +90,9 @@ def given() -> dict[str, torch.Tensor]:
 def net_and_part(net: type[Net], exporter: str, folder: Path) -> tuple[Any, Path, nn.Module, Path]:
     """A net, and what is to take the place of its block, each with its file."""
     (folder / "part").mkdir()
-    return *exported_once(net, given, exporter, folder), *exported_once(Rewritten, given, exporter, folder / "part")
+    return *exported_once(net, given, exporter, folder), *exported_once(
+        Rewritten, given, exporter, folder / "part"
+    )
 
 
 @BOTH
@@ -101,7 +107,13 @@ def test_a_module_of_another_class_that_was_exported_alone_takes_the_place(net, 
     assert whole.paths == ["", "first", "block", "block.linear", "block.gate"]
     assert inexact(model, {"x": x(2, 4)}, tmp_path / "whole.onnx") == []
     assert len(result.calls) == (2 if net is TwiceNet else 1)
-    assert sum(value.name.endswith("linear.weight") for value in whole.model.graph.initializers.values()) == 1
+    assert (
+        sum(
+            value.name.endswith("linear.weight")
+            for value in whole.model.graph.initializers.values()
+        )
+        == 1
+    )
 
 
 def test_one_call_alone_can_be_replaced(tmp_path):
@@ -112,17 +124,30 @@ def test_one_call_alone_can_be_replaced(tmp_path):
     assert equal(found, (other(model.block(model.first(hidden)) * 2) + 1).detach().numpy())
 
 
-def untagged(ops: list[str], shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Model:
+def untagged(
+    ops: list[str], shape: list[int | str], dtype: ir.DataType = ir.DataType.FLOAT
+) -> ir.Model:
     value = ir.val("in", dtype, shape)
     nodes: list[ir.Node] = []
     for op in ops:
-        nodes.append(ir.node(op, [nodes[-1].outputs[0] if nodes else value], outputs=[ir.val(f"fc0_{len(nodes)}")]))
+        nodes.append(
+            ir.node(
+                op,
+                [nodes[-1].outputs[0] if nodes else value],
+                outputs=[ir.val(f"fc0_{len(nodes)}")],
+            )
+        )
     nodes[-1].outputs[0].type, nodes[-1].outputs[0].shape = ir.TensorType(dtype), ir.Shape(shape)
-    return ir.Model(ir.Graph([value], nodes[-1].outputs, nodes=nodes, opset_imports={"": 20}, name="g"), ir_version=10)
+    return ir.Model(
+        ir.Graph([value], nodes[-1].outputs, nodes=nodes, opset_imports={"": 20}, name="g"),
+        ir_version=10,
+    )
 
 
 def test_untagged_nodes_belong_to_the_module():
-    result = htp_export.splice(handmade.called_twice(), "block.fc", untagged(["Abs", "Exp"], [2, 4]))
+    result = htp_export.splice(
+        handmade.called_twice(), "block.fc", untagged(["Abs", "Exp"], [2, 4])
+    )
     whole = htp_export.load(result.model)
     nodes = whole["block.fc"].nodes
     assert [(node.op_type, node.metadata_props["htp.reason"]) for node in nodes] == [
@@ -158,8 +183,16 @@ def opset(model: ir.Model, version: int) -> ir.Model:
 @pytest.mark.parametrize(
     ("path", "replacement", "message"),
     [
-        ("layer.0.fc", untagged(["Abs"], [2, 5]), r"'in' of the replacement has shape \[2,5\], and the module \[2,4\]"),
-        ("layer.0.fc", untagged(["Abs"], [2, 4], ir.DataType.INT64), "type INT64, and the module FLOAT"),
+        (
+            "layer.0.fc",
+            untagged(["Abs"], [2, 5]),
+            r"'in' of the replacement has shape \[2,5\], and the module \[2,4\]",
+        ),
+        (
+            "layer.0.fc",
+            untagged(["Abs"], [2, 4], ir.DataType.INT64),
+            "type INT64, and the module FLOAT",
+        ),
         ("layer.0.fc", handmade.branching(), "takes x, and the replacement x, condition"),
         ("layer.0.fc", opset(untagged(["Abs"], [2, 4]), 17), "uses opset 17"),
         ("dropout", untagged(["Abs"], [2, 4]), "gives back what it is given"),
@@ -173,7 +206,10 @@ def test_what_does_not_fit_is_refused_and_nothing_written(path, replacement, mes
 
 def test_a_result_that_two_modules_share_is_not_replaced_for_one(shared_files):
     file = shared_files.net("equal_siblings", "dynamo")
-    with pytest.raises(InputError, match=r"'first' shares its result '\w+' with module 'second'; replace '\(root\)'"):
+    with pytest.raises(
+        InputError,
+        match=r"'first' shares its result '\w+' with module 'second'; replace '\(root\)'",
+    ):
         htp_export.splice(file, "first", htp_export.extract(file, "first").model)
 
 

@@ -40,7 +40,8 @@ def save(file: Path, seed: int = 0, data: str | None = None) -> Path:
         each.shape = ir.Shape([16, 16])
     for name in ("layer.0.fc.weight", WEIGHT):
         model.graph.initializers[name].const_value = ir.tensor(
-            np.random.default_rng([seed, len(name)]).standard_normal((16, 16)).astype(np.float32), name=name
+            np.random.default_rng([seed, len(name)]).standard_normal((16, 16)).astype(np.float32),
+            name=name,
         )
     write_model(model, file, data or f"{file.name}.data")
     return file
@@ -63,7 +64,12 @@ class TestOwned:
     def test_a_file_does_not_change_when_the_one_it_was_made_of_is_written_again(self, bert):
         before, small = values(bert), bert.with_name("small.onnx")
         write_model(read_model(bert), small)
-        assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
+        assert listing(bert.parent) == [
+            "bert.onnx",
+            "bert.onnx.data",
+            "small.onnx",
+            "small.onnx.data",
+        ]
         save(bert, seed=1)
         assert np.abs(values(bert) - before).max() > 0.1
         np.testing.assert_array_equal(values(small), before)
@@ -111,7 +117,9 @@ class TestShared:
         if change == "size":
             data.write_bytes(data.read_bytes() + bytes(8))
         what = "it had 2,048 bytes and has 2,056" if change == "size" else "it has other contents"
-        with pytest.raises(FileError, match=rf"small\.onnx: shares its weights.*bert\.onnx\.data is not .*{what}"):
+        with pytest.raises(
+            FileError, match=rf"small\.onnx: shares its weights.*bert\.onnx\.data is not .*{what}"
+        ):
             read_model(small)
         assert values(bert).shape == (16, 16)
 
@@ -119,7 +127,8 @@ class TestShared:
         small = self.share(bert)
         (tmp_path / "copy").mkdir()
         for name in ("small.onnx", "bert.onnx.data"):
-            shutil.copyfile(bert.with_name(name), tmp_path / "copy" / name)  # written just now, with the same contents
+            # written just now, with the same contents
+            shutil.copyfile(bert.with_name(name), tmp_path / "copy" / name)
         np.testing.assert_array_equal(values(tmp_path / "copy" / small.name), values(bert))
 
     def test_weights_that_are_missing_cannot_be_shared(self, bert):
@@ -132,7 +141,12 @@ class TestShared:
     def test_a_shared_file_becomes_one_of_its_own_when_it_is_written_without(self, bert):
         small = self.share(bert)
         write_model(read_model(small), small)
-        assert listing(bert.parent) == ["bert.onnx", "bert.onnx.data", "small.onnx", "small.onnx.data"]
+        assert listing(bert.parent) == [
+            "bert.onnx",
+            "bert.onnx.data",
+            "small.onnx",
+            "small.onnx.data",
+        ]
         save(bert, seed=1)
         assert np.abs(values(small) - values(bert)).max() > 0.1
 
@@ -142,7 +156,10 @@ class TestLinks:
     def hub(self, tmp_path: Path) -> Path:
         """As the Hugging Face hub lays out its cache."""
         made = save(tmp_path / "made" / "model.onnx")
-        blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "abc" / "onnx"
+        blobs, snapshot = (
+            tmp_path / "hub" / "blobs",
+            tmp_path / "hub" / "snapshots" / "abc" / "onnx",
+        )
         blobs.mkdir(parents=True)
         snapshot.mkdir(parents=True)
         for name, blob in (("model.onnx", "111"), ("model.onnx.data", "222")):
@@ -186,7 +203,9 @@ class TestLinks:
             assert read_model(name).graph.name == "another"
             np.testing.assert_array_equal(values(name), before)
 
-    @pytest.mark.parametrize("command", ["profile {0} --runs 1", "compare {0} {0}", "optimize {0} --verify -o {1}"])
+    @pytest.mark.parametrize(
+        "command", ["profile {0} --runs 1", "compare {0} {0}", "optimize {0} --verify -o {1}"]
+    )
     def test_commands_run_it(self, file, tmp_path, command):
         assert main(command.format(file, tmp_path / "out.onnx").split()) == 0
 
@@ -225,7 +244,9 @@ class TestBroken:
             "folder": "cannot be read, and weights of .*bert.onnx lie in it: Is a directory",
         }
         copy = bert.with_name("copy.onnx")
-        read = getattr(weight_of(model), use) if use != "write" else lambda: write_model(model, copy)
+        read = (
+            getattr(weight_of(model), use) if use != "write" else lambda: write_model(model, copy)
+        )
         with pytest.raises(FileError, match=rf"^\S*bert\.onnx\.data: {said[fault]}"):
             read()
         assert not copy.exists()
@@ -249,23 +270,41 @@ def many_data_files(count: int) -> onnx.ModelProto:
     """A model with a data file for each tensor, when onnx saves it."""
     names = [f"h{place}" for place in range(count + 1)]
     steps = itertools.pairwise(names)
-    nodes = [onnx.helper.make_node("Add", [before, f"w{after}"], [after]) for before, after in steps]
-    weights = [onnx.numpy_helper.from_array(np.full(100, k, np.float32), f"wh{k + 1}") for k in range(count)]
-    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [100]) for name in (names[0], names[-1])]
+    nodes = [
+        onnx.helper.make_node("Add", [before, f"w{after}"], [after]) for before, after in steps
+    ]
+    weights = [
+        onnx.numpy_helper.from_array(np.full(100, k, np.float32), f"wh{k + 1}")
+        for k in range(count)
+    ]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [100])
+        for name in (names[0], names[-1])
+    ]
     graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    return onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10
+    )
 
 
 def test_a_model_is_read_once_for_all_data_files_that_are_replaced(tmp_path, monkeypatch):
     file, read = tmp_path / "net.onnx", []
     parsed = model_files.parsed_or_none
-    monkeypatch.setattr(model_files, "parsed_or_none", lambda path: read.append(path) or parsed(path))
+    monkeypatch.setattr(
+        model_files, "parsed_or_none", lambda path: read.append(path) or parsed(path)
+    )
     for _ in range(2):
         with written_whole(file) as new:
             onnx.save(
-                many_data_files(20), new, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=0
+                many_data_files(20),
+                new,
+                save_as_external_data=True,
+                all_tensors_to_one_file=False,
+                size_threshold=0,
             )
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["net.onnx", *(f"wh{k + 1}" for k in range(20))])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        ["net.onnx", *(f"wh{k + 1}" for k in range(20))]
+    )
     assert read == [file]
 
 

@@ -25,12 +25,15 @@ def calling(functions: dict[str, list[str]], called: str, domain: str = "net") -
     def chain(names: list[str], first: str, last: str) -> list[onnx.NodeProto]:
         values = [first, *(f"v{place}" for place in range(len(names) - 1)), last]
         return [
-            helper.make_node(name, [a], [b], f"{name}_{b}", domain=domain if name in functions else "")
+            helper.make_node(
+                name, [a], [b], f"{name}_{b}", domain=domain if name in functions else ""
+            )
             for name, a, b in zip(names, values, values[1:], strict=False)
         ]
 
     made = [
-        helper.make_function(domain, each, ["a"], ["b"], chain(of, "a", "b"), opsets) for each, of in functions.items()
+        helper.make_function(domain, each, ["a"], ["b"], chain(of, "a", "b"), opsets)
+        for each, of in functions.items()
     ]
     ends = [helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2]) for name in ("x", "y")]
     graph = helper.make_graph(chain([called], "x", "y"), "net", ends[:1], ends[1:])
@@ -47,7 +50,9 @@ def doubling(count: int, domain: str = "net") -> onnx.ModelProto:
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_the_count_is_that_of_the_flat_graph(count, domain):
     model = doubling(count, domain)
-    assert flat_size(ir.from_proto(model)) == 2 ** (count - 1) == htp_export.inline(model).nodes_after
+    assert (
+        flat_size(ir.from_proto(model)) == 2 ** (count - 1) == htp_export.inline(model).nodes_after
+    )
 
 
 def test_calls_in_branches_count():
@@ -79,12 +84,19 @@ def test_a_file_is_refused_when_it_is_read(domain, tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 10_000_000
     finally:
         tracemalloc.stop()
-    assert f"bomb.onnx: model 'net' has {NODES:,} nodes once its functions are inlined" in str(caught.value)
+    assert f"bomb.onnx: model 'net' has {NODES:,} nodes once its functions are inlined" in str(
+        caught.value
+    )
     assert "at most 1,000,000" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "command", [name for name, words in COMMANDS.items() if not {*words.split()} & {"PART", "STEPS", "ADAPTER"}]
+    "command",
+    [
+        name
+        for name, words in COMMANDS.items()
+        if not {*words.split()} & {"PART", "STEPS", "ADAPTER"}
+    ],
 )
 def test_every_command_refuses_it(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -97,7 +109,12 @@ def test_every_command_refuses_it(command, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("domain", ["net", "htp"])
 def test_a_model_in_memory_is_refused_too(domain):
     model = ir.from_proto(doubling(40, domain))
-    for work in (htp_export.load, htp_export.inline, read_flat, lambda model: htp_export.functions(model, "**")):
+    for work in (
+        htp_export.load,
+        htp_export.inline,
+        read_flat,
+        lambda model: htp_export.functions(model, "**"),
+    ):
         with pytest.raises(InputError, match=f"{NODES:,} nodes"):
             work(model)
 

@@ -37,7 +37,9 @@ def expected() -> np.ndarray:
 def test_only_weights_that_the_model_still_has_are_brought_along(external, tmp_path):
     (tmp_path / "other").mkdir()
     model = read_model(external)
-    reader = next(node for node in model.graph if any(value.name == WEIGHT for value in node.inputs))
+    reader = next(
+        node for node in model.graph if any(value.name == WEIGHT for value in node.inputs)
+    )
     reader.replace_input_with(1, model.graph.initializers["layer.0.fc.weight"])
     del model.graph.initializers[WEIGHT]
     write_model(model, tmp_path / "other" / "half.onnx")
@@ -82,7 +84,9 @@ class RenameFails:
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("failing", ["target.onnx", "target.onnx.data"])
 @pytest.mark.parametrize("there", [True, False])
-def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(external, monkeypatch, links, failing, there):
+def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(
+    external, monkeypatch, links, failing, there
+):
     folder = external.parent
     old = {"target.onnx": b"old model", "target.onnx.data": b"old weights"} if there else {}
     for name, content in old.items():
@@ -94,7 +98,9 @@ def test_a_graph_and_its_weights_are_replaced_together_or_not_at_all(external, m
         if not links:
             patched.delattr(os, "link")
             patched.setattr(os, "link", _no_links, raising=False)
-        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: .*Permission denied"):
+        with pytest.raises(
+            FileError, match=r"target\.onnx: cannot be written: .*Permission denied"
+        ):
             write_model(model, folder / "target.onnx", "target.onnx.data")
     assert fails.refused == 1
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
@@ -158,7 +164,8 @@ def in_threads(write: Callable[[int, int], object]) -> None:
     """Call a function with the numbers of a thread and of a turn, in three threads at the same time."""
     with ThreadPoolExecutor(3) as pool:
         for done in [
-            pool.submit(lambda thread=thread: [write(thread, turn) for turn in range(8)]) for thread in range(3)
+            pool.submit(lambda thread=thread: [write(thread, turn) for turn in range(8)])
+            for thread in range(3)
         ]:
             done.result(120)
 
@@ -168,7 +175,9 @@ def test_threads_may_write_one_model(tmp_path):
 
     def write(thread: int, turn: int) -> None:
         write_model(model, tmp_path / f"{thread}.onnx", f"{thread}.data" if turn % 2 else None)
-        np.testing.assert_array_equal(weight_of(read_model(tmp_path / f"{thread}.onnx")).numpy(), values)
+        np.testing.assert_array_equal(
+            weight_of(read_model(tmp_path / f"{thread}.onnx")).numpy(), values
+        )
 
     values = weight_of(model).numpy().copy()
     in_threads(write)
@@ -183,7 +192,9 @@ def test_threads_may_write_over_the_weights_of_their_model(external):
     assert listing(external.parent) == ["model.onnx", "weights.bin"]
 
 
-def test_a_relative_file_name_and_another_working_directory_change_nothing(external, tmp_path, monkeypatch):
+def test_a_relative_file_name_and_another_working_directory_change_nothing(
+    external, tmp_path, monkeypatch
+):
     monkeypatch.chdir(external.parent)
     model = read_model("model.onnx")
     monkeypatch.chdir(tmp_path)
@@ -194,7 +205,9 @@ def test_models_too_large_for_one_file_get_external_data(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "_LARGE_BYTES", 2000)
     write_model(encoder(16), tmp_path / "large.onnx")
     assert listing(tmp_path) == ["large.onnx", "large.onnx.data"]
-    np.testing.assert_array_equal(weight_of(read_model(tmp_path / "large.onnx")).numpy(), expected())
+    np.testing.assert_array_equal(
+        weight_of(read_model(tmp_path / "large.onnx")).numpy(), expected()
+    )
 
 
 def test_weights_that_are_one_tensor_are_written_once(tmp_path):
@@ -203,7 +216,9 @@ def test_weights_that_are_one_tensor_are_written_once(tmp_path):
     write_model(model, tmp_path / "tied.onnx", "tied.bin")
     assert (tmp_path / "tied.bin").stat().st_size == 1024
     both = read_model(tmp_path / "tied.onnx")
-    np.testing.assert_array_equal(weight_of(both, "layer.0.fc.weight").numpy(), weight_of(both).numpy())
+    np.testing.assert_array_equal(
+        weight_of(both, "layer.0.fc.weight").numpy(), weight_of(both).numpy()
+    )
 
 
 def test_a_weight_that_is_an_output_is_written_with_its_type(tmp_path):
@@ -217,12 +232,15 @@ def test_a_weight_that_is_an_output_is_written_with_its_type(tmp_path):
 
 def test_a_model_may_overwrite_its_own_weights_and_still_has_them(external):
     model = read_model(external)
-    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(np.zeros((1, 16), np.float32))
+    model.graph.initializers["layer.0.fc.weight"].const_value = ir.tensor(
+        np.zeros((1, 16), np.float32)
+    )
     for node in model.graph:
         node.outputs[0].shape = None
     write_model(model, external, "weights.bin")
     assert listing(external.parent) == ["model.onnx", "weights.bin"]
-    assert (external.parent / "weights.bin").stat().st_size == 1024  # the other one is small, and now in the file
+    # the other one is small, and now in the file
+    assert (external.parent / "weights.bin").stat().st_size == 1024
     np.testing.assert_array_equal(weight_of(model).numpy(), expected())
     again = read_model(external)
     np.testing.assert_array_equal(weight_of(again).numpy(), expected())
@@ -282,6 +300,8 @@ def test_processes_that_write_one_target_leave_one_model_and_its_data(tmp_path):
     subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=True)
     model = read_model(target)
     assert sorted(tmp_path.iterdir()) == sorted([target, *external_files(model)])
-    values = {float(value.const_value.numpy().flat[0]) for value in model.graph.initializers.values()}
+    values = {
+        float(value.const_value.numpy().flat[0]) for value in model.graph.initializers.values()
+    }
     assert values == {11.0}
     assert [node.op_type for node in model.graph] == [node.op_type for node in encoder(16).graph]

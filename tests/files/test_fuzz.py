@@ -20,7 +20,9 @@ def test_commands_do_their_work_on_files_with_faults_or_end_in_an_error_of_ours(
     models = [tmp_path / "branches.onnx", tmp_path / "encoder.onnx"]
     onnx.save(fuzz.branching(), models[0])
     write_model(encoder(), models[1])
-    files, at_fault, faults = fuzz.run(tmp_path, 24, models=models, seed=5, commands=QUICK, each=1, seconds=120)
+    files, at_fault, faults = fuzz.run(
+        tmp_path, 24, models=models, seed=5, commands=QUICK, each=1, seconds=120
+    )
     assert (files, at_fault) == (24, 0), [fault.seen[0] for fault in faults]
 
 

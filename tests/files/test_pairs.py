@@ -39,9 +39,11 @@ class TestIdentity:
             weight_of(tagged.model).numpy()
         time = (tmp_path / "a.onnx.data").stat().st_mtime_ns
         save(tmp_path / "a.onnx", seed=1)
-        os.utime(tmp_path / "a.onnx.data", ns=(time, time))  # of one size, written in the same instant
+        # of one size, written in the same instant
+        os.utime(tmp_path / "a.onnx.data", ns=(time, time))
         with pytest.raises(
-            FileError, match=r"a\.onnx\.data: was changed after .*a\.onnx was read; load the model again"
+            FileError,
+            match=r"a\.onnx\.data: was changed after .*a\.onnx was read; load the model again",
         ):
             USES[use](tagged, tmp_path / "b.onnx")
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data"]
@@ -49,7 +51,9 @@ class TestIdentity:
     def test_a_file_that_was_removed_meanwhile_is_named(self, tmp_path):
         model = read_model(save(tmp_path / "a.onnx"))
         (tmp_path / "a.onnx.data").unlink()
-        with pytest.raises(FileError, match=r"a\.onnx\.data: is missing: .*it was there when the model was read"):
+        with pytest.raises(
+            FileError, match=r"a\.onnx\.data: is missing: .*it was there when the model was read"
+        ):
             weight_of(model).numpy()
 
     def test_a_file_that_changes_while_it_is_copied_is_refused(self, tmp_path):
@@ -69,7 +73,10 @@ class TestNames:
     def test_a_data_file_gets_a_name_of_its_own_and_the_old_one_goes(self, tmp_path):
         other = save(tmp_path / "other" / "a.onnx", seed=1)
         for seed in (0, 1):
-            write_model(read_model(save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)), tmp_path / "b.onnx")
+            write_model(
+                read_model(save(tmp_path / f"from{seed}" / "a.onnx", seed=seed)),
+                tmp_path / "b.onnx",
+            )
         (data,) = (name for name in listing(tmp_path) if name.endswith(".data"))
         assert data.startswith("b.onnx.")
         assert data != "b.onnx.data"
@@ -136,14 +143,19 @@ class TestTornPairs:
         read_model(file)
         old.replace(tmp_path / "a.onnx.data")
         with pytest.raises(
-            FileError, match=r"a\.onnx: does not fit its data file a\.onnx\.data: it has other contents"
+            FileError,
+            match=r"a\.onnx: does not fit its data file a\.onnx\.data: it has other contents",
         ):
             htp_export.load(file)
 
-    def test_a_model_of_another_tool_whose_data_was_replaced_is_not_left_alone(self, tmp_path, monkeypatch):
+    def test_a_model_of_another_tool_whose_data_was_replaced_is_not_left_alone(
+        self, tmp_path, monkeypatch
+    ):
         """A model that says nothing of its data is replaced before its data is."""
         torch.manual_seed(0)
-        torch.onnx.export(nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), tmp_path / "a.onnx", verbose=False)
+        torch.onnx.export(
+            nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), tmp_path / "a.onnx", verbose=False
+        )
         torch.manual_seed(1)
         program = htp_export.export(nn.Linear(64, 64).eval(), (torch.zeros(1, 64),), verbose=False)
         renames = stopped_after_first(monkeypatch)
@@ -164,7 +176,9 @@ class TestTornPairs:
             read_model(tmp_path / "a.onnx")
         save(tmp_path / "b.onnx", 2)
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "b.onnx", "b.onnx.data"]
-        np.testing.assert_array_equal(values(tmp_path / "a.onnx"), values(save(tmp_path / "c.onnx", 1)))
+        np.testing.assert_array_equal(
+            values(tmp_path / "a.onnx"), values(save(tmp_path / "c.onnx", 1))
+        )
 
     def test_what_was_interrupted_is_not_finished_over_newer_files(self, tmp_path, monkeypatch):
         save(tmp_path / "a.onnx", 0)
@@ -190,7 +204,13 @@ class TestTornPairs:
         del model.graph.initializer[0].metadata_props[:]
         model.graph.initializer[0].raw_data = bytes(len(model.graph.initializer[0].raw_data))
         model.graph.initializer.reverse()
-        onnx.save(model, tmp_path / "a.onnx", save_as_external_data=True, location="a.onnx.data", size_threshold=2000)
+        onnx.save(
+            model,
+            tmp_path / "a.onnx",
+            save_as_external_data=True,
+            location="a.onnx.data",
+            size_threshold=2000,
+        )
         assert tags.DATA in {entry.key for entry in model.metadata_props}
         values(tmp_path / "a.onnx")
 
@@ -198,13 +218,17 @@ class TestTornPairs:
         export(tmp_path / "a.onnx", 0)
         htp_export.embed_map(tmp_path / "a.onnx", tmp_path / "a.onnx")
         proto = onnx.load(tmp_path / "a.onnx", load_external_data=False)
-        (said,) = (json.loads(entry.value) for entry in proto.metadata_props if entry.key == tags.DATA)
+        (said,) = (
+            json.loads(entry.value) for entry in proto.metadata_props if entry.key == tags.DATA
+        )
         size = (tmp_path / "a.onnx.data").stat().st_size
         assert said["a.onnx.data"].keys() == {"size", "serial", "tensors"}
         assert said["a.onnx.data"]["size"] == size
 
     @pytest.mark.parametrize("key", [tags.DATA, tags.WEIGHTS])
-    @pytest.mark.parametrize("note", ["{", "7", '{"a.onnx.data": 3}', '{"a.onnx.data": {"size": -1, "serial": 3}}'])
+    @pytest.mark.parametrize(
+        "note", ["{", "7", '{"a.onnx.data": 3}', '{"a.onnx.data": {"size": -1, "serial": 3}}']
+    )
     def test_what_is_said_may_be_nonsense(self, tmp_path, key, note):
         proto = onnx.load(save(tmp_path / "a.onnx"), load_external_data=False)
         del proto.metadata_props[:]
@@ -223,7 +247,10 @@ class TestTornPairs:
         said = data_plan.describe_own(tmp_path / "new", places, tmp_path / "old")
         assert said["differs"] == at // 4096 * 4096
         assert "differs" not in data_plan.describe_own(tmp_path / "new", places)
-        assert said["serial"] != data_plan.describe_own(tmp_path / "old", places, tmp_path / "new")["serial"]
+        assert (
+            said["serial"]
+            != data_plan.describe_own(tmp_path / "old", places, tmp_path / "new")["serial"]
+        )
         assert "differs" not in data_plan.describe_own(tmp_path / "new", places, tmp_path / "new")
 
 
@@ -243,7 +270,9 @@ def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(replacing.WorkFolder, "finish", lambda *_: None)
     unlink = Path.unlink
     monkeypatch.setattr(
-        Path, "unlink", lambda self, missing_ok=False: None if self.name == "journal" else unlink(self, missing_ok)
+        Path,
+        "unlink",
+        lambda self, missing_ok=False: None if self.name == "journal" else unlink(self, missing_ok),
     )
     return renames
 
@@ -264,21 +293,41 @@ class TestFailures:
             "write": (htp_export.files.data_files, "write_values"),
             "journal": (replacing, "_plain"),
         }[where]
-        monkeypatch.setattr("fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here")))
+        monkeypatch.setattr(
+            "fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here"))
+        )
         monkeypatch.setattr(*place, full)
-        with pytest.raises(FileError, match=r"target\.onnx: cannot be written: No space left on device$"):
+        with pytest.raises(
+            FileError, match=r"target\.onnx: cannot be written: No space left on device$"
+        ):
             write_model(model, target, data)
-        assert {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == old
+        assert {
+            path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()
+        } == old
         assert sorted(path.name for path in tmp_path.iterdir()) == ["other", *sorted(old)]
 
     def test_new_files_are_on_the_disk_before_old_ones_are_replaced(self, tmp_path, monkeypatch):
         done: list[str] = []
         sync, folder, do = filesystem.sync_file, filesystem.sync_folder, replacing._Step.do
-        monkeypatch.setattr(filesystem, "sync_file", lambda path: (done.append(f"sync {path.name}"), sync(path)))
-        monkeypatch.setattr(filesystem, "sync_folder", lambda path: (done.append("sync folder"), folder(path)))
-        monkeypatch.setattr(replacing._Step, "do", lambda step: (done.append(f"rename {step.target.name}"), do(step)))
+        monkeypatch.setattr(
+            filesystem, "sync_file", lambda path: (done.append(f"sync {path.name}"), sync(path))
+        )
+        monkeypatch.setattr(
+            filesystem, "sync_folder", lambda path: (done.append("sync folder"), folder(path))
+        )
+        monkeypatch.setattr(
+            replacing._Step,
+            "do",
+            lambda step: (done.append(f"rename {step.target.name}"), do(step)),
+        )
         save(tmp_path / "a.onnx", 0)
         assert done == ["rename a.onnx.data", "rename a.onnx"]  # nothing could be lost
         done.clear()
         save(tmp_path / "a.onnx", 1)
-        assert done == ["sync a.onnx", "sync a.onnx.data", "rename a.onnx", "rename a.onnx.data", "sync folder"]
+        assert done == [
+            "sync a.onnx",
+            "sync a.onnx.data",
+            "rename a.onnx",
+            "rename a.onnx.data",
+            "sync folder",
+        ]

@@ -31,7 +31,9 @@ def test_everything_that_is_changed_is_read_back_and_nothing_else_has_changed(la
         proto.ir_version, proto.graph.name = 10, "a name that is longer than the one it had: ä"
         proto.metadata_props.add(key="htp.version", value="1")
         proto.graph.node[0].metadata_props.add(key="htp.module", value="layer." * 50)
-        proto.graph.node[3].attribute[0].g.node[0].metadata_props.add(key="htp.module", value="body")
+        proto.graph.node[3].attribute[0].g.node[0].metadata_props.add(
+            key="htp.module", value="body"
+        )
         proto.functions[0].node[0].metadata_props.add(key="htp.module", value="function")
     assert onnx.load_from_string(written(model)) == expected
 

@@ -42,14 +42,19 @@ def everywhere(side: int = SIDE) -> onnx.ModelProto:
 
     def constant(name: str, seed: int) -> onnx.NodeProto:
         return helper.make_node(
-            "Constant", [], [name], value=numpy_helper.from_array(matrix(seed, side), f"{name}_value")
+            "Constant",
+            [],
+            [name],
+            value=numpy_helper.from_array(matrix(seed, side), f"{name}_value"),
         )
 
     inner = helper.make_graph(
         [constant("c3", 3), helper.make_node("Add", ["c3", "held"], ["deep"])],
         "inner", [], [info("deep")], [numpy_helper.from_array(matrix(4, side), "held")],
     )  # fmt: skip
-    other = helper.make_graph([helper.make_node("Identity", ["x"], ["plain"])], "other", [], [info("plain")])
+    other = helper.make_graph(
+        [helper.make_node("Identity", ["x"], ["plain"])], "other", [], [info("plain")]
+    )
     body = helper.make_graph(
         [helper.make_node("If", ["flag"], ["chosen"], then_branch=inner, else_branch=other)], "body", [],
         [info("chosen")],
@@ -66,7 +71,9 @@ def everywhere(side: int = SIDE) -> onnx.ModelProto:
     weight.doc_string = "what it is"
     weight.metadata_props.add(key="kept", value="as it is")
     small = numpy_helper.from_array(np.float32([1, 2]), "small")
-    graph = helper.make_graph(nodes, "g", [info("x"), info("flag", TensorProto.BOOL)], [info("y")], [weight, small])
+    graph = helper.make_graph(
+        nodes, "g", [info("x"), info("flag", TensorProto.BOOL)], [info("y")], [weight, small]
+    )
     function = helper.make_function(
         "ours", "Ours", ["p"], ["q"], [constant("c5", 5), helper.make_node("Add", ["p", "c5"], ["q"])],
         [helper.make_opsetid("", 18)],
@@ -109,7 +116,9 @@ def weight_of(model: ir.Model, name: str = "weight") -> ir.TensorProtocol:
 
 
 def large(model: ir.Model) -> list[ir.TensorProtocol]:
-    return [slot.tensor for slot in slots(model) if slot.tensor.nbytes >= protobuf_bytes.LARGE_BYTES]
+    return [
+        slot.tensor for slot in slots(model) if slot.tensor.nbytes >= protobuf_bytes.LARGE_BYTES
+    ]
 
 
 def test_large_weights_of_every_place_stay_in_the_file(file):
@@ -122,8 +131,15 @@ def test_large_weights_of_every_place_stay_in_the_file(file):
 
 def test_their_values_are_those_that_protobuf_reads(file):
     for found, expected in zip(large(read_model(file)), large(plainly(file)), strict=True):
-        assert (found.name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
-        assert (found.doc_string, found.metadata_props) == (expected.doc_string, expected.metadata_props)
+        assert (found.name, found.dtype, found.shape) == (
+            expected.name,
+            expected.dtype,
+            expected.shape,
+        )
+        assert (found.doc_string, found.metadata_props) == (
+            expected.doc_string,
+            expected.metadata_props,
+        )
         assert found.tobytes() == expected.tobytes()
         np.testing.assert_array_equal(found.numpy(), expected.numpy())
         assert not found.numpy().flags.writeable
@@ -137,9 +153,13 @@ def test_what_is_written_is_what_protobuf_writes_byte_for_byte(file):
 
 def test_weights_in_memory_are_written_as_protobuf_writes_them(file):
     for model in (plainly(file), read_model(file)):
-        lazy = ir.LazyTensor(lambda: ir.tensor(matrix(9)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight")
+        lazy = ir.LazyTensor(
+            lambda: ir.tensor(matrix(9)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight"
+        )
         model.graph.initializers["weight"].const_value = lazy
-        model.graph.initializers["small"].const_value = ir.tensor(matrix(8).astype(np.float16), name="small")
+        model.graph.initializers["small"].const_value = ir.tensor(
+            matrix(8).astype(np.float16), name="small"
+        )
         expected = proto_of(model).SerializeToString()
         write_model(model, file.with_name("copy.onnx"))
         assert file.with_name("copy.onnx").read_bytes() == expected
@@ -197,8 +217,13 @@ def test_a_file_that_is_written_over_by_others_is_told(file):
     again.graph.initializer[0].raw_data = matrix(7).tobytes()
     onnx.save(again, file)
     os.utime(file, ns=(0, 0))
-    for use in (lambda: weight_of(model).numpy(), lambda: write_model(model, file.with_name("copy.onnx"))):
-        with pytest.raises(FileError, match=r"model\.onnx: was written over after it was read.*load it again"):
+    for use in (
+        lambda: weight_of(model).numpy(),
+        lambda: write_model(model, file.with_name("copy.onnx")),
+    ):
+        with pytest.raises(
+            FileError, match=r"model\.onnx: was written over after it was read.*load it again"
+        ):
             use()
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
 
@@ -216,7 +241,9 @@ def test_a_file_that_was_cut_off_meanwhile_is_told(file):
 def test_a_file_is_closed_with_the_last_of_its_tensors(file):
     def opened() -> int:
         gc.collect()
-        return sum(os.path.realpath(number) == str(file) for number in Path("/proc/self/fd").iterdir())
+        return sum(
+            os.path.realpath(number) == str(file) for number in Path("/proc/self/fd").iterdir()
+        )
 
     if not Path("/proc/self/fd").is_dir():
         pytest.skip("no way to count open files")
@@ -233,7 +260,9 @@ def test_those_who_use_a_weight_at_one_time_share_its_memory(file):
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda tensor: pickle.loads(pickle.dumps(tensor))]
+)
 def test_a_copy_holds_its_values(again, file):
     tensor = again(weight_of(read_model(file)))
     file.unlink()
@@ -253,11 +282,16 @@ def test_weights_that_do_not_fit_their_shape_are_refused(tmp_path, side):
 
 def test_where_weights_cannot_be_kept_apart_all_are_read(tmp_path):
     data = everywhere().SerializeToString()
-    twice = onnx.ModelProto(graph=onnx.GraphProto(initializer=[numpy_helper.from_array(matrix(6), "weight")]))
-    (tmp_path / "model.onnx").write_bytes(data + twice.SerializeToString())  # protobuf merges what follows
+    twice = onnx.ModelProto(
+        graph=onnx.GraphProto(initializer=[numpy_helper.from_array(matrix(6), "weight")])
+    )
+    # protobuf merges what follows
+    (tmp_path / "model.onnx").write_bytes(data + twice.SerializeToString())
     model = read_model(tmp_path / "model.onnx")
     assert not any(isinstance(tensor, FileTensor) for tensor in large(model))
-    np.testing.assert_array_equal(weight_of(model).numpy(), weight_of(plainly(tmp_path / "model.onnx")).numpy())
+    np.testing.assert_array_equal(
+        weight_of(model).numpy(), weight_of(plainly(tmp_path / "model.onnx")).numpy()
+    )
 
 
 def test_a_field_that_is_given_twice_has_its_last_value(tmp_path):
@@ -282,7 +316,9 @@ def test_files_that_end_too_soon_are_refused_and_named(file):
 
 def test_damaged_files_are_refused_or_read_as_protobuf_reads_them(file):
     data, drawn = file.read_bytes(), random.Random(1)
-    heads = [start + offset for start in range(0, len(data), SIDE * SIDE * 4) for offset in range(200)]
+    heads = [
+        start + offset for start in range(0, len(data), SIDE * SIDE * 4) for offset in range(200)
+    ]
     refused = 0
     for place in drawn.sample([place for place in heads if place < len(data)], 150):
         damaged = bytearray(data)
@@ -332,7 +368,12 @@ def test_a_mark_that_a_file_brings_along_means_nothing(tmp_path, monkeypatch):
 
 def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file):
     model = read_model(file)
-    wrong = ir.LazyTensor(lambda: ir.tensor(matrix(side=300)), ir.DataType.FLOAT, ir.Shape([SIDE, SIDE]), name="weight")
+    wrong = ir.LazyTensor(
+        lambda: ir.tensor(matrix(side=300)),
+        ir.DataType.FLOAT,
+        ir.Shape([SIDE, SIDE]),
+        name="weight",
+    )
     model.graph.initializers["weight"].const_value = wrong
     before = file.read_bytes()
     with pytest.raises(FileError, match="tensor 'weight' has 360000 bytes, not 160000"):
@@ -359,7 +400,9 @@ def test_other_formats_are_read_and_written_whole(file):
     write_model(read_model(file), file.with_suffix(".json"))
     onnx.save(proto_of(plainly(file)), file.with_name("expected.json"))
     assert file.with_suffix(".json").read_bytes() == file.with_name("expected.json").read_bytes()
-    np.testing.assert_array_equal(weight_of(read_model(file.with_suffix(".json"))).numpy(), matrix())
+    np.testing.assert_array_equal(
+        weight_of(read_model(file.with_suffix(".json"))).numpy(), matrix()
+    )
 
 
 def test_where_files_cannot_be_read_in_parts_they_are_read_whole(file, monkeypatch):
@@ -381,15 +424,22 @@ print(peak.own - before)
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere"
+)
 def test_reading_and_writing_holds_less_than_a_tenth_of_the_model(tmp_path: Path) -> None:
     # Pages of the file itself, which is mapped, are not counted: the system takes them back whenever it likes.
     model = everywhere()
     for number in range(24):
-        model.graph.initializer.append(numpy_helper.from_array(matrix(number, 900), f"more_{number}"))
+        model.graph.initializer.append(
+            numpy_helper.from_array(matrix(number, 900), f"more_{number}")
+        )
     onnx.save(model, tmp_path / "model.onnx")
     paths = [os.fspath(tmp_path / name) for name in ("model.onnx", "copy.onnx")]
-    done = subprocess.run([sys.executable, "-c", _COPY, *paths], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _COPY, *paths], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     size = (tmp_path / "model.onnx").stat().st_size
     assert int(done.stdout) < size / 10
-    assert abs((tmp_path / "copy.onnx").stat().st_size - size) < 1000  # its bytes are held by smaller models above
+    # its bytes are held by smaller models above
+    assert abs((tmp_path / "copy.onnx").stat().st_size - size) < 1000

@@ -38,7 +38,11 @@ Act (u) => (v) { v = Relu (u) }
 
 def net() -> onnx.ModelProto:
     model = onnx.parser.parse_model(TEXT)
-    for node in (*model.graph.node, *model.graph.node[4].attribute[0].g.node, *model.functions[0].node):
+    for node in (
+        *model.graph.node,
+        *model.graph.node[4].attribute[0].g.node,
+        *model.functions[0].node,
+    ):
         node.name = f"the_{node.output[0]}"
     model.graph.node[0].metadata_props.add(key="htp.module", value="block")
     return model
@@ -77,7 +81,9 @@ def dims(*sizes: int) -> Edit:
 
 def calls_itself(model: onnx.ModelProto) -> None:
     function = model.functions[0]
-    function.node.append(helper.make_node("Act", [function.input[0]], ["again"], domain=function.domain))
+    function.node.append(
+        helper.make_node("Act", [function.input[0]], ["again"], domain=function.domain)
+    )
     function.opset_import.append(helper.make_opsetid(function.domain, 1))
 
 
@@ -111,7 +117,10 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         "two inputs of graph 'net' are called 'x'",
     ),
     "a cycle": (lambda model: node(model, "a").input.__setitem__(0, "y"), "cycle"),
-    "no operator": (lambda model: node(model, "y").ClearField("op_type"), "node 'the_y' () names no operator"),
+    "no operator": (
+        lambda model: node(model, "y").ClearField("op_type"),
+        "node 'the_y' () names no operator",
+    ),
     "an attribute of another kind": (
         turn(helper.make_attribute("perm", "text")),
         "attribute 'perm' of node 'the_t' (Transpose) is of type STRING, not INTS",
@@ -128,18 +137,27 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         lambda model: node(model, "t").input.append("w"),
         "node 'the_t' (Transpose) has 2 inputs, and the operator takes 1",
     ),
-    "no outputs": (lambda model: node(model, "k").ClearField("output"), "has 0 outputs, and the operator takes 1"),
+    "no outputs": (
+        lambda model: node(model, "k").ClearField("output"),
+        "has 0 outputs, and the operator takes 1",
+    ),
     "a negative size": (dims(-4), "tensor 'w' has a negative size: [-4]"),
     "too few values": (dims(5), "tensor 'w' has 4 values, and its shape and type take 5"),
     "very many values of none": (
-        lambda model: (dims(300_000_000)(model), model.graph.initializer[0].ClearField("float_data")),
+        lambda model: (
+            dims(300_000_000)(model),
+            model.graph.initializer[0].ClearField("float_data"),
+        ),
         "tensor 'w' has 0 values, and its shape and type take 300,000,000",
     ),
     "values of another type": (
         typed(lambda tensor: tensor.int64_data.append(3)),
         "tensor 'w' is of type FLOAT, and has values in int64_data",
     ),
-    "no element type": (typed(lambda tensor: tensor.ClearField("data_type")), "tensor 'w' has no element type"),
+    "no element type": (
+        typed(lambda tensor: tensor.ClearField("data_type")),
+        "tensor 'w' has no element type",
+    ),
     "an element type that there is not": (
         typed(lambda tensor: tensor.__setattr__("data_type", 99)),
         "tensor 'w': 99 is not a valid DataType",
@@ -174,7 +192,11 @@ def test_a_model_that_breaks_a_rule_is_refused_with_what_is_at_fault(fault, tmp_
 
 
 def test_a_model_that_breaks_none_is_taken():
-    assert [each.op_type for each in htp_export.load(net()).nodes][:3] == ["Add", "Transpose", "Act"]
+    assert [each.op_type for each in htp_export.load(net()).nodes][:3] == [
+        "Add",
+        "Transpose",
+        "Act",
+    ]
 
 
 def test_what_a_value_does_not_say_is_unknown():
@@ -241,11 +263,16 @@ def test_the_values_of_a_tensor_are_counted_where_its_type_has_them(dtype, field
 
 
 def test_rules_are_those_of_the_opset_and_operators_of_others_have_none():
-    squeeze = helper.make_node("Squeeze", ["x"], ["y"], axes=[0])  # from opset 13 on, axes are an input
+    # from opset 13 on, axes are an input
+    squeeze = helper.make_node("Squeeze", ["x"], ["y"], axes=[0])
     mine = helper.make_node("Cast", ["x", "x", "x"], ["z"], domain="mine", to="text")
-    graph = helper.make_graph([squeeze, mine], "net", [helper.make_tensor_value_info("x", 1, [1])], [])
+    graph = helper.make_graph(
+        [squeeze, mine], "net", [helper.make_tensor_value_info("x", 1, [1])], []
+    )
     for version in (11, 13, 999):
-        model = helper.make_model(graph, ir_version=8, opset_imports=[helper.make_opsetid("", version)])
+        model = helper.make_model(
+            graph, ir_version=8, opset_imports=[helper.make_opsetid("", version)]
+        )
         htp_export.load(model)
 
 
@@ -279,7 +306,15 @@ def with_every_text() -> onnx.ModelProto:
     for each in (*graph.node, *branches, *function.node):
         each.metadata_props.add(key="htp.module", value="block")
     graph.value_info.append(helper.make_tensor_value_info("a", TensorProto.FLOAT, ["n", 4]))
-    for each in (model, graph, *graph.node, *graph.input, *graph.value_info, *graph.initializer, function):
+    for each in (
+        model,
+        graph,
+        *graph.node,
+        *graph.input,
+        *graph.value_info,
+        *graph.initializer,
+        function,
+    ):
         each.doc_string = "documented"
         each.metadata_props.add(key="key", value="value")
     for each in (*graph.input, *graph.value_info):
@@ -288,7 +323,9 @@ def with_every_text() -> onnx.ModelProto:
         del each.type.tensor_type.shape.dim[0]
     model.producer_name, model.producer_version, model.domain = "tool", "1", "org"
     graph.node[1].attribute[0].doc_string = function.node[0].doc_string = "documented"
-    function.node[0].overload = function.overload = next(n for n in graph.node if n.domain == "pkg").overload = "one"
+    function.node[0].overload = function.overload = next(
+        n for n in graph.node if n.domain == "pkg"
+    ).overload = "one"
     return model
 
 
@@ -307,7 +344,10 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place, tmp_pa
     try:
         tagged = htp_export.load(tmp_path / "net.onnx")
     except htp_export.InputError:
-        assert not re.search("doc_string|denotation|producer|model_domain", place) or "initializer" in place
+        assert (
+            not re.search("doc_string|denotation|producer|model_domain", place)
+            or "initializer" in place
+        )
         return
     tagged.save(tmp_path / "saved.onnx")
     assert b"\xff\xfe" not in (tmp_path / "saved.onnx").read_bytes()
@@ -317,7 +357,9 @@ def test_text_that_is_not_utf8_is_refused_by_load_or_harms_nothing(place, tmp_pa
     assert main(["optimize", str(tmp_path / "net.onnx"), "-o", str(tmp_path / "small.onnx")]) == 0
 
 
-def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(tmp_path, monkeypatch):
+def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fault(
+    tmp_path, monkeypatch
+):
     from htp_export.costs import costing
 
     def fails(*_: object, **__: object) -> None:
@@ -327,14 +369,20 @@ def test_an_error_in_the_work_on_a_model_names_the_node_where_the_model_is_at_fa
     model = net()
     turn(helper.make_attribute("perm", [0, 7]))(model)
     onnx.save(model, tmp_path / "net.onnx")
-    message = r"net\.onnx: not a valid ONNX model: Transpose 'the_t': .*\(LookupError: no such axis\)"
+    message = (
+        r"net\.onnx: not a valid ONNX model: Transpose 'the_t': .*\(LookupError: no such axis\)"
+    )
     with pytest.raises(htp_export.InputError, match=message):
         htp_export.cost(tmp_path / "net.onnx")
 
 
 @pytest.mark.parametrize(
     ("valid", "error"),
-    [(True, LookupError("a fault of our own")), (False, OSError("no space left")), (False, MemoryError())],
+    [
+        (True, LookupError("a fault of our own")),
+        (False, OSError("no space left")),
+        (False, MemoryError()),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_an_error_that_does_not_stem_from_the_model_stays_what_it_is(monkeypatch, valid, error):
@@ -432,7 +480,9 @@ def test_a_loop_that_does_not_end_is_not_computed_beforehand(monkeypatch):
 def test_a_loop_that_ends_is_computed_beforehand():
     optimized = htp_export.optimize(loop(5)).model
     assert [each.op_type for each in optimized.graph] == ["Add"]
-    assert {int(value.const_value.numpy()) for value in optimized.graph.initializers.values()} == {5}  # type: ignore[union-attr]
+    assert {int(value.const_value.numpy()) for value in optimized.graph.initializers.values()} == {
+        5
+    }  # type: ignore[union-attr]
 
 
 HOSTILE = "\x1b[31mred\x9b2J\u202elive"
@@ -444,7 +494,9 @@ def hostile(tmp_path: Path) -> Path:
     relu = ir.node(HOSTILE, [ir.val("x", ir.DataType.FLOAT, [2])], domain="mine", name=HOSTILE)
     relu.metadata_props["htp.module"] = HOSTILE
     relu.outputs[0].name = HOSTILE
-    graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20, "mine": 1}, name=HOSTILE)
+    graph = ir.Graph(
+        relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20, "mine": 1}, name=HOSTILE
+    )
     ir.save(ir.Model(graph, ir_version=10), tmp_path / "net.onnx")
     return tmp_path / "net.onnx"
 
@@ -459,7 +511,10 @@ def test_a_terminal_acts_on_no_name_of_a_file(hostile, words, terminal, capsys, 
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("COLUMNS", "300")
     command, *rest = words.split()
-    assert main([command, str(hostile), *(str(hostile) if word == "F" else word for word in rest)]) == 0
+    assert (
+        main([command, str(hostile), *(str(hostile) if word == "F" else word for word in rest)])
+        == 0
+    )
     printed = "".join(capsys.readouterr())
     for raw in ("\x1b[31mred", "\x9b", "\u202e"):
         assert raw not in printed
@@ -468,5 +523,16 @@ def test_a_terminal_acts_on_no_name_of_a_file(hostile, words, terminal, capsys, 
 
 
 def test_errors_show_names_as_text(hostile, capsys):
-    assert main(["extract", str(hostile), "gone\x1b]0;title\x07", "-o", str(hostile.with_name("out.onnx"))]) == 2
+    assert (
+        main(
+            [
+                "extract",
+                str(hostile),
+                "gone\x1b]0;title\x07",
+                "-o",
+                str(hostile.with_name("out.onnx")),
+            ]
+        )
+        == 2
+    )
     assert "\x1b" not in capsys.readouterr().err

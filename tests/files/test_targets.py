@@ -30,7 +30,9 @@ EXPORTERS = pytest.mark.parametrize("dynamo", [True, False])
 
 def exported(file: Path, dynamo: bool, seed: int = 0) -> None:
     torch.manual_seed(seed)
-    htp_export.export(nn.Linear(16, 16).eval(), (torch.zeros(1, 16),), file, dynamo=dynamo, verbose=False)
+    htp_export.export(
+        nn.Linear(16, 16).eval(), (torch.zeros(1, 16),), file, dynamo=dynamo, verbose=False
+    )
 
 
 class Reader:
@@ -63,12 +65,16 @@ class TestSpecial:
     def test_a_model_is_written_with_its_weights(self, tmp_path):
         reader = Reader(tmp_path / "pipe")
         write_model(read_model(save(tmp_path / "a.onnx")), tmp_path / "pipe")
-        made = {each.name: onnx.numpy_helper.to_array(each) for each in reader.model.graph.initializer}
+        made = {
+            each.name: onnx.numpy_helper.to_array(each) for each in reader.model.graph.initializer
+        }
         np.testing.assert_array_equal(made["layer.1.fc.weight"], values(tmp_path / "a.onnx"))
         assert not any(entry.key == "htp.data" for entry in reader.model.metadata_props)
         assert listing(tmp_path) == ["a.onnx", "a.onnx.data", "pipe"]
 
-    @pytest.mark.parametrize("command", ["optimize {0} -o {1}", "extract {0} layer -o {1}", "carry {0} {0} -o {1}"])
+    @pytest.mark.parametrize(
+        "command", ["optimize {0} -o {1}", "extract {0} layer -o {1}", "carry {0} {0} -o {1}"]
+    )
     def test_commands_write_to_the_null_device(self, tmp_path, command):
         file = save(tmp_path / "a.onnx")
         assert main(command.format(file, os.devnull).split()) == 0
@@ -99,7 +105,10 @@ class TestLinks:
     def test_a_command_names_the_files_that_it_wrote(self, tmp_path, capsys):
         (tmp_path / "real").mkdir()
         (tmp_path / "link.onnx").symlink_to(tmp_path / "real" / "a.onnx")
-        assert main(["optimize", str(save(tmp_path / "b.onnx")), "-o", str(tmp_path / "link.onnx")]) == 0
+        assert (
+            main(["optimize", str(save(tmp_path / "b.onnx")), "-o", str(tmp_path / "link.onnx")])
+            == 0
+        )
         said = " ".join(capsys.readouterr().out.split())
         assert str(tmp_path / "link.onnx") in said
         assert str(tmp_path / "real" / "a.onnx.data") in said
@@ -155,11 +164,15 @@ class TestModes:
         save(tmp_path / "a.onnx")
         assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1
 
-    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
+    @pytest.mark.skipif(
+        not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
+    )
     def test_files_keep_their_owner(self, tmp_path):
         os.chown(save(tmp_path / "a.onnx"), 1234, 4321)
         write_model(read_model(save(tmp_path / "b.onnx")), tmp_path / "a.onnx")
-        assert {(path.stat().st_uid, path.stat().st_gid) for path in tmp_path.glob("a.onnx")} == {(1234, 4321)}
+        assert {(path.stat().st_uid, path.stat().st_gid) for path in tmp_path.glob("a.onnx")} == {
+            (1234, 4321)
+        }
 
     def test_a_group_that_cannot_be_kept_may_do_what_everybody_may(self, tmp_path, monkeypatch):
         file = tmp_path / "new"
@@ -188,7 +201,9 @@ class TestFolders:
             mkdir(path, *rest, **options)
 
         flags = [*volume[:8], volume.f_flag | os.ST_RDONLY, volume.f_namemax]
-        monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder and access(path, mode))
+        monkeypatch.setattr(
+            os, "access", lambda path, mode: Path(path) != folder and access(path, mode)
+        )
         monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(flags))
         monkeypatch.setattr(Path, "mkdir", not_made)
         return folder
@@ -215,7 +230,9 @@ class TestFolders:
             lambda: htp_export.tools.onnxscript(file, out),
         )
         for use in uses:
-            with pytest.raises(FileError, match=r"b\.onnx: cannot be written: .*(Read-only|does not exist)"):
+            with pytest.raises(
+                FileError, match=r"b\.onnx: cannot be written: .*(Read-only|does not exist)"
+            ):
                 use()
 
     @EXPORTERS
@@ -225,12 +242,22 @@ class TestFolders:
                 pytest.fail("the model ran first")
 
         with pytest.raises(OSError, match="Read-only file system"):
-            htp_export.export(Fails(), (torch.zeros(1),), read_only / "a.onnx", dynamo=dynamo, verbose=False)
+            htp_export.export(
+                Fails(), (torch.zeros(1),), read_only / "a.onnx", dynamo=dynamo, verbose=False
+            )
         with pytest.raises(FileNotFoundError):
-            htp_export.export(Fails(), (torch.zeros(1),), read_only / "no" / "a.onnx", dynamo=dynamo, verbose=False)
+            htp_export.export(
+                Fails(),
+                (torch.zeros(1),),
+                read_only / "no" / "a.onnx",
+                dynamo=dynamo,
+                verbose=False,
+            )
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="file permissions bind the program by prctl")
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="file permissions bind the program by prctl"
+)
 def test_a_read_only_file_is_refused_before_the_work(tmp_path):
     save(tmp_path / "a.onnx")
     (tmp_path / "b.onnx").touch(0o444)
@@ -239,7 +266,10 @@ def test_a_read_only_file_is_refused_before_the_work(tmp_path):
         2, "htp-export: error: b.onnx: is read-only; name another file, or allow that it is written\n",
     )  # fmt: skip
     (tmp_path / "b.onnx").chmod(0o644)
-    assert bound_by_permissions(tmp_path, "optimize", "a.onnx", "-o", "b.onnx", "--force").returncode == 0
+    assert (
+        bound_by_permissions(tmp_path, "optimize", "a.onnx", "-o", "b.onnx", "--force").returncode
+        == 0
+    )
 
 
 class TestOtherSystems:
@@ -256,8 +286,12 @@ class TestOtherSystems:
         monkeypatch.setattr(filesystem, "fcntl", None)
         monkeypatch.setattr(os, "link", lambda *_: refuse_all())
         monkeypatch.delattr(os, "chown")
-        monkeypatch.setattr(Path, "unlink", lambda self, missing_ok=False: (refuse(self), unlink(self, missing_ok)))
-        monkeypatch.setattr(os, "replace", lambda one, other: (refuse(one), refuse(other), replace(one, other)))
+        monkeypatch.setattr(
+            Path, "unlink", lambda self, missing_ok=False: (refuse(self), unlink(self, missing_ok))
+        )
+        monkeypatch.setattr(
+            os, "replace", lambda one, other: (refuse(one), refuse(other), replace(one, other))
+        )
         return open_files
 
     def test_models_are_written(self, windows, tmp_path):
@@ -272,7 +306,9 @@ class TestOtherSystems:
         with replacing.work_folder(tmp_path / "a") as work:
             assert work.path.stat().st_mode & 0o777 != 0o700
 
-    def test_a_lock_is_held_whatever_the_identity_of_a_path_is(self, windows, tmp_path, monkeypatch):
+    def test_a_lock_is_held_whatever_the_identity_of_a_path_is(
+        self, windows, tmp_path, monkeypatch
+    ):
         """An open file cannot have been replaced there."""
         monkeypatch.setattr(Identity, "at", lambda path: None)
         assert Lock.new(tmp_path / "lock") is not None
@@ -318,7 +354,15 @@ def refuse_all() -> None:
 
 
 NOBODY = {"device": 1, "number": 2, "size": 6, "written_ns": 3}
-STEP = {"new": "new", "target": "target", "free": False, "old": None, "made": NOBODY, "away": "away", "holds": None}
+STEP = {
+    "new": "new",
+    "target": "target",
+    "free": False,
+    "old": None,
+    "made": NOBODY,
+    "away": "away",
+    "holds": None,
+}
 
 
 class TestLocks:
@@ -384,7 +428,12 @@ def test_a_journal_from_elsewhere_moves_nothing(tmp_path):
     (work / "new").mkdir(parents=True)
     (work / "lock").touch()
     (work / "new" / "file").write_text("run me")
-    step = {**STEP, "new": str(work / "new" / "file"), "target": str(target), "away": str(work / "old" / "0")}
+    step = {
+        **STEP,
+        "new": str(work / "new" / "file"),
+        "target": str(target),
+        "away": str(work / "old" / "0"),
+    }
     (work / "journal").write_text(json.dumps({"steps": [step], "obsolete": []}))
     replacing.clear_killed(tmp_path)
     assert listing(tmp_path) == []

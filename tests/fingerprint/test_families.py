@@ -22,7 +22,12 @@ from tests.written import weight, written
 
 Made = tuple[nn.Module, dict[str, Any]]
 
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+SMALL = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 
 
 class TimeUnet(nn.Module):
@@ -46,7 +51,9 @@ class TimeUnet(nn.Module):
         return self.out(torch.cat([self.up(inner), sample], 1))
 
 
-class Experts(Holding, router=nn.Linear(8, 4, bias=False), weights=nn.Parameter(torch.randn(4, 8, 8))):
+class Experts(
+    Holding, router=nn.Linear(8, 4, bias=False), weights=nn.Parameter(torch.randn(4, 8, 8))
+):
     """Two of four layers for each position, chosen by a router."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,7 +61,12 @@ class Experts(Holding, router=nn.Linear(8, 4, bias=False), weights=nn.Parameter(
         return (torch.einsum("bd,bkde->bke", x, self.weights[chosen]) * share[..., None]).sum(1)
 
 
-class Recurrent(Holding, embedding=nn.Embedding(30, 8), lstm=nn.LSTM(8, 8, batch_first=True), out=nn.Linear(8, 2)):
+class Recurrent(
+    Holding,
+    embedding=nn.Embedding(30, 8),
+    lstm=nn.LSTM(8, 8, batch_first=True),
+    out=nn.Linear(8, 2),
+):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.out(self.lstm(self.embedding(tokens))[0][:, -1])
 
@@ -96,7 +108,11 @@ OWN: dict[str, tuple[str, str, Callable[[], Made]]] = {
         lambda: (TimeUnet(), {"sample": torch.randn(1, 3, 8, 8), "timestep": torch.tensor([3.0])}),
     ),
     "experts": ("mixture", "torchscript", lambda: (Experts(), {"x": torch.randn(3, 8)})),
-    "lstm": ("recurrent", "torchscript", lambda: (Recurrent(), {"tokens": torch.randint(0, 30, (2, 5))})),
+    "lstm": (
+        "recurrent",
+        "torchscript",
+        lambda: (Recurrent(), {"tokens": torch.randint(0, 30, (2, 5))}),
+    ),
     "unrolled": ("recurrent", "dynamo", lambda: (Cell(), {"x": torch.randn(2, 6, 4)})),
 }
 FAMILY = {name: family for name, (family, *_) in (*TYPES.items(), *OWN.items())}
@@ -108,10 +124,16 @@ def files(tmp_path_factory):
 
     @functools.cache
     def file(name: str) -> onnx.ModelProto:
-        _, exporter, build = OWN.get(name) or ("", "torchscript", lambda: of_type(name, **TYPES[name][1]))
+        _, exporter, build = OWN.get(name) or (
+            "",
+            "torchscript",
+            lambda: of_type(name, **TYPES[name][1]),
+        )
         model, inputs = build()
         names = {} if exporter == "dynamo" else {"input_names": [*inputs]}
-        return exported(spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names)
+        return exported(
+            spread(model).eval(), inputs, exporter, tmp_path_factory.mktemp(name), **names
+        )
 
     return file
 
@@ -169,7 +191,9 @@ def test_modules_of_equal_structure_are_blocks(name, blocks, files):
     assert all(len(block.modules) == block.count for block in found)
 
 
-@pytest.mark.parametrize(("name", "counts"), [("bert", [2]), ("gpt2", [2]), ("bart", [2, 2]), ("vit", [2])])
+@pytest.mark.parametrize(
+    ("name", "counts"), [("bert", [2]), ("gpt2", [2]), ("bart", [2, 2]), ("vit", [2])]
+)
 def test_blocks_are_found_along_the_chain_where_there_are_no_tags(name, counts, files):
     found = htp_export.fingerprint(bare(files(name))).blocks
     assert [block.count for block in found] == counts
@@ -197,13 +221,20 @@ def test_a_module_that_runs_again_counts_each_time():
     assert (block.count, block.modules, block.nodes) == (4, ("layer",), 3)
 
 
-@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+@pytest.mark.parametrize(
+    "exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"]
+)
 def test_a_causal_mask_is_computed_where_sizes_are_open(exporter, tmp_path):
-    model, inputs = of_type("qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100)
+    model, inputs = of_type(
+        "qwen2", **{**SMALL, "num_hidden_layers": 1}, num_key_value_heads=1, vocab_size=100
+    )
     options = open_sizes(exporter, **{name: {0: "batch", 1: "sequence"} for name in inputs})
     found = htp_export.fingerprint(exported(model, inputs, exporter, tmp_path, **options))
     assert found.family == "decoder"
-    assert "input input_ids [batch, sequence] is tokens: it is looked up in a table of vectors" in found.evidence
+    assert (
+        "input input_ids [batch, sequence] is tokens: it is looked up in a table of vectors"
+        in found.evidence
+    )
 
 
 MASKED = """g (float[1,2,4,3] q, float[1,2,4,3] k, float[1,2,4,3] v, bool[4,4] given) => (float[1,2,4,3] y) {{
@@ -224,7 +255,12 @@ LOWER = torch.ones(4, 4).tril().bool().numpy()
     ],
 )
 def test_a_mask_is_causal_by_what_it_hides(mask, family):
-    constants = {"low": LOWER, "least": np.float32(-1e9), "zero": np.float32(0), "bias": weight(4, 4)}
+    constants = {
+        "low": LOWER,
+        "least": np.float32(-1e9),
+        "zero": np.float32(0),
+        "bias": weight(4, 4),
+    }
     assert htp_export.fingerprint(written(MASKED.format(mask=mask), **constants)).family == family
 
 
@@ -245,9 +281,13 @@ def test_masks_that_ask_for_very_many_elements_are_not_computed(mask):
     }  # fmt: skip
     text = MASKED.format(mask=mask)
     model = onnx.parser.parse_model(f'<ir_version: 10, opset_import: ["": 17]> {text}')
-    model.graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(each), n) for n, each in constants.items())
+    model.graph.initializer.extend(
+        onnx.numpy_helper.from_array(np.asarray(each), n) for n, each in constants.items()
+    )
     for name in ("o", "a", "l", "w"):
-        model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4]))
+        model.graph.value_info.append(
+            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [4])
+        )
     tracemalloc.start()
     family = htp_export.fingerprint(model).family
     _, most = tracemalloc.get_traced_memory()
@@ -296,7 +336,9 @@ def test_prints_and_is_plain_data(files, tmp_path, capsys):
     assert "encoder" in printed
     assert "BertLayer" in printed
     assert main(["fingerprint", str(path), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["blocks"][0]["modules"] == [f"encoder.layer.{k}" for k in range(2)]
+    assert json.loads(capsys.readouterr().out)["blocks"][0]["modules"] == [
+        f"encoder.layer.{k}" for k in range(2)
+    ]
 
 
 @pytest.mark.parametrize("tool", ["quantize_dynamic", "optimize"])
@@ -306,7 +348,10 @@ def test_blocks_are_still_there_after_quantization_and_optimisation(tool, files,
     work = htp_export.optimize if tool == "optimize" else htp_export.tools.quantize_dynamic
     work(tmp_path / "bert.onnx", tmp_path / "after.onnx")
     found = htp_export.fingerprint(tmp_path / "after.onnx")
-    assert (found.family, [(block.count, block.name) for block in found.blocks]) == ("encoder", [(2, "BertLayer")])
+    assert (found.family, [(block.count, block.name) for block in found.blocks]) == (
+        "encoder",
+        [(2, "BertLayer")],
+    )
 
 
 CHOSEN = """g (float[5,4] x, bool[5,3] open) => (float[5,4] y) {{
@@ -320,13 +365,32 @@ SHARES = "a = Softmax<axis=-1>(r)"
     [
         (f"c = Where(open, r, least)  v, k = TopK(c, one)  {PICKED}  s = Sigmoid(v)", "mixture"),
         (f"k = ArgMax<axis=-1>(r)  {SHARES}  s = GatherElements(a, k)  {PICKED}", "mixture"),
-        (f"k = ArgMax<axis=-1>(r)  {SHARES}  s = GatherElements(a, k)  m = GatherND(weights, k)", "mixture"),
-        (f"{SHARES}  c = Cast<to=1>(a)  k = ArgMax<axis=-1>(c)  {PICKED}  s = ReduceMax<axes=[1]>(c)", "mixture"),
+        (
+            f"k = ArgMax<axis=-1>(r)  {SHARES}  s = GatherElements(a, k)  m = GatherND(weights, k)",
+            "mixture",
+        ),
+        (
+            f"{SHARES}  c = Cast<to=1>(a)  k = ArgMax<axis=-1>(c)  {PICKED}  s = ReduceMax<axes=[1]>(c)",
+            "mixture",
+        ),
         (f"k = ArgMax<axis=-1>(r)  {PICKED}  s = ReduceMean<axes=[1]>(x)", "unknown"),
     ],
-    ids=["masked groups", "share of the choice", "picked by indices, as dynamo", "largest share", "no share"],
+    ids=[
+        "masked groups",
+        "share of the choice",
+        "picked by indices, as dynamo",
+        "largest share",
+        "no share",
+    ],
 )
 def test_experts_are_chosen_by_a_share_that_is_used_too(choice, family):
     """By the largest share alone, classes are told."""
-    constants = {"w": weight(4, 3), "weights": weight(3, 4, 4), "one": np.array([1]), "least": np.float32(-1e9)}
-    assert htp_export.fingerprint(written(CHOSEN.format(choice=choice), **constants)).family == family
+    constants = {
+        "w": weight(4, 3),
+        "weights": weight(3, 4, 4),
+        "one": np.array([1]),
+        "least": np.float32(-1e9),
+    }
+    assert (
+        htp_export.fingerprint(written(CHOSEN.format(choice=choice), **constants)).family == family
+    )

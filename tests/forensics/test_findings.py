@@ -40,9 +40,19 @@ ATTENTION = """g (float[1,2,5,4] q, float[1,2,5,4] k, float[1,2,5,4] v, float[1,
     masked = Add(scaled, mask)  p = Softmax<axis=-1>(masked)  y = MatMul(p, v) }"""
 NORM = """g (float[2,3,4] x) => (float[2,3,4] y) {{ {mean} sq = Pow({d}, two)
     m2 = ReduceMean<axes=[-1]>(sq)  e = Add(m2, eps)  r = Sqrt(e)  {divide}  z = Mul(n, g)  y = Add(z, b) }}"""
-NUMBERS = {"two": S(2, np.float32), "eps": S(1e-5, np.float32), "g": weight(4), "b": weight(4, seed=1)}
+NUMBERS = {
+    "two": S(2, np.float32),
+    "eps": S(1e-5, np.float32),
+    "g": weight(4),
+    "b": weight(4, seed=1),
+}
 CONV = "g (float[1,2,6,6] x) => (float[1,3,4,4] y{more}) {{ c = Conv(x, w)  y = {op} }}"
-STATISTICS = {"s": weight(3), "b": weight(3, seed=1), "m": weight(3, seed=2), "v": abs(weight(3, seed=3))}
+STATISTICS = {
+    "s": weight(3),
+    "b": weight(3, seed=1),
+    "m": weight(3, seed=2),
+    "v": abs(weight(3, seed=3)),
+}
 
 FULLY = {"w": weight(4, 5), "b": weight(5)}
 THREE = {"a": weight(4, 4), "b": weight(4, 4, seed=1), "c": weight(4, 4, seed=2)}
@@ -58,9 +68,30 @@ NORMALIZED = "BatchNormalization(c, s, b, m, v)"
 # Graph, its constants, a kind of which it has one, the nodes of that, the pass that changes it, and why none does.
 DEAD = "g (float[2] x) => (float[2] y) { d = Neg(x)  e = Abs(d)  y = Relu(x) }"
 FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
-    (LINEAR.format(rows="3,4", out="3,5", add="h, b"), FULLY, "matmul_add_2d", "h y", "fuse_matmul_add", ""),
-    (LINEAR.format(rows="3,4", out="3,5", add="b, h"), FULLY, "matmul_add_2d", "h y", "fuse_matmul_add", ""),
-    (LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"), FULLY, "matmul_add_3d", "h y", "fuse_matmul_add_3d", ""),
+    (
+        LINEAR.format(rows="3,4", out="3,5", add="h, b"),
+        FULLY,
+        "matmul_add_2d",
+        "h y",
+        "fuse_matmul_add",
+        "",
+    ),
+    (
+        LINEAR.format(rows="3,4", out="3,5", add="b, h"),
+        FULLY,
+        "matmul_add_2d",
+        "h y",
+        "fuse_matmul_add",
+        "",
+    ),
+    (
+        LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"),
+        FULLY,
+        "matmul_add_3d",
+        "h y",
+        "fuse_matmul_add_3d",
+        "",
+    ),
     (
         "g (float[3,4] x) => (float[3,5] y, float[3,5] h) { h = MatMul(x, w)  y = Add(h, b) }",
         *(FULLY, "matmul_add_2d", "h y", None, "without its bias"),
@@ -69,13 +100,22 @@ FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
         "g (float[3,4] x) => (float[3,4] q, float[3,4] k, float[3,4] v)" + PRODUCTS,
         *(THREE, "qkv_projections", "q k v", None, "they have no bias"),
     ),
-    (ATTENTION, {"root": S(2, np.float32)}, "attention", "t scores scaled masked p y", "fuse_for_onnxruntime", ""),
+    (
+        ATTENTION,
+        {"root": S(2, np.float32)},
+        "attention",
+        "t scores scaled masked p y",
+        "fuse_for_onnxruntime",
+        "",
+    ),
     (
         "g (float[2,3,4] q, float[2,4,3] k) => (float[2,3,3] y) { a = Mul(q, s)  b = Mul(k, s)  y = MatMul(a, b) }",
         *({"s": S(0.5, np.float32)}, "double_scaling", "a b y", "cleanup_attention", ""),
     ),
     (
-        NORM.format(mean="m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)", d="d", divide="n = Div(d, r)"),
+        NORM.format(
+            mean="m = ReduceMean<axes=[-1]>(x)  d = Sub(x, m)", d="d", divide="n = Div(d, r)"
+        ),
         *(NUMBERS, "layer_norm", "m d sq m2 e r n z y", None, "opset 17"),
     ),
     (
@@ -83,10 +123,23 @@ FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
         s = ReduceSum(e, axes)  y = Div(e, s) }""",
         *({"axes": S([-1])}, "softmax", "m d e s y", None, ""),
     ),
-    (CONV.format(op=NORMALIZED, more=""), FILTER | STATISTICS, "conv_batchnorm", "c y", "fuse_conv_batchnorm", ""),
+    (
+        CONV.format(op=NORMALIZED, more=""),
+        FILTER | STATISTICS,
+        "conv_batchnorm",
+        "c y",
+        "fuse_conv_batchnorm",
+        "",
+    ),
     (
         CONV.format(op=NORMALIZED, more=", float[1,3,4,4] c"),
-        *(FILTER | STATISTICS, "conv_batchnorm", "c y", None, "what the Conv gives is read elsewhere"),
+        *(
+            FILTER | STATISTICS,
+            "conv_batchnorm",
+            "c y",
+            None,
+            "what the Conv gives is read elsewhere",
+        ),
     ),
     (RESHAPES, SIZES_OF, "identity_reshape", "i", "eliminate_identity_ops", ""),
     (RESHAPES, SIZES_OF, "chained_reshapes", "t z", "merge_reshapes", ""),
@@ -125,7 +178,9 @@ FOUND: list[tuple[str, dict[str, Any], str, str, str | None, str]] = [
 
 
 @pytest.mark.parametrize(("text", "constants", "kind", "nodes", "fixed_by", "why"), FOUND)
-def test_a_pattern_is_found_with_its_nodes_and_what_changes_it(text, constants, kind, nodes, fixed_by, why):
+def test_a_pattern_is_found_with_its_nodes_and_what_changes_it(
+    text, constants, kind, nodes, fixed_by, why
+):
     found = only(written(text, **constants), kind)
     assert found[:2] == (nodes.split(), fixed_by)
     assert why in found[2]
@@ -135,7 +190,11 @@ def test_a_pattern_is_found_with_its_nodes_and_what_changes_it(text, constants, 
 @pytest.mark.parametrize(
     ("text", "constants", "expected"),
     [
-        ("g (float[3,4] x) => (float[3,4] y) { h = MatMul(x, w)  y = Add(h, x) }", {"w": weight(4, 4)}, {}),
+        (
+            "g (float[3,4] x) => (float[3,4] y) { h = MatMul(x, w)  y = Add(h, x) }",
+            {"w": weight(4, 4)},
+            {},
+        ),
         (
             "g (float[3,4] x) => (float[3,2] q, float[3,4] k, float[3,6] v)" + PRODUCTS,
             *({"a": weight(4, 2), "b": weight(4, 4), "c": weight(4, 6)}, {}),
@@ -151,7 +210,14 @@ def test_a_pattern_is_found_with_its_nodes_and_what_changes_it(text, constants, 
         ("g (float[2,3] x) => (float[3,2] y) { y = Transpose(x) }", {}, {}),
         (CONV.format(op="Relu(c)", more=""), FILTER, {"conv_relu": 1}),
     ],
-    ids=["residual sum", "three widths", "softmax over classes", "erf of something else", "transpose", "conv and relu"],
+    ids=[
+        "residual sum",
+        "three widths",
+        "softmax over classes",
+        "erf of something else",
+        "transpose",
+        "conv and relu",
+    ],
 )
 def test_what_only_looks_like_a_pattern_is_none(text, constants, expected):
     assert kinds(written(text, **constants)) == expected
@@ -166,11 +232,16 @@ def test_three_projections_of_one_tensor(width):
     weights = {"wq": weight(4, width), "wk": weight(4, 4, seed=1), "wv": weight(4, 4, seed=2)}
     biases = {"bq": weight(width), "bk": weight(4, seed=1), "bv": weight(4, seed=2)}
     model = written(QKV.format(q=width), **weights, **biases)
-    assert only(model, "qkv_projections") == (["a", "q", "b", "k", "c", "v"], "merge_parallel_projections", "")
+    assert only(model, "qkv_projections") == (
+        ["a", "q", "b", "k", "c", "v"],
+        "merge_parallel_projections",
+        "",
+    )
 
 
 @pytest.mark.parametrize(
-    "divide", ["n = Div(x, r)", "i = Reciprocal(r) n = Mul(x, i)", "i = Reciprocal(r) n = Mul(i, x)"]
+    "divide",
+    ["n = Div(x, r)", "i = Reciprocal(r) n = Mul(x, i)", "i = Reciprocal(r) n = Mul(i, x)"],
 )
 def test_rms_norm_takes_no_mean_off(divide):
     found = kinds(written(NORM.format(mean="", d="x", divide=divide), **NUMBERS))
@@ -178,7 +249,12 @@ def test_rms_norm_takes_no_mean_off(divide):
 
 
 @pytest.mark.parametrize(
-    "half", ["h = Mul(x, s)  y = Mul(h, a)", "h = Mul(x, a)  y = Mul(h, s)", "h = Mul(a, s)  y = Mul(x, h)"]
+    "half",
+    [
+        "h = Mul(x, s)  y = Mul(h, a)",
+        "h = Mul(x, a)  y = Mul(h, s)",
+        "h = Mul(a, s)  y = Mul(x, h)",
+    ],
 )
 def test_gelu_by_erf_in_any_order(half):
     text = f"g (float[2,3] x) => (float[2,3] y) {{ d = Div(x, r)  e = Erf(d)  a = Add(e, one)  {half} }}"
@@ -190,7 +266,10 @@ def test_gelu_by_erf_in_any_order(half):
 def test_a_pass_of_a_higher_level_is_not_said_to_leave_anything():
     model = written(ATTENTION, root=S(2, np.float32))
     (finding,) = htp_export.forensics(model, level="exact").of("attention")
-    assert (finding.fixed_by, finding.why) == (None, "fuse_for_onnxruntime did not run: it is of level fused")
+    assert (finding.fixed_by, finding.why) == (
+        None,
+        "fuse_for_onnxruntime did not run: it is of level fused",
+    )
 
 
 def test_gelu_by_tanh_as_torchscript_writes_it(tmp_path):
@@ -222,7 +301,11 @@ def test_casts_for_nothing_and_in_a_row():
     assert [finding.nodes for finding in found.of("identity_cast")] == [("a",)]
     assert [(finding.nodes, finding.detail, finding.why) for finding in found.of("cast_chain")] == [
         (("b", "c"), "FLOAT to DOUBLE to FLOAT", "no pass merges casts"),
-        (("d", "e"), "FLOAT to FLOAT16 to FLOAT", "the type in between holds less, so that both count"),
+        (
+            ("d", "e"),
+            "FLOAT to FLOAT16 to FLOAT",
+            "the type in between holds less, so that both count",
+        ),
     ]
 
 
@@ -250,7 +333,10 @@ def test_equal_constants_are_found_by_their_values():
     model = written(text, p=weight(4), q=weight(4), r=weight(4, seed=1))
     (finding,) = htp_export.forensics(model).of("duplicate_constants")
     assert (finding.tensors, finding.nodes) == (("p", "q"), ("a", "b"))
-    assert (finding.fixed_by, finding.detail) == ("eliminate_duplicate_constants", "2 equal, 16 bytes too many")
+    assert (finding.fixed_by, finding.detail) == (
+        "eliminate_duplicate_constants",
+        "2 equal, 16 bytes too many",
+    )
 
 
 def test_large_equal_weights_are_found_and_stay():
@@ -316,7 +402,9 @@ def test_modules_of_an_exported_net(exporter, tmp_path):
 
 def test_a_selection_keeps_what_lies_in_it_and_needs_tags():
     owners = {"i": "a", "j": "b"}
-    model = written("g (float[2] x) => (float[2] y) { i = Identity(x) j = Identity(i) y = Relu(j) }", 17, owners)
+    model = written(
+        "g (float[2] x) => (float[2] y) { i = Identity(x) j = Identity(i) y = Relu(j) }", 17, owners
+    )
     assert [finding.module for finding in htp_export.forensics(model, select="b").findings] == ["b"]
     with pytest.raises(SelectorError):
         htp_export.forensics(model, select="c")
@@ -327,7 +415,9 @@ def test_a_selection_keeps_what_lies_in_it_and_needs_tags():
 
 
 def test_the_model_is_not_changed():
-    model = written(LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"), w=weight(4, 5), b=weight(5))
+    model = written(
+        LINEAR.format(rows="2,3,4", out="2,3,5", add="h, b"), w=weight(4, 5), b=weight(5)
+    )
     before = ir.to_proto(model).SerializeToString()
     assert htp_export.forensics(model).findings
     htp_export.fingerprint(model)
@@ -342,7 +432,9 @@ def test_patterns_in_branches_are_found():
 
 
 def test_prints_as_a_table_and_is_plain_data():
-    graph = written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }", 17, {"i": "act"})
+    graph = written(
+        "g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }", 17, {"i": "act"}
+    )
     found = htp_export.forensics(graph)
     assert str(found).splitlines() == [
         "found  nodes  what      fixed by                not fixed",
@@ -350,7 +442,10 @@ def test_prints_as_a_table_and_is_plain_data():
         "1 finding in 2 nodes, 1 of which a pass changes",
         "every node has a module",
     ]
-    assert json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"] == "eliminate_identity_ops"
+    assert (
+        json.loads(json.dumps(found.to_dict()))["findings"][0]["fixed_by"]
+        == "eliminate_identity_ops"
+    )
     assert str(Forensics((), 3)) == "nothing found in 3 nodes"
 
 
@@ -378,8 +473,12 @@ class _Failing(ir.passes.InPlacePass):
 
 def test_a_pass_that_fails_is_named_and_the_others_run(monkeypatch):
     registry.available()
-    monkeypatch.setitem(registry._registered, "failing", registry.PassInfo("failing", "exact", _Failing))
-    found = htp_export.forensics(written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }"))
+    monkeypatch.setitem(
+        registry._registered, "failing", registry.PassInfo("failing", "exact", _Failing)
+    )
+    found = htp_export.forensics(
+        written("g (float[2] x) => (float[2] y) { i = Identity(x) y = Relu(i) }")
+    )
     assert found.kinds == {"identity": 1}
     assert list(found.failed) == ["failing"]
     assert "RuntimeError: no kernel" in found.failed["failing"]
@@ -403,10 +502,15 @@ class _Tan(ir.passes.InPlacePass):
 
 def test_a_pass_of_a_user_is_a_kind_of_its_own(monkeypatch):
     registry.available()
-    monkeypatch.setitem(registry._registered, "make_tan", registry.PassInfo("make_tan", "tolerant", _Tan))
+    monkeypatch.setitem(
+        registry._registered, "make_tan", registry.PassInfo("make_tan", "tolerant", _Tan)
+    )
     text = "g (float[2] x) => (float[2] y, float[2] z) { s = Sin(x) c = Cos(x) z = Mul(x, x) y = Div(s, c) }"
     found = htp_export.forensics(written(text, 17, {"s": "a", "c": "a.b", "y": "a"}))
-    assert [(each.kind, each.module, each.nodes, each.fixed_by, each.why, each.detail) for each in found.findings] == [
+    assert [
+        (each.kind, each.module, each.nodes, each.fixed_by, each.why, each.detail)
+        for each in found.findings
+    ] == [
         ("make_tan", "a", ("s", "c", "y"), "make_tan", "", "becomes Tan"),
         ("make_tan", "", ("z",), None, "it is no quotient", ""),
     ]
@@ -422,7 +526,11 @@ def test_equal_work_is_found_with_the_module_of_what_is_eliminated():
 
 
 class _Rotating(
-    Holding, up=nn.Linear(16, 32), gate=nn.Linear(16, 32), down=nn.Linear(32, 16), scale=nn.Parameter(torch.randn(16))
+    Holding,
+    up=nn.Linear(16, 32),
+    gate=nn.Linear(16, 32),
+    down=nn.Linear(32, 16),
+    scale=nn.Parameter(torch.randn(16)),
 ):
     """RMSNorm, SiLU and sizes that are read while it runs."""
 
@@ -433,9 +541,12 @@ class _Rotating(
 
 
 @pytest.mark.parametrize(
-    ("make", "shape"), [(Attention, (1, 6, 8)), (conv_bn_relu, (1, 3, 8, 8)), (_Rotating, (2, 5, 16))]
+    ("make", "shape"),
+    [(Attention, (1, 6, 8)), (conv_bn_relu, (1, 3, 8, 8)), (_Rotating, (2, 5, 16))],
 )
-def test_what_is_said_to_be_fixed_is_gone_after_optimising_and_the_rest_is_not(make, shape, tmp_path):
+def test_what_is_said_to_be_fixed_is_gone_after_optimising_and_the_rest_is_not(
+    make, shape, tmp_path
+):
     """Held against ``optimize`` itself, level by level, on three kinds of models."""
     torch.manual_seed(0)
     path = tmp_path / "m.onnx"
@@ -450,7 +561,9 @@ def test_what_is_said_to_be_fixed_is_gone_after_optimising_and_the_rest_is_not(m
         model = htp_export.optimize(path, level=level).model
         left = {node.name for node in model.graph} | set(model.graph.initializers)
         for finding in before:
-            if finding.fixed_by in ours and registry.LEVELS.index(finding.level) <= registry.LEVELS.index(level):
+            if finding.fixed_by in ours and registry.LEVELS.index(
+                finding.level
+            ) <= registry.LEVELS.index(level):
                 assert not {*finding.nodes, *finding.tensors} <= left
         after = htp_export.forensics(model, level=level).findings
         assert not [finding for finding in after if finding.fixed_by in ours]

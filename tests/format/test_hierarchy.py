@@ -69,7 +69,10 @@ def test_json_is_the_file_format_and_comes_back_the_same(tree):
         ('{"": {"class": "a", "calls": 1, "fate": "eaten"}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": ["computed"]}}', "'fate' is none of computed"),
         ('{"": {"class": "a", "calls": 1, "fate": "fused", "with": [1]}}', "'with' is not a list"),
-        ('{"": {"class": "a", "calls": 1, "fate": "computed", "name": 3}}', "'name' is not a string: 3"),
+        (
+            '{"": {"class": "a", "calls": 1, "fate": "computed", "name": 3}}',
+            "'name' is not a string: 3",
+        ),
     ],
 )
 def test_malformed_json_is_refused_with_what_is_wrong(text, message):
@@ -79,7 +82,9 @@ def test_malformed_json_is_refused_with_what_is_wrong(text, message):
 
 def test_results_make_a_new_tree_and_leave_the_old_one(tree):
     new = tree.with_results(
-        calls={"unused": 3}, fates={"unused": "fused", "bn": "computed"}, fused_with={"unused": ["conv", "head"]}
+        calls={"unused": 3},
+        fates={"unused": "fused", "bn": "computed"},
+        fused_with={"unused": ["conv", "head"]},
     )
     assert new["unused"] == ModuleInfo("unused", "net.Head", 3, "fused", ("conv", "head"))
     assert new["bn"].fused_with == ()

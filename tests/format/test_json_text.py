@@ -24,8 +24,15 @@ def test_metadata_has_no_larger_integers(number):
 
 def test_files_of_other_programs_have_larger_ones_as_floats(tmp_path):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({"model_max_length": LARGE, "seed": 2**64 - 1, "least": -(2**63)}), encoding="utf-8")
-    assert read_json(file) == {"model_max_length": 1e30, "seed": float(2**64 - 1), "least": -(2**63)}
+    file.write_text(
+        json.dumps({"model_max_length": LARGE, "seed": 2**64 - 1, "least": -(2**63)}),
+        encoding="utf-8",
+    )
+    assert read_json(file) == {
+        "model_max_length": 1e30,
+        "seed": float(2**64 - 1),
+        "least": -(2**63),
+    }
     assert type(read_json(file)["least"]) is int
 
 

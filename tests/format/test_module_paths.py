@@ -45,7 +45,9 @@ def built(kind: type[nn.Module]) -> nn.Module:
 
 
 def owners_by_type(file: onnx.ModelProto) -> list[tuple[str, tuple[str, ...]]]:
-    return [(node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type != "Constant"]
+    return [
+        (node.op_type, owners_of(node)) for node in nodes_of(file) if node.op_type != "Constant"
+    ]
 
 
 def agrees_everywhere(model: nn.Module, file: onnx.ModelProto) -> None:
@@ -59,7 +61,12 @@ def agrees_everywhere(model: nn.Module, file: onnx.ModelProto) -> None:
 def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter, tmp_path):
     model = built(EmptyName)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
-    assert owners_by_type(file) == [("Gemm", ("#2.0",)), ("Sigmoid", ("#2.1",)), ("Sin", ("",)), ("Gemm", ("fc",))]
+    assert owners_by_type(file) == [
+        ("Gemm", ("#2.0",)),
+        ("Sigmoid", ("#2.1",)),
+        ("Sin", ("",)),
+        ("Gemm", ("fc",)),
+    ]
     tree = tree_of(file)
     assert {path: entry["fate"] for path, entry in tree.items()} == dict.fromkeys(tree, "computed")
     names = {"": None, "#2": "", "#2.0": "0", "#2.1": "1", "fc": None}
@@ -68,15 +75,23 @@ def test_a_module_with_the_name_of_the_root_has_a_path_of_its_own(exporter, tmp_
 
 
 @BOTH
-def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(exporter, tmp_path):
+def test_a_name_with_a_dot_beside_the_same_name_in_two_steps_has_a_path_of_its_own(
+    exporter, tmp_path
+):
     model = built(NameWithADot)
     file = exported(model, {"x": x(2, 4)}, exporter, tmp_path)
-    assert owners_by_type(file) == [("Gemm", ("a.b",)), ("Sin", ("a",)), ("Tanh", ("a.b#2",)), ("Cos", ("",))]
+    assert owners_by_type(file) == [
+        ("Gemm", ("a.b",)),
+        ("Sin", ("a",)),
+        ("Tanh", ("a.b#2",)),
+        ("Cos", ("",)),
+    ]
     tagged = htp_export.load(file)
     assert tagged.hierarchy["a.b#2"] == ModuleInfo(
         "a.b#2", "torch.nn.modules.activation.Tanh", 1, "computed", torch_name="a.b"
     )
-    assert [node.op_type for node in tagged["a"].nodes] == ["Gemm", "Sin"]  # the root called the other one
+    # the root called the other one
+    assert [node.op_type for node in tagged["a"].nodes] == ["Gemm", "Sin"]
     assert Hierarchy.from_json(tagged.hierarchy.to_json()) == tagged.hierarchy
     agrees_everywhere(model, file)
 
@@ -93,5 +108,11 @@ def test_the_paths_of_modules_that_have_several_names_are_the_first_of_them():
     model.one, model.two = shared, shared
     model._modules["one.0"] = nn.ReLU()
     model._modules["one.0#2"] = nn.ReLU()
-    paths = [("", ""), ("one", "one"), ("one.0", "one.0"), ("one.0#2", "one.0"), ("one.0#2#2", "one.0#2")]
+    paths = [
+        ("", ""),
+        ("one", "one"),
+        ("one.0", "one.0"),
+        ("one.0#2", "one.0"),
+        ("one.0#2#2", "one.0#2"),
+    ]
     assert [(path, name) for path, name, _ in module_paths(model)] == paths

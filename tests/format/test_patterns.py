@@ -10,7 +10,21 @@ import pytest
 from htp_export.format.patterns import Pattern
 
 WORDS = ("a", "b", ".", r"\.", "[ab]", "[^a]", r"[^\w]", "[a-b.]", r"\w", r"\W", r"\d", r"\s", "A")
-PLACES = ("^", "$", r"\b", r"\B", r"\A", r"\Z", "", "(?=)", "(?!)", "(?<=a)", "(?<!a)", "(?<=ab|ba)", "(?<!b.)")
+PLACES = (
+    "^",
+    "$",
+    r"\b",
+    r"\B",
+    r"\A",
+    r"\Z",
+    "",
+    "(?=)",
+    "(?!)",
+    "(?<=a)",
+    "(?<!a)",
+    "(?<=ab|ba)",
+    "(?<!b.)",
+)
 REPEATS = ("*", "+", "?", "*?", "+?", "??", "{2}", "{1,3}", "{,2}", "{2,}", "{0,2}?")
 GROUPS = ("(?:{})", "({})", "(?P<name>{})", "(?=.*{})", "(?!{})", "(?i:{})", "(?s:{})", "(?m:{})")
 
@@ -30,7 +44,9 @@ def expression(chance: random.Random, depth: int) -> str:
 
 def test_drawn_expressions_match_what_re_matches():
     chance = random.Random(0)
-    texts = ["".join(word) for count in range(5) for word in itertools.product("abA.\n", repeat=count)]
+    texts = [
+        "".join(word) for count in range(5) for word in itertools.product("abA.\n", repeat=count)
+    ]
     compared = 0
     for _ in range(3000):
         text = expression(chance, 4)
@@ -51,7 +67,10 @@ def test_drawn_expressions_match_what_re_matches():
 @pytest.mark.parametrize(
     ("text", "path"),
     [
-        (r"(?:.*\.)?layers\.\d+\.(?:self_attn|mlp)\.(q|k|v|o)_proj", "model.layers.12.self_attn.q_proj"),
+        (
+            r"(?:.*\.)?layers\.\d+\.(?:self_attn|mlp)\.(q|k|v|o)_proj",
+            "model.layers.12.self_attn.q_proj",
+        ),
         (r"^(?!.*visual).*(?:gate_proj|up_proj).*", "model.layers.0.mlp.up_proj"),
         (r".*?(?:language|text).*?(?:\bmlp\b).*?", "language_model.mlp"),
         (r"(?i)ENCODER\.LAYER\.[0-3]", "encoder.layer.3"),
@@ -65,7 +84,15 @@ def test_expressions_that_people_write_are_read(text, path):
     assert not Pattern(text).fullmatch("visual")
 
 
-SLOW = ("(.|.|.|.|.|.|.|.)*!", "(" + ".|" * 25 + ".)*!", "(a*)*b", "((a+)+)+b", "(a|aa)+b", "(x+x+)+y", ".*.*.*.*.*.*=")
+SLOW = (
+    "(.|.|.|.|.|.|.|.)*!",
+    "(" + ".|" * 25 + ".)*!",
+    "(a*)*b",
+    "((a+)+)+b",
+    "(a|aa)+b",
+    "(x+x+)+y",
+    ".*.*.*.*.*.*=",
+)
 
 
 @pytest.mark.parametrize("text", SLOW)
@@ -92,7 +119,8 @@ def test_expressions_that_take_too_much_are_refused_in_a_short_time(text):
 
 
 @pytest.mark.parametrize(
-    "text", ["(?:){4000000000}", "(){4000000000}", "((){4000000000}){4000000000,}", "(a{0}){4000000000}"]
+    "text",
+    ["(?:){4000000000}", "(){4000000000}", "((){4000000000}){4000000000,}", "(a{0}){4000000000}"],
 )
 def test_repeats_of_nothing_take_no_time(text):
     began = time.monotonic()

@@ -32,7 +32,10 @@ CLASSES = {
         (".", [""]),
         ("layer.*.attention", ["layer.0.attention", "layer.1.attention"]),
         ("**.attention", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
-        ("layer.**.attention", ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"]),
+        (
+            "layer.**.attention",
+            ["layer.0.attention", "layer.0.inner.attention", "layer.1.attention"],
+        ),
         ("layer.1.**", ["layer.1", "layer.1.attention", "layer.1.norm"]),
         ("**", list(CLASSES)),
         ("*", ["layer"]),
@@ -77,7 +80,10 @@ def test_a_selector_names_these_modules_in_the_order_of_the_model(pattern, selec
         ("layer..0", "between two dots"),
         ("layer.0.attentoin", "matches no module; nearest: 'layer.0.attention'"),
         ("class:LayreNorm", "matches no module; nearest: 'LayerNorm'"),
-        ("layer.0,nothing_like_it", "selector 'nothing_like_it': matches no module; there are '.', "),
+        (
+            "layer.0,nothing_like_it",
+            "selector 'nothing_like_it': matches no module; there are '.', ",
+        ),
         ("layer.0,!layer.7.attention", "selector '!layer.7.attention': matches no module; nearest"),
         ("layer.0,!layer.*", "excludes every module that it selects"),
         ([3], "a selector is a string"),
@@ -89,8 +95,22 @@ def test_a_selector_that_selects_nothing_is_refused_and_named(pattern, message):
 
 
 SLOW = (
-    *("re:(.|.|.|.|.|.)*!", "**." * 25 + "x", "*a" * 30 + "b", "**.*a*" * 12 + "b", "class:" + "*a" * 30 + "b"),
-    *("[" * 50_000, "," * 50_000, ":" * 50_000, " " * 50_000 + "!", "*" * 50_000, "?" * 50_000, ":in[" * 10_000),
+    *(
+        "re:(.|.|.|.|.|.)*!",
+        "**." * 25 + "x",
+        "*a" * 30 + "b",
+        "**.*a*" * 12 + "b",
+        "class:" + "*a" * 30 + "b",
+    ),
+    *(
+        "[" * 50_000,
+        "," * 50_000,
+        ":" * 50_000,
+        " " * 50_000 + "!",
+        "*" * 50_000,
+        "?" * 50_000,
+        ":in[" * 10_000,
+    ),
 )
 
 
@@ -100,7 +120,11 @@ def test_no_selector_takes_long(pattern):
     long = ".".join(["aab" * 20] * 60)
     classes = {"": "net.Net", long: f"net.{'a' * 3000}"}
     began = time.monotonic()
-    for choose in (selectors.select, selectors.select_below, lambda text, _: selectors.places_of(text)):
+    for choose in (
+        selectors.select,
+        selectors.select_below,
+        lambda text, _: selectors.places_of(text),
+    ):
         with contextlib.suppress(SelectorError):
             choose(pattern, classes)
     assert time.monotonic() - began < 10
@@ -111,7 +135,13 @@ def test_a_star_in_a_glob_takes_no_dot_even_through_a_negated_class():
 
 
 def test_a_selector_with_all_below_takes_an_excluded_module_with_those_below_it():
-    classes = {"": "net.Net", "a": "net.Block", "a.fc": "nn.Linear", "b": "net.Block", "b.fc": "nn.Linear"}
+    classes = {
+        "": "net.Net",
+        "a": "net.Block",
+        "a.fc": "nn.Linear",
+        "b": "net.Block",
+        "b.fc": "nn.Linear",
+    }
     assert selectors.select_below("class:Block", classes) == ["a", "a.fc", "b", "b.fc"]
     assert selectors.select_below(["**", "!a"], classes) == ["", "b", "b.fc"]
     assert selectors.select_below("!b", classes) == ["", "a", "a.fc"]

@@ -10,7 +10,10 @@ from htp_export.format.tags import Reason
 
 
 def test_owners_are_read_from_the_list_and_a_broken_list_falls_back_on_the_common_ancestor():
-    assert tags.owners_of({tags.MODULE: "layer", tags.OWNERS: '["layer.0","layer.1"]'}) == ("layer.0", "layer.1")
+    assert tags.owners_of({tags.MODULE: "layer", tags.OWNERS: '["layer.0","layer.1"]'}) == (
+        "layer.0",
+        "layer.1",
+    )
     assert tags.owners_of({tags.MODULE: "layer", tags.OWNERS: "[3]"}) == ("layer",)
     assert tags.owners_of({"namespace": "layer"}) == ()
 
@@ -34,6 +37,13 @@ def test_namespaces_have_a_level_for_each_module_that_ran():
     paths = ["", "m.m.m", "a.0.b/c", "a.0", "a", "m.x"]
     for called in (set(paths), set(paths[::3]), {""}, set[str]()):
         for path in paths:
-            levels = [up for up in tags.ancestors(path) if up and (up in called or up == path)][::-1]
-            parts = [level[len(above) + 1 :] if above else level for above, level in itertools.pairwise(["", *levels])]
-            assert tags.namespace(path, called) == "/".join(part.replace("/", "%2F") for part in parts)
+            levels = [up for up in tags.ancestors(path) if up and (up in called or up == path)][
+                ::-1
+            ]
+            parts = [
+                level[len(above) + 1 :] if above else level
+                for above, level in itertools.pairwise(["", *levels])
+            ]
+            assert tags.namespace(path, called) == "/".join(
+                part.replace("/", "%2F") for part in parts
+            )

@@ -51,7 +51,13 @@ def written(value, exporter, folder, model=None, **options):
     file = folder / "model.onnx"
     dynamo = exporter == "dynamo"
     htp_export.export(
-        model or net(), (X,), file, dynamo=dynamo, verbose=False, export_modules_as_functions=value, **options
+        model or net(),
+        (X,),
+        file,
+        dynamo=dynamo,
+        verbose=False,
+        export_modules_as_functions=value,
+        **options,
     )
     return onnx.load(file)
 
@@ -71,7 +77,12 @@ def llama():
         hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=32,
         vocab_size=100, use_cache=False,
     )  # fmt: skip
-    return spread(LlamaForCausalLM(config)).eval(), tiny_bert()[1], LlamaDecoderLayer, "model.layers.{}"
+    return (
+        spread(LlamaForCausalLM(config)).eval(),
+        tiny_bert()[1],
+        LlamaDecoderLayer,
+        "model.layers.{}",
+    )
 
 
 class Exported:
@@ -129,7 +140,9 @@ def test_without_functions_it_is_the_file_that_is_exported_without_them(decoder)
 
 
 def test_every_module_agrees_with_pytorch(decoder):
-    results = [htp_export.verify(decoder.model, file, kwargs=decoder.kwargs) for file in decoder.files]
+    results = [
+        htp_export.verify(decoder.model, file, kwargs=decoder.kwargs) for file in decoder.files
+    ]
     assert all(result.ok for result in results)
     assert list(results[0].modules) == list(results[1].modules)
     assert results[1].modules[decoder.layers[1]].status == "agrees"
@@ -154,11 +167,18 @@ def test_true_is_every_module_that_computes(exporter, tmp_path):
     assert htp_export.verify(net(), tmp_path / "model.onnx", (X,)).score == "12 of 12"
 
 
-@pytest.mark.parametrize("value", [{Block}, [Block], Block, "class:Block", ["blocks.*"], (Block, "!head")], ids=repr)
+@pytest.mark.parametrize(
+    "value", [{Block}, [Block], Block, "class:Block", ["blocks.*"], (Block, "!head")], ids=repr
+)
 def test_modules_are_chosen_by_class_or_selector(value, tmp_path):
     model = ir.from_proto(written(value, "torchscript", tmp_path))
     assert op_types(model.graph) == ["Block", "Block", "Block", "Gemm"]
-    assert [node.metadata_props["htp.module"] for node in model.graph] == ["blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [node.metadata_props["htp.module"] for node in model.graph] == [
+        "blocks.0",
+        "blocks.1",
+        "blocks.2",
+        "head",
+    ]
     assert [made.name for made in model.functions.values()] == ["Block"]
 
 
@@ -264,15 +284,21 @@ def test_weights_in_a_file_of_their_own_stay_there(tmp_path):
 @pytest.mark.filterwarnings("ignore:Saving ONNX model to a BytesIO object is deprecated")
 def test_stream_gets_the_functions(dynamo):
     stream = io.BytesIO()
-    htp_export.export(net(), (X,), stream, dynamo=dynamo, verbose=False, export_modules_as_functions={Block})
-    assert [made.name for made in onnx.load_model_from_string(stream.getvalue()).functions] == ["Block"]
+    htp_export.export(
+        net(), (X,), stream, dynamo=dynamo, verbose=False, export_modules_as_functions={Block}
+    )
+    assert [made.name for made in onnx.load_model_from_string(stream.getvalue()).functions] == [
+        "Block"
+    ]
 
 
 def test_modules_of_an_exported_program_are_those_in_its_graph(tmp_path):
     program = torch.export.export(net(), (X,))
     model = ir.from_proto(written({Block}, "dynamo", tmp_path, program))
     assert op_types(model.graph) == ["Block", "Block", "Block", "Gemm"]
-    with pytest.raises(InputError, match=r"no module has the class 'torch\.nn\.modules\.conv\.Conv2d'"):
+    with pytest.raises(
+        InputError, match=r"no module has the class 'torch\.nn\.modules\.conv\.Conv2d'"
+    ):
         written({torch.nn.Conv2d}, "dynamo", tmp_path, program)
 
 
@@ -281,21 +307,31 @@ def test_scripted_modules_are_known_by_the_class_that_was_scripted(tmp_path):
     assert op_types(model.graph) == ["Block", "Block", "Block", "Gemm"]
 
 
-@pytest.mark.parametrize("options", [{"export_params": False}, {"opset_version": 13}, {"do_constant_folding": False}])
+@pytest.mark.parametrize(
+    "options", [{"export_params": False}, {"opset_version": 13}, {"do_constant_folding": False}]
+)
 def test_options_of_torchscript_apply(options, tmp_path):
     nested = written({Block}, "torchscript", tmp_path, **options)
     assert [made.name for made in nested.functions] == ["Block"]
-    assert nested.opset_import[0].version == options.get("opset_version", nested.opset_import[0].version)
+    assert nested.opset_import[0].version == options.get(
+        "opset_version", nested.opset_import[0].version
+    )
     assert len(nested.graph.input) == (9 if "export_params" in options else 1)
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_only_the_file_is_left_in_the_folder_and_a_failure_leaves_what_was_there(exporter, tmp_path):
+def test_only_the_file_is_left_in_the_folder_and_a_failure_leaves_what_was_there(
+    exporter, tmp_path
+):
     written({Block}, exporter, tmp_path)
     listed = sorted(tmp_path.iterdir())
-    assert [file.name for file in listed] == ["model.onnx", "model.onnx.data"][: 2 if exporter == "dynamo" else 1]
+    assert [file.name for file in listed] == ["model.onnx", "model.onnx.data"][
+        : 2 if exporter == "dynamo" else 1
+    ]
     before = (tmp_path / "model.onnx").read_bytes()
-    with pytest.raises(InputError, match="no selected module can be a function: dropout: it gives back"):
+    with pytest.raises(
+        InputError, match="no selected module can be a function: dropout: it gives back"
+    ):
         written("dropout", exporter, tmp_path)
     assert (tmp_path / "model.onnx").read_bytes() == before
     assert sorted(tmp_path.iterdir()) == listed
@@ -303,7 +339,9 @@ def test_only_the_file_is_left_in_the_folder_and_a_failure_leaves_what_was_there
 
 @pytest.mark.filterwarnings("ignore::htp_export.errors.UntaggedExportWarning")
 @pytest.mark.parametrize("exporter", EXPORTERS)
-def test_export_that_cannot_be_tagged_is_written_flat_where_that_is_allowed(exporter, tmp_path, monkeypatch, caplog):
+def test_export_that_cannot_be_tagged_is_written_flat_where_that_is_allowed(
+    exporter, tmp_path, monkeypatch, caplog
+):
     def fail(*_):
         raise RuntimeError("a fault of ours")
 
@@ -320,19 +358,35 @@ def test_export_that_cannot_be_tagged_is_written_flat_where_that_is_allowed(expo
 def test_wanted_module_that_stays_flat_is_logged(tmp_path, caplog):
     model, kwargs = NETS["equal_siblings"].build()
     model = torch.nn.Sequential(model, torch.nn.Tanh()).eval()
-    with caplog.at_level(logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"):
+    with caplog.at_level(
+        logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"
+    ):
         htp_export.export(
-            model, tuple(kwargs.values()), verbose=False, export_modules_as_functions=["0.first", "class:Tanh"]
+            model,
+            tuple(kwargs.values()),
+            verbose=False,
+            export_modules_as_functions=["0.first", "class:Tanh"],
         )
     assert "'0.first' is no function: all its nodes are shared with other modules" in caplog.text
 
 
 @pytest.mark.parametrize("wanted", [True, ["head", "class:LSTM", "class:GRU"]])
 def test_modules_that_the_exporter_merged_are_logged_as_no_functions(wanted, caplog):
-    layers = {"lstm": torch.nn.LSTM(4, 4, batch_first=True), "gru": torch.nn.GRU(4, 4, batch_first=True)}
-    model = composed(lambda self, x: self.head(self.gru(self.lstm(x)[0])[0]), **layers, head=torch.nn.Linear(4, 2))
-    with caplog.at_level(logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"):
-        htp_export.export(model.eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted)
+    layers = {
+        "lstm": torch.nn.LSTM(4, 4, batch_first=True),
+        "gru": torch.nn.GRU(4, 4, batch_first=True),
+    }
+    model = composed(
+        lambda self, x: self.head(self.gru(self.lstm(x)[0])[0]),
+        **layers,
+        head=torch.nn.Linear(4, 2),
+    )
+    with caplog.at_level(
+        logging.WARNING, "htp_export.capabilities.functions.provides_module_functions"
+    ):
+        htp_export.export(
+            model.eval(), (torch.randn(2, 3, 4),), verbose=False, export_modules_as_functions=wanted
+        )
     assert "'lstm' is no function: it is merged with 'gru'" in caplog.text
 
 
@@ -342,7 +396,11 @@ def test_modules_that_the_exporter_merged_are_logged_as_no_functions(wanted, cap
 @pytest.mark.parametrize(
     ("value", "error", "said"),
     [
-        ({torch.nn.Conv2d}, InputError, r"no module has the class 'torch\.nn\.modules\.conv\.Conv2d'; nearest: "),
+        (
+            {torch.nn.Conv2d},
+            InputError,
+            r"no module has the class 'torch\.nn\.modules\.conv\.Conv2d'; nearest: ",
+        ),
         ({torch.nn.LazyLinear}, InputError, "nearest: 'Linear'"),
         ("class:Blok", SelectorError, "matches no module; nearest: 'Block'"),
         ("block.*", SelectorError, "matches no module; nearest: 'blocks"),
@@ -364,12 +422,22 @@ def test_wrong_value_is_refused_before_the_model_runs(value, error, said, tmp_pa
 # --- on the command line ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"])
+@pytest.mark.parametrize(
+    "exporter", [pytest.param("dynamo", marks=pytest.mark.slow), "torchscript"]
+)
 def test_command_writes_functions_and_shows_the_tree_of_the_flat_graph(exporter, tmp_path, capsys):
     command = ["export", "--entry", "tests.functions.test_export_functions:entry", f"--{exporter}"]
     assert main([*command, "-o", str(tmp_path / "flat.onnx"), "--json"]) == 0
     flat = json.loads(capsys.readouterr().out)
-    made = [*command, "-o", str(tmp_path / "nested.onnx"), "--functions", "class:Block", "--functions", "head"]
+    made = [
+        *command,
+        "-o",
+        str(tmp_path / "nested.onnx"),
+        "--functions",
+        "class:Block",
+        "--functions",
+        "head",
+    ]
     assert main([*made, "--json", "--verify"]) == 0
     nested = json.loads(capsys.readouterr().out)
     assert nested["functions"] == ["htp::Block", "htp::Linear"]

@@ -23,7 +23,9 @@ def run(model, feeds):
     """The outputs of a model, computed as the graph says: no optimisation but that functions are inlined."""
     model = model if isinstance(model, ir.Model) else ir.from_proto(model)
     onnx.checker.check_model(ir.to_proto(model))
-    return graphs.run(model, **dict(zip([given.name for given in model.graph.inputs], feeds, strict=True)))
+    return graphs.run(
+        model, **dict(zip([given.name for given in model.graph.inputs], feeds, strict=True))
+    )
 
 
 def arrays(kwargs):
@@ -31,12 +33,16 @@ def arrays(kwargs):
 
 
 def equal(one, other):
-    return len(one) == len(other) and all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
+    return len(one) == len(other) and all(
+        np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True)
+    )
 
 
 def same_file(one, other):
     """Whether two models are equal to the last bit, but for the order in which types are listed."""
-    protos = [ir.to_proto(ir.from_proto(m) if isinstance(m, onnx.ModelProto) else m) for m in (one, other)]
+    protos = [
+        ir.to_proto(ir.from_proto(m) if isinstance(m, onnx.ModelProto) else m) for m in (one, other)
+    ]
     types = []
     for proto in protos:
         types.append(sorted(info.SerializeToString() for info in proto.graph.value_info))
@@ -45,7 +51,9 @@ def same_file(one, other):
         del proto.metadata_props[:]
         types[-1].append(entries)
         for tensor in proto.graph.initializer:  # onnx_ir writes those of a message once more
-            types[-1].append((tensor.name, {entry.key: entry.value for entry in tensor.metadata_props}))
+            types[-1].append(
+                (tensor.name, {entry.key: entry.value for entry in tensor.metadata_props})
+            )
             del tensor.metadata_props[:]
     return protos[0] == protos[1] and types[0] == types[1]
 
@@ -73,7 +81,10 @@ def bert(tmp_path_factory):
     """Flat files of a BERT of two layers, with its inputs, by exporter."""
     model, kwargs = tiny_bert(layers=2)
     return {
-        exporter: (exported(model, kwargs, exporter, tmp_path_factory.mktemp(exporter)), arrays(kwargs))
+        exporter: (
+            exported(model, kwargs, exporter, tmp_path_factory.mktemp(exporter)),
+            arrays(kwargs),
+        )
         for exporter in EXPORTERS
     }
 
@@ -112,10 +123,16 @@ def test_arithmetic_on_sizes_that_torch_does_once_belongs_to_all_layers():
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
     flat = htp_export.export(model, (torch.randn(2, 5, 8),), dynamic_shapes=(sizes,), verbose=False)
     nested = htp_export.functions(flat, "class:TransformerEncoderLayer")
-    assert {name: row.calls for name, row in nested.functions.items()} == {"htp::TransformerEncoderLayer": 2}
+    assert {name: row.calls for name, row in nested.functions.items()} == {
+        "htp::TransformerEncoderLayer": 2
+    }
     feeds = arrays({"src": torch.randn(3, 4, 8)})
     assert equal(run(nested.model, feeds), run(flat.model, feeds))
-    products = [owners([node]) for node in flat.model.graph if node.op_type == "Mul" and not node.outputs[0].shape]
+    products = [
+        owners([node])
+        for node in flat.model.graph
+        if node.op_type == "Mul" and not node.outputs[0].shape
+    ]
     assert products == [[tuple(f"layers.{k}.self_attn" for k in range(2))]]
 
 
@@ -123,7 +140,9 @@ def test_weights_that_torchscript_joined_are_inputs_of_one_function(tmp_path):
     file = tmp_path / "encoder.onnx"
     htp_export.export(encoder(), (torch.randn(2, 5, 8),), file, dynamo=False, verbose=False)
     nested = htp_export.functions(file, "class:TransformerEncoderLayer")
-    assert {name: row.calls for name, row in nested.functions.items()} == {"htp::TransformerEncoderLayer": 2}
+    assert {name: row.calls for name, row in nested.functions.items()} == {
+        "htp::TransformerEncoderLayer": 2
+    }
     joined = [node for node in nested.model.graph if node.op_type == "Identity"]
     assert joined
     assert all(node.inputs[0].is_initializer() for node in joined)
@@ -135,9 +154,18 @@ def test_functions_nest_as_modules_do_and_compute_the_same(bert, exporter):
     flat, feeds = bert[exporter]
     nested = htp_export.functions(flat, "**")
     tagged = htp_export.load(flat)
-    assert set(nested.modules) == {path for path in tagged if path and tagged[path].fate == "computed"}
-    assert op_types(function(nested.model, "BertLayer")) == ["BertAttention", "BertIntermediate", "BertOutput"]
-    assert op_types(function(nested.model, "BertAttention")) == ["BertSelfAttention", "BertSelfOutput"]
+    assert set(nested.modules) == {
+        path for path in tagged if path and tagged[path].fate == "computed"
+    }
+    assert op_types(function(nested.model, "BertLayer")) == [
+        "BertAttention",
+        "BertIntermediate",
+        "BertOutput",
+    ]
+    assert op_types(function(nested.model, "BertAttention")) == [
+        "BertSelfAttention",
+        "BertSelfOutput",
+    ]
     assert [node.name for node in function(nested.model, "BertAttention")] == ["self", "output"]
     assert nested.functions["htp::Linear"].calls == 12
     assert equal(run(nested.model, feeds), run(flat, feeds))
@@ -147,11 +175,16 @@ def test_functions_nest_as_modules_do_and_compute_the_same(bert, exporter):
 def test_names_in_a_function_are_unique_and_those_of_parameters_relative(bert):
     nested = htp_export.functions(bert["dynamo"][0], "**")
     for made in nested.model.functions.values():
-        names = [v.name for v in (*made.inputs, *(out for node in made.all_nodes() for out in node.outputs))]
+        names = [
+            v.name
+            for v in (*made.inputs, *(out for node in made.all_nodes() for out in node.outputs))
+        ]
         assert len(set(names)) == len(names)
         assert not made.graph.initializers
     attention = [given.name for given in function(nested.model, "BertSelfAttention").inputs]
-    assert {"hidden_states", "query.weight", "query.bias", "key.bias", "value.bias"} <= set(attention)
+    assert {"hidden_states", "query.weight", "query.bias", "key.bias", "value.bias"} <= set(
+        attention
+    )
 
 
 def test_call_is_tagged_with_its_module_and_body_with_those_of_all_calls(bert):
@@ -162,7 +195,9 @@ def test_call_is_tagged_with_its_module_and_body_with_those_of_all_calls(bert):
         "htp.reason": "function",
         "namespace": "encoder/layer.1",
     }
-    assert ("encoder.layer.0.output", "encoder.layer.1.output") in owners(function(nested.model, "BertLayer"))
+    assert ("encoder.layer.0.output", "encoder.layer.1.output") in owners(
+        function(nested.model, "BertLayer")
+    )
     tagged = htp_export.load(nested.model)
     assert not tagged.untagged
     assert call in tagged["encoder.layer.1"].nodes
@@ -219,7 +254,14 @@ def test_constants_that_differ_are_inputs_of_one_function():
     model = scales(2.0, 2.0, 3.0)
     nested = htp_export.functions(model, "**")
     assert set(nested.modules.values()) == {"htp::Scale"}
-    assert op_types(nested.model.graph) == ["Constant", "Scale", "Constant", "Scale", "Constant", "Scale"]
+    assert op_types(nested.model.graph) == [
+        "Constant",
+        "Scale",
+        "Constant",
+        "Scale",
+        "Constant",
+        "Scale",
+    ]
     assert dict(nested.outside) == {"scale0": 1, "scale1": 1, "scale2": 1}
     assert_same(nested, model, [X])
 
@@ -236,7 +278,10 @@ def test_constants_that_differ_between_functions_in_functions_are_inputs_of_all_
 def test_every_call_of_a_module_is_a_call_of_its_function(exporter, shared_files):
     flat = shared_files.read("loop_of_three", exporter)
     nested = htp_export.functions(flat, "**")
-    assert [(node.name, node.op_type, node.metadata_props.get("htp.call")) for node in nested.model.graph][::2] == [
+    assert [
+        (node.name, node.op_type, node.metadata_props.get("htp.call"))
+        for node in nested.model.graph
+    ][::2] == [
         ("block", "Sequential", "0"),
         ("block#1", "Sequential", "1"),
         ("block#2", "Sequential", "2"),
@@ -264,7 +309,9 @@ def test_branch_is_a_function_whose_captured_tensors_are_inputs():
     assert op_types(then) == ["Yes"]
     x = np.float32([[1, -2, 3, -4]] * 2)
     for condition in (True, False):
-        assert equal(run(nested.model, [x, np.array(condition)]), run(model, [x, np.array(condition)]))
+        assert equal(
+            run(nested.model, [x, np.array(condition)]), run(model, [x, np.array(condition)])
+        )
     assert same_file(htp_export.inline(nested).model, model)
 
 
@@ -280,7 +327,9 @@ def chain(*owners_of_nodes):
         if not owner:
             nodes[-1].metadata_props.clear()
     paths = ["", *sorted({owner for owner in owners_of_nodes if owner not in ("", ".")})]
-    return handmade.model([x], nodes, [], [ModuleInfo(path, "net.Any", 1, "computed") for path in paths])
+    return handmade.model(
+        [x], nodes, [], [ModuleInfo(path, "net.Any", 1, "computed") for path in paths]
+    )
 
 
 X = np.float32([[1, -2, 3, -4]] * 2)
@@ -296,7 +345,9 @@ def test_nodes_before_what_lies_between_are_left_outside():
 
 
 def test_module_in_two_halves_stays_flat_and_what_lies_between_is_named():
-    with pytest.raises(InputError, match=r"a: it does not hold together: node 'node_v2' of '' lies between"):
+    with pytest.raises(
+        InputError, match=r"a: it does not hold together: node 'node_v2' of '' lies between"
+    ):
         htp_export.functions(chain("a", "a", ".", "a", "a"), "a")
 
 
@@ -311,7 +362,11 @@ def test_modules_in_each_others_way_are_cut_until_the_graph_has_an_order():
 def test_each_set_of_modules_in_each_others_way_is_cut_alone(monkeypatch):
     looked_at = []
     level = placing._Level
-    monkeypatch.setattr(placing, "_Level", lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given))
+    monkeypatch.setattr(
+        placing,
+        "_Level",
+        lambda nodes, *given: looked_at.append(len(nodes)) or level(nodes, *given),
+    )
     pairs = 30
     owners = [f"{name}{pair}" for pair in range(pairs) for name in "abaabbb"]
     nested = htp_export.functions(chain(*owners), "**")
@@ -325,7 +380,9 @@ def test_functions_that_other_tools_nested_too_deep_leave_modules_flat():
     for number in range(130):
         name, domain = (f"f{number - 1}", "net") if number else ("Neg", "")
         node = onnx.helper.make_node(name, ["x"], ["y"], domain=domain)
-        model.functions.append(onnx.helper.make_function("net", f"f{number}", ["x"], ["y"], [node], opsets))
+        model.functions.append(
+            onnx.helper.make_function("net", f"f{number}", ["x"], ["y"], [node], opsets)
+        )
     model.opset_import.append(opsets[0])
     last = model.graph.node[-1]
     last.op_type, last.domain = "f129", "net"
@@ -412,7 +469,9 @@ def test_what_another_inliner_makes_of_it_has_the_owner_among_the_owners(bert):
     nested = htp_export.functions(bert["dynamo"][0], "encoder.layer.*")
     foreign = htp_export.load(onnx.inliner.inline_local_functions(ir.to_proto(nested.model)))
     assert not foreign.untagged
-    assert len(foreign["encoder.layer.1"].nodes) >= len(htp_export.load(bert["dynamo"][0])["encoder.layer.1"].nodes)
+    assert len(foreign["encoder.layer.1"].nodes) >= len(
+        htp_export.load(bert["dynamo"][0])["encoder.layer.1"].nodes
+    )
 
 
 def test_inline_gives_nodes_of_other_functions_their_own_tags_or_those_of_the_call():
@@ -466,7 +525,15 @@ def test_result_says_what_was_left_flat_and_why():
         "inputs": 3,
         "outputs": 1,
     }
-    assert str(nested).splitlines()[0].split() == ["function", "calls", "nodes", "inputs", "outputs", "first", "module"]
+    assert str(nested).splitlines()[0].split() == [
+        "function",
+        "calls",
+        "nodes",
+        "inputs",
+        "outputs",
+        "first",
+        "module",
+    ]
     assert str(nested).splitlines()[-1] == "4 functions of 4 modules; left flat: 3 of 7 modules"
 
 
@@ -483,7 +550,9 @@ def test_module_whose_calls_share_all_nodes_is_flat():
 
 
 def test_module_that_lies_in_a_function_of_the_model_is_flat():
-    with pytest.raises(InputError, match=r"block\.fc: it lies in functions that the model has already"):
+    with pytest.raises(
+        InputError, match=r"block\.fc: it lies in functions that the model has already"
+    ):
         htp_export.functions(handmade.with_function(), "block.fc")
 
 
@@ -507,7 +576,10 @@ def test_a_body_that_calls_share_gives_sequences_and_optional_values_back_with_t
         "sequence": "SplitToSequence <axis = 0> ({0}) {1} = ConcatFromSequence <axis = 0>",
         "optional": "Optional ({0}) {1} = OptionalGetElement",
     }[kind]
-    first, second = (f"m{k} = {middle.format(given, made)} (m{k})" for k, given, made in ((0, "x", "y"), (1, "z", "w")))
+    first, second = (
+        f"m{k} = {middle.format(given, made)} (m{k})"
+        for k, given, made in ((0, "x", "y"), (1, "z", "w"))
+    )
     proto = onnx.parser.parse_model(
         f"""<ir_version: 10, opset_import: ["": 20]>
         Net (float[3, 4] x, double[3, 4] z) => (float[3, 4] y, double[3, 4] w) {{ {first} {second} }}"""

@@ -37,7 +37,10 @@ def random_model(seed):
             node.metadata_props.clear()
         nodes.append(node)
         tensors.append(node.outputs[0])
-    modules = [ModuleInfo(path, f"net.{path[-1:].upper() or 'Net'}", calls[path], "computed") for path in PATHS]
+    modules = [
+        ModuleInfo(path, f"net.{path[-1:].upper() or 'Net'}", calls[path], "computed")
+        for path in PATHS
+    ]
     return handmade.model([x], nodes, [], modules)
 
 

@@ -82,38 +82,66 @@ def act(folder: Path, **inputs: str) -> dict[str, int]:
 @needs_bash
 class TestAction:
     def test_everything_holds_and_the_pages_are_kept(self, folder):
-        inputs = {"before": "net.onnx", "verify": "--entry net:make", "budgets": "class:Linear=60000ms\n\n.=60000ms\n"}
+        inputs = {
+            "before": "net.onnx",
+            "verify": "--entry net:make",
+            "budgets": "class:Linear=60000ms\n\n.=60000ms\n",
+        }
         done = act(folder, file="before.onnx", profile="--runs 1 --threads 1", **inputs)
         assert done == {"Install": 0, "Diff": 0, "Verify": 0, "Profile": 0, "Page": 0}
         kept = folder / "temp" / "htp-export"
-        assert sorted(file.name for file in kept.iterdir()) == ["diff.html", "index.html", "profile.json"]
+        assert sorted(file.name for file in kept.iterdir()) == [
+            "diff.html",
+            "index.html",
+            "profile.json",
+        ]
         assert json.loads((kept / "profile.json").read_text(encoding="utf-8"))["runs"] == 1
         assert "total_ms" in (kept / "index.html").read_text(encoding="utf-8")
 
     def test_what_does_not_hold_fails_its_step_and_the_page_is_there(self, folder, capfd):
-        done = act(folder, file="net.onnx", verify="--entry net:make", budgets=".=0.000001ms", profile="--runs 1")
+        done = act(
+            folder,
+            file="net.onnx",
+            verify="--entry net:make",
+            budgets=".=0.000001ms",
+            profile="--runs 1",
+        )
         assert done == {"Install": 0, "Verify": 1, "Profile": 1, "Page": 0}
         assert (folder / "temp" / "htp-export" / "index.html").stat().st_size > 1000
         assert "over budget: (root) takes" in capfd.readouterr().out
 
     @pytest.mark.parametrize(
-        ("package", "installed"), [("", "/the action[view]"), ("htp-export==0.1.0", "htp-export==0.1.0")]
+        ("package", "installed"),
+        [("", "/the action[view]"), ("htp-export==0.1.0", "htp-export==0.1.0")],
     )
     def test_what_is_not_there_is_installed(self, package, installed, tmp_path):
         python = tmp_path / "python"
         python.write_text('#!/bin/sh\nprintf "%s|" "$@"\n', encoding="utf-8", newline="\n")
         python.chmod(0o755)
         paths = os.pathsep.join([str(tmp_path), "/usr/bin", "/bin"])
-        environment = {"PATH": paths, "RESULTS": str(tmp_path / "new"), "PACKAGE": package, "ACTION": "/the action"}
+        environment = {
+            "PATH": paths,
+            "RESULTS": str(tmp_path / "new"),
+            "PACKAGE": package,
+            "ACTION": "/the action",
+        }
         script = ACTION["runs"]["steps"][0]["run"]
         run = subprocess.run(
-            [str(BASH), "-eo", "pipefail", "-c", script], env=environment, capture_output=True, text=True, check=True
+            [str(BASH), "-eo", "pipefail", "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
         )
         assert run.stdout == f"-m|pip|install|{installed}|"
 
     def test_inputs_are_not_read_as_shell(self, folder):
         done = act(
-            folder, file="$(touch one).onnx", verify="; touch two", budgets="`touch three`=1ms", profile="&& touch 4"
+            folder,
+            file="$(touch one).onnx",
+            verify="; touch two",
+            budgets="`touch three`=1ms",
+            profile="&& touch 4",
         )
         assert done == {"Install": 0, "Verify": 2, "Profile": 2, "Page": 2}
         assert sorted(file.name for file in folder.iterdir() if file.suffix == "") == ["temp"]
@@ -121,7 +149,9 @@ class TestAction:
     def test_scripts_hold_no_expressions_and_every_input_is_used(self):
         steps = ACTION["runs"]["steps"]
         assert [step["name"] for step in steps if "${{" in step.get("run", "")] == []
-        assert all("cancelled()" in step["if"] for step in steps[1:]), "each runs if one before it failed"
+        assert all("cancelled()" in step["if"] for step in steps[1:]), (
+            "each runs if one before it failed"
+        )
         used = set(re.findall(r"inputs\.(\w+)", yaml.safe_dump(steps)))
         assert used == set(ACTION["inputs"])
         page = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
@@ -131,8 +161,14 @@ class TestAction:
 def test_hooks_run_as_they_stand(folder):
     hooks = {hook["id"]: hook for hook in read(".pre-commit-hooks.yaml")}
     arguments = {
-        "htp-export-verify": (["before.onnx", "--entry", "net:make"], ["before.onnx", "--entry", "net:wrong"]),
-        "htp-export-profile": (["net.onnx", "--runs=1"], ["net.onnx", "--runs=1", "--budget=.=0.000001ms"]),
+        "htp-export-verify": (
+            ["before.onnx", "--entry", "net:make"],
+            ["before.onnx", "--entry", "net:wrong"],
+        ),
+        "htp-export-profile": (
+            ["net.onnx", "--runs=1"],
+            ["net.onnx", "--runs=1", "--budget=.=0.000001ms"],
+        ),
     }
     assert hooks.keys() == arguments.keys()
     for name, (right, wrong) in arguments.items():
@@ -162,16 +198,20 @@ def test_facts_in_several_files_are_the_same():
     lowest = project["requires-python"].removeprefix(">=")
     assert f"Programming Language :: Python :: {lowest}" in project["classifiers"]
     for file in (".github/workflows/ci.yml", "docs/ci.md"):
-        assert set(re.findall(r'python-version: "(.*?)"', (ROOT / file).read_text(encoding="utf-8"))) == {lowest}
+        assert set(
+            re.findall(r'python-version: "(.*?)"', (ROOT / file).read_text(encoding="utf-8"))
+        ) == {lowest}
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists() or shutil.which("git") is None, reason="no clone")
 def test_what_git_tracks_is_released():
     """`tools/release_check.py` compares the built archive; here, what pyproject.toml lists."""
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+        "build"
+    ]
     listed = tuple(build["targets"]["sdist"]["include"])
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
-        "\n"
-    )
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split("\n")
     left = [file for file in filter(None, tracked) if not f"/{file}".startswith(listed)]
     assert left == [".gitignore", "pyproject.toml"], "hatchling adds these itself"

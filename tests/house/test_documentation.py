@@ -93,10 +93,15 @@ def test_every_command_of_a_page_is_one_that_there_is():
 
 
 def test_the_help_and_the_guides_of_the_readme_have_the_same_commands_in_the_same_order():
-    rows = re.findall(r"^\| ([^|]+) \| ([^|]+) \|[^|]*\|[^|]+\|$", README.read_text(encoding="utf-8"), re.MULTILINE)
+    rows = re.findall(
+        r"^\| ([^|]+) \| ([^|]+) \|[^|]*\|[^|]+\|$",
+        README.read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     guides = {guide: re.findall(r"`(\w+)`", names) for guide, names in rows[1:]}
     helped = {
-        group: list(dict.fromkeys(name.split()[0] for name in names)) for group, names in command_groups().items()
+        group: list(dict.fromkeys(name.split()[0] for name in names))
+        for group, names in command_groups().items()
     }
     assert list(guides.items()) == list(helped.items())
     assert tuple(helped) == GROUPS
@@ -105,7 +110,9 @@ def test_the_help_and_the_guides_of_the_readme_have_the_same_commands_in_the_sam
 def test_old_names_are_gone_and_new_ones_are_there():
     text = (ROOT / "docs" / "changes.md").read_text(encoding="utf-8")
     tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)  # commands, functions, and options
-    commands, functions = (re.findall(r"^\| ?(.*?) \| (.*?) \|$", table, re.MULTILINE)[1:] for table in tables[:2])
+    commands, functions = (
+        re.findall(r"^\| ?(.*?) \| (.*?) \|$", table, re.MULTILINE)[1:] for table in tables[:2]
+    )
     known = {*command_names(), *(name.split()[0] for name in command_names())}
     for old, new in commands:
         assert not known & words_in(old)
@@ -146,19 +153,25 @@ def test_every_public_name_stands_on_a_page_of_the_api():
     named = re.findall(r"^::: htp_export\.((?:lora\.)?\w+)$", "\n".join(pages), re.MULTILINE)
     of_results = re.findall(r"^::: htp_export\.results\.(\w+)$", "\n".join(pages), re.MULTILINE)
     assert sorted(of_results) == results.__all__
-    errors = {name for name in htp_export.__all__ if name.endswith("Error")}  # on one page, with their tree
+    # on one page, with their tree
+    errors = {name for name in htp_export.__all__ if name.endswith("Error")}
     assert sorted(named) == sorted(
-        {*htp_export.__all__, *(f"lora.{name}" for name in htp_export.lora.__all__), "errors"} - errors
+        {*htp_export.__all__, *(f"lora.{name}" for name in htp_export.lora.__all__), "errors"}
+        - errors
     )
 
 
 def test_the_examples_of_selectors_select_what_the_page_says():
     from examples.net import Tagger
 
-    classes = {path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in Tagger().named_modules()}
+    classes = {
+        path: f"{type(m).__module__}.{type(m).__qualname__}" for path, m in Tagger().named_modules()
+    }
     text = (ROOT / "docs" / "selectors.md").read_text(encoding="utf-8")
     [table] = re.findall(r"^\| selector \| modules \|\n.*\n((?:\|.*\n)+)", text, re.MULTILINE)
-    rows = [[re.findall(r"`([^`]+)`", cell) for cell in row.split(" | ")] for row in table.splitlines()]
+    rows = [
+        [re.findall(r"`([^`]+)`", cell) for cell in row.split(" | ")] for row in table.splitlines()
+    ]
     assert len(rows) > 12
     for [selector], modules in rows:
         assert [path or "." for path in select(selector, classes)] == modules, selector
@@ -166,7 +179,10 @@ def test_the_examples_of_selectors_select_what_the_page_says():
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.name, marks=() if page.stem == "tutorial" else pytest.mark.slow) for page in PAGES],
+    [
+        pytest.param(page, id=page.name, marks=() if page.stem == "tutorial" else pytest.mark.slow)
+        for page in PAGES
+    ],
 )
 def test_a_page_runs_as_it_stands_in_a_folder_of_its_own(page, tmp_path, forked, monkeypatch):
     monkeypatch.setenv("PATH", forked)

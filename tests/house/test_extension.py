@@ -95,12 +95,16 @@ print(json.dumps({
 def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What a program says that runs with a copy of the package which has the new files."""
     copy = tmp_path_factory.mktemp("copy") / "htp_export"
-    shutil.copytree(Path(htp_export.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        Path(htp_export.__file__).parent, copy, ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name, source in NEW_FILES.items():
         (copy / name).write_text(source, encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(copy.parent)}
     command = [sys.executable, "-c", PROGRAM]
-    done = subprocess.run(command, env=environment, cwd=copy.parent, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=environment, cwd=copy.parent, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["package"] == str(copy / "__init__.py")
@@ -130,7 +134,11 @@ def test_an_adapter_of_a_tool_is_one_file(said):
 
 def test_a_pass_is_one_file(said):
     assert said["passes"].index("note_nothing") == said["passes"].index("eliminate_dead_nodes") + 1
-    listed = [line.split()[:2] for line in said["optimize list"].splitlines() if "Changes nothing." in line]
+    listed = [
+        line.split()[:2]
+        for line in said["optimize list"].splitlines()
+        if "Changes nothing." in line
+    ]
     assert listed == [["note_nothing", "exact"]]
 
 

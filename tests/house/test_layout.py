@@ -37,7 +37,10 @@ ROWS = [
 ROW = {name: number for number, names in enumerate(ROWS) for name in names}
 # What stands above all rows: the face of the package, which imports nothing until it is asked to, its program, and
 # the names under which users know parts of capabilities.
-FACES = {f"htp_export{name}" for name in ("", ".__main__", ".huggingface", ".lora", ".passes", ".results", ".tools")}
+FACES = {
+    f"htp_export{name}"
+    for name in ("", ".__main__", ".huggingface", ".lora", ".passes", ".results", ".tools")
+}
 # The other capabilities that each may import, inside of functions. There is no circle.
 MAY_IMPORT: dict[str, set[str]] = {
     "diff": {"view"},
@@ -82,7 +85,11 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    return (
+        isinstance(node, ast.If)
+        and isinstance(node.test, ast.Name)
+        and node.test.id == "TYPE_CHECKING"
+    )
 
 
 def running_code(node: ast.AST) -> Iterator[ast.AST]:
@@ -98,7 +105,9 @@ def parsed(module: str) -> ast.Module:
     return ast.parse(MODULES[module].read_text(encoding="utf-8"))
 
 
-def imports(tree: ast.Module, code: Callable[[ast.AST], Iterator[ast.AST]] = running_code) -> set[str]:
+def imports(
+    tree: ast.Module, code: Callable[[ast.AST], Iterator[ast.AST]] = running_code
+) -> set[str]:
     """The modules of the package that a source imports, at its top or inside functions."""
     found = set()
     for node in code(tree):
@@ -127,7 +136,9 @@ def test_modules_have_a_row_and_import_only_from_rows_above():
     for name in set(MODULES) - FACES:
         row = row_of(name)
         assert row is not None, f"{name} stands in no row of tests/house/test_layout.py"
-        others = {other for other in graph()[name] - {"htp_export"} if folder_of(other) != folder_of(name)}
+        others = {
+            other for other in graph()[name] - {"htp_export"} if folder_of(other) != folder_of(name)
+        }
         wrong += [(name, other) for other in others if row_of(other) >= row]
     assert not wrong, "these import from folders that are not above"
 
@@ -135,7 +146,9 @@ def test_modules_have_a_row_and_import_only_from_rows_above():
 def test_the_folders_of_tests_are_those_of_the_package():
     tests = Path(__file__).parents[1]
     folders = {path.parent.name for path in tests.glob("*/test_*.py")}
-    rooms = {folder_of(name) for name in MODULES if "." in name} | {capability_of(name) for name in MODULES}
+    rooms = {folder_of(name) for name in MODULES if "." in name} | {
+        capability_of(name) for name in MODULES
+    }
     assert folders - rooms <= {"everywhere", "house", "plugins", "scripts"}
     assert not list(tests.glob("test_*.py")), "a test lies in the folder of what it tests"
     page = (tests / "README.md").read_text(encoding="utf-8")
@@ -167,14 +180,18 @@ def room_of(module: str) -> str:
     return capability_of(module) or folder_of(module)
 
 
-CAPABILITIES = sorted(path.name for path in (PACKAGE / "capabilities").iterdir() if (path / "__init__.py").is_file())
+CAPABILITIES = sorted(
+    path.name for path in (PACKAGE / "capabilities").iterdir() if (path / "__init__.py").is_file()
+)
 
 
 def test_capabilities_import_only_the_capabilities_that_are_listed_for_them():
     found: dict[str, set[str]] = {}
     for module, imported in graph().items():
         if name := capability_of(module):
-            found.setdefault(name, set()).update({capability_of(other) for other in imported} - {name, None})
+            found.setdefault(name, set()).update(
+                {capability_of(other) for other in imported} - {name, None}
+            )
     assert {name: others for name, others in found.items() if others} == MAY_IMPORT
 
 
@@ -207,13 +224,18 @@ def test_no_module_imports_another_capability_before_a_function_runs():
         assert others <= {capability_of(name), None}, name
 
 
-@pytest.mark.parametrize("names", [["quantize"], pytest.param(CAPABILITIES, marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize(
+    "names", [["quantize"], pytest.param(CAPABILITIES, marks=pytest.mark.slow)], ids=len
+)
 def test_each_capability_can_be_left_out(names):
-    done = subprocess.run([sys.executable, "-c", LEFT_OUT, *names], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", LEFT_OUT, *names], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr.splitlines()[-1]
 
 
-ONCE = {"htp_export.capabilities.view.model_explorer.main"}  # registers itself with Model Explorer, once a process
+# registers itself with Model Explorer, once a process
+ONCE = {"htp_export.capabilities.view.model_explorer.main"}
 
 # For each capability in turn: all modules of the others are imported again while its folder cannot be, and the help
 # lists their commands. What imports no capability stays imported.
@@ -271,21 +293,35 @@ def test_plans_become_values_of_modules_in_one_place():
     """A model of PyTorch alone has no calls: there, rules hold by path."""
     below = re.compile(r"\b(select_below|chosen_and_excluded)\b")
     reading = {
-        name.removeprefix("htp_export.") for name, path in MODULES.items() if below.search(path.read_text("utf-8"))
+        name.removeprefix("htp_export.")
+        for name, path in MODULES.items()
+        if below.search(path.read_text("utf-8"))
     }
-    assert reading == {"format.selectors", "model.module_facts", "plans.rules", "capabilities.quantize.training"}
+    assert reading == {
+        "format.selectors",
+        "model.module_facts",
+        "plans.rules",
+        "capabilities.quantize.training",
+    }
 
 
 # Concepts that stood in several places once: the one place of each, and what would betray a second definition.
 ONE_PLACE = {
     "what became of a module": ("lineage.fates", r"def (find_fates|fate_of)\b"),
     "boundaries of regions": ("model.boundaries", r"class Boundaries\b|OUTSIDE = "),
-    "merged work at boundaries": ("model.boundaries", r".*(?<!planned)\.others\("),  # a plan has others of its own
+    # a plan has others of its own
+    "merged work at boundaries": ("model.boundaries", r".*(?<!planned)\.others\("),
     "sessions of ONNX Runtime": ("runtime.sessions", r".*\.InferenceSession\("),
     "shapes of tensors": ("shapes.symbolic", r"class Symbolic\b"),
-    "hashes of what a model says": ("model.hashes", r"def \w*(array|body|constant|content|graph)_(hash|key)\b"),
+    "hashes of what a model says": (
+        "model.hashes",
+        r"def \w*(array|body|constant|content|graph)_(hash|key)\b",
+    ),
     "hashes of what regions compute": ("model.hashes", r"class \w*Hash(er|es)\b"),
-    "constants of parts, and tensors between them": ("model.parts", r"class (Constants|PartTensor)\b|def part_tensors"),
+    "constants of parts, and tensors between them": (
+        "model.parts",
+        r"class (Constants|PartTensor)\b|def part_tensors",
+    ),
     "the tensors between devices": ("capabilities.place.placed", r"class \w*Crossing\b"),
     "a chain of modules": ("capabilities.partition.chain", r"class \w*Chain\b"),
     "cutting a part out": ("model.cutting", r"class Cutter\b"),
@@ -301,13 +337,26 @@ ONE_PLACE = {
 def test_a_concept_stands_in_one_place(concept):
     place, betraying = ONE_PLACE[concept]
     pattern = re.compile(rf"^\s*(?:{betraying})", re.MULTILINE)
-    found = {name for name, path in MODULES.items() if pattern.search(path.read_text(encoding="utf-8"))}
+    found = {
+        name for name, path in MODULES.items() if pattern.search(path.read_text(encoding="utf-8"))
+    }
     assert found == {f"htp_export.{place}"}
 
 
 # Names of classes that stood for two or three things once.
 ONE_CLASS = {
-    *("Call", "Changes", "Choice", "Constants", "Crossing", "Difference", "Engine", "Evidence", "Hasher", "PartTensor"),
+    *(
+        "Call",
+        "Changes",
+        "Choice",
+        "Constants",
+        "Crossing",
+        "Difference",
+        "Engine",
+        "Evidence",
+        "Hasher",
+        "PartTensor",
+    ),
     *("Step", "Tensor"),
 }
 
@@ -326,7 +375,11 @@ def test_numbers_with_a_name_have_a_reason_beside_them():
     for module, path in MODULES.items():
         lines, body = path.read_text().splitlines(), parsed(module).body
         for node, behind in zip(body, [*body[1:], ast.Pass()], strict=True):
-            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and is_number(node.value):
+            if (
+                isinstance(node, ast.Assign | ast.AnnAssign)
+                and node.value is not None
+                and is_number(node.value)
+            ):
                 documented = isinstance(behind, ast.Expr) and isinstance(behind.value, ast.Constant)
                 commented = "#" in f"{lines[node.lineno - 2]}{lines[node.lineno - 1]}"
                 bare += [] if documented or commented else [f"{module}: {lines[node.lineno - 1]}"]
@@ -337,7 +390,9 @@ def is_number(expression: ast.expr) -> bool:
     """Whether an expression is a number, such as ``1 << 20``, or several."""
     made_of = ast.BinOp | ast.UnaryOp | ast.Tuple | ast.operator | ast.unaryop | ast.expr_context
     return all(
-        type(node.value) in (int, float) if isinstance(node, ast.Constant) else isinstance(node, made_of)
+        type(node.value) in (int, float)
+        if isinstance(node, ast.Constant)
+        else isinstance(node, made_of)
         for node in ast.walk(expression)
     )
 
@@ -357,14 +412,19 @@ def test_files_that_the_documentation_names_are_there():
         for page in [root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
         for file in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8"))
     }
-    missing = {each for each in named if not ((PACKAGE / each[1]).is_file() or (root / each[1]).is_file())}
+    missing = {
+        each for each in named if not ((PACKAGE / each[1]).is_file() or (root / each[1]).is_file())
+    }
     assert ("architecture.md", "lineage/fates.py") in named - missing
     assert not missing
 
 
 def drawing() -> str:
     """The rows and the capabilities, each with the first line of its docstring."""
-    core = [f"{' · '.join(row):28}{said_of(row[-1]) if len(row) == 1 else ''}".rstrip() for row in ROWS[:-1]]
+    core = [
+        f"{' · '.join(row):28}{said_of(row[-1]) if len(row) == 1 else ''}".rstrip()
+        for row in ROWS[:-1]
+    ]
     several = [f"    {name:24}{said_of(name)}" for row in ROWS[:-1] if len(row) > 1 for name in row]
     listed = [
         f"| `{name}` | {said_of('capabilities/' + name)} | {', '.join(f'`{other}`' for other in imported)} |"
@@ -379,12 +439,18 @@ def said_of(room: str) -> str:
     """The first line of the docstring of a room."""
     file = PACKAGE / room / "__init__.py"
     source = (file if file.is_file() else PACKAGE / f"{room}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].rstrip(".").replace("``", "`")
+    return (
+        (ast.get_docstring(ast.parse(source)) or "")
+        .partition("\n")[0]
+        .rstrip(".")
+        .replace("``", "`")
+    )
 
 
 if __name__ == "__main__":
     page = PACKAGE.parent / "docs" / "architecture.md"
     before, mark, rest = page.read_text(encoding="utf-8").partition("<!-- drawn -->\n")
     page.write_text(
-        before + mark + drawing() + "<!-- /drawn -->" + rest.partition("<!-- /drawn -->")[2], encoding="utf-8"
+        before + mark + drawing() + "<!-- /drawn -->" + rest.partition("<!-- /drawn -->")[2],
+        encoding="utf-8",
     )

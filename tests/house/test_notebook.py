@@ -64,7 +64,9 @@ def test_a_result_in_a_notebook_is_the_table_of_its_command(name):
 
 def test_names_in_a_notebook_are_text():
     model = screens.encoder()
-    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace("encoder.Head", "net.<script>")
+    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace(
+        "encoder.Head", "net.<script>"
+    )
     drawn = htp_export.cost(htp_export.load(model))._repr_html_()
     assert "&lt;script&gt;" in drawn
     assert "<script>" not in drawn

@@ -37,8 +37,14 @@ def test_public_names_are_these_shadow_no_builtin_and_are_documented():
 
 
 def test_what_public_functions_return_is_public_and_not_at_the_top():
-    returned = {word for each in public_functions().values() for word in re.findall(r"\w+", returned_by(each))}
-    classes = {each.__name__ for each in subclasses(Result) if each.__module__.startswith("htp_export.")}
+    returned = {
+        word
+        for each in public_functions().values()
+        for word in re.findall(r"\w+", returned_by(each))
+    }
+    classes = {
+        each.__name__ for each in subclasses(Result) if each.__module__.startswith("htp_export.")
+    }
     assert returned & classes - {"HoldsModel"} <= RESULTS.keys()
     assert not RESULTS.keys() & set(PUBLIC)
     assert sorted(RESULTS) == results.__all__
@@ -53,9 +59,17 @@ def subclasses(base):
 
 
 def public_functions():
-    functions = {name: getattr(htp_export, name) for name in PUBLIC if inspect.isfunction(getattr(htp_export, name))}
-    functions |= {f"lora.{name}": getattr(htp_export.lora, name) for name in htp_export.lora.__all__}
-    return functions | {f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__}
+    functions = {
+        name: getattr(htp_export, name)
+        for name in PUBLIC
+        if inspect.isfunction(getattr(htp_export, name))
+    }
+    functions |= {
+        f"lora.{name}": getattr(htp_export.lora, name) for name in htp_export.lora.__all__
+    }
+    return functions | {
+        f"tools.{name}": getattr(htp_export.tools, name) for name in adapters.__all__
+    }
 
 
 @pytest.mark.parametrize("name", public_functions())
@@ -73,14 +87,19 @@ def test_a_public_function_documents_arguments_result_and_errors_with_an_example
 
 SHARED = ["data", "dims", "shapes", "select", "depth", "seed", "providers", "session_options", "external_data",
           "share_weights"]  # fmt: skip
-TORCH_LIKE = {"export", "verify", "inspect", "view", "attention_report"}  # args and kwargs, as torch has them
+# args and kwargs, as torch has them
+TORCH_LIKE = {"export", "verify", "inspect", "view", "attention_report"}
 
 
 @pytest.mark.parametrize("name", public_functions())
 def test_what_comes_after_the_output_is_given_by_keyword_and_shared_parameters_have_one_order(name):
     parameters = inspect.signature(public_functions()[name]).parameters
-    positional = [each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert [each for each in parameters if each in SHARED] == [each for each in SHARED if each in parameters], name
+    positional = [
+        each.name for each in parameters.values() if each.kind is each.POSITIONAL_OR_KEYWORD
+    ]
+    assert [each for each in parameters if each in SHARED] == [
+        each for each in SHARED if each in parameters
+    ], name
     assert not {"inputs", "out"} & {*parameters}, name
     if "output" in parameters and name not in TORCH_LIKE:
         assert positional[-1] == "output", name
@@ -89,24 +108,38 @@ def test_what_comes_after_the_output_is_given_by_keyword_and_shared_parameters_h
 
 
 def test_public_functions_say_whether_they_are_thread_safe():
-    texts = {name: inspect.getdoc(function).lower() for name, function in public_functions().items()}
-    silent = {name for name, text in texts.items() if "thread" not in text and not name.startswith("tools.")}
+    texts = {
+        name: inspect.getdoc(function).lower() for name, function in public_functions().items()
+    }
+    silent = {
+        name
+        for name, text in texts.items()
+        if "thread" not in text and not name.startswith("tools.")
+    }
     assert silent <= {"load_partition"}  # makes an object of a folder
 
 
-@pytest.mark.parametrize("name", [name for name, each in RESULTS.items() if issubclass(each, Result)])
+@pytest.mark.parametrize(
+    "name", [name for name, each in RESULTS.items() if issubclass(each, Result)]
+)
 def test_a_result_has_a_summary_which_is_a_line_and_notes_which_are_lines(name):
     result = RESULTS[name]
     assert result.__repr__ is Result.__repr__
     assert result.summary is not Result.summary
     assert result.summary.fget.__annotations__["return"] == "str"
     notes = getattr(result, "notes", None)
-    assert not isinstance(notes, property) or notes.fget.__annotations__["return"] == "tuple[str, ...]"
+    assert (
+        not isinstance(notes, property) or notes.fget.__annotations__["return"] == "tuple[str, ...]"
+    )
 
 
 def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
     sources = {
-        name: [each.name for each in inspect.signature(function).parameters.values() if "ModelSource" in str(each)]
+        name: [
+            each.name
+            for each in inspect.signature(function).parameters.values()
+            if "ModelSource" in str(each)
+        ]
         for name, function in public_functions().items()
     }
     others = {
@@ -116,14 +149,20 @@ def test_the_onnx_model_is_the_parameter_model_of_every_public_function():
         "splice": ["model", "replacement"],
         "verify": ["onnx"],  # its model is the PyTorch model
     }
-    assert {name: given for name, given in sources.items() if given and given != ["model"]} == others
+    assert {
+        name: given for name, given in sources.items() if given and given != ["model"]
+    } == others
 
 
-@pytest.mark.parametrize("name", [*RESULTS, *(name for name in PUBLIC if inspect.isclass(getattr(htp_export, name)))])
+@pytest.mark.parametrize(
+    "name", [*RESULTS, *(name for name in PUBLIC if inspect.isclass(getattr(htp_export, name)))]
+)
 def test_a_public_class_documents_its_attributes(name):
     public = RESULTS.get(name) or getattr(htp_export, name)
     if dataclasses.is_dataclass(public):
-        documented = re.findall(r"^    (\w+): ", inspect.getdoc(public).partition("Attributes:")[2], re.MULTILINE)
+        documented = re.findall(
+            r"^    (\w+): ", inspect.getdoc(public).partition("Attributes:")[2], re.MULTILINE
+        )
         own = [each for each in public.__annotations__ if not each.startswith("_")]
         assert [each for each in documented if each in own] == own, name
 
@@ -143,13 +182,21 @@ def test_a_file_is_drawn_without_torch():
     graph = "onnx_ir.Graph(node.inputs, node.outputs, nodes=[node], opset_imports={'': 20})"
     drawn = "htp_export.view(onnx_ir.Model(graph, ir_version=10), explorer=False)"
     code = f"import sys, htp_export, onnx_ir; node = {node}; graph = {graph}; {drawn}; print('torch' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+    )
     assert run.stdout == "False\n"
 
 
 def test_importing_the_package_imports_no_library_and_exporting_none_but_torch():
-    show = "print(*{'torch', 'transformers', 'onnxruntime', 'typer'} & sys.modules.keys(), sep=', ')"
-    names = "htp_export.results.Profile; htp_export.export; htp_export.load; htp_export.tools.onnxslim"
+    show = (
+        "print(*{'torch', 'transformers', 'onnxruntime', 'typer'} & sys.modules.keys(), sep=', ')"
+    )
+    names = (
+        "htp_export.results.Profile; htp_export.export; htp_export.load; htp_export.tools.onnxslim"
+    )
     code = f"import sys, htp_export; {show}; {names}; htp_export.errors.FileError; {show}"
-    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT)
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=ROOT
+    )
     assert run.stdout.split("\n") == ["", "torch", ""]

@@ -34,7 +34,10 @@ def test_files_that_git_tracks_are_released_and_no_others():
 
 
 def test_archives_are_read_by_paths_inside_them(tmp_path):
-    with zipfile.ZipFile(tmp_path / "p-1.whl", "w") as wheel, tarfile.open(tmp_path / "p-1.tar.gz", "w:gz") as sdist:
+    with (
+        zipfile.ZipFile(tmp_path / "p-1.whl", "w") as wheel,
+        tarfile.open(tmp_path / "p-1.tar.gz", "w:gz") as sdist,
+    ):
         wheel.writestr("p-1.dist-info/METADATA", "")
         for name, content in FILES.items():
             member = tarfile.TarInfo(f"p-1/{name}")

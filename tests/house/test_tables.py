@@ -46,11 +46,16 @@ def test_the_table_of_levels_has_a_row_for_each():
 
 def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer():
     rows = table("passes.md", NODES)
-    assert list(rows) == [f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS]
+    assert list(rows) == [
+        f"{model}, {exporter}" for model in compare_models.MODELS for exporter in EXPORTERS
+    ]
     for name, (exported, *levels) in rows.items():
         exact, tolerant, other, fused, fusions = map(number, levels)
         assert number(exported) >= exact >= tolerant >= fused, name
-        assert (levels[1].startswith("**"), levels[3].startswith("**")) == (tolerant < other, fused < fusions), name
+        assert (levels[1].startswith("**"), levels[3].startswith("**")) == (
+            tolerant < other,
+            fused < fusions,
+        ), name
 
 
 # The numbers of the newest releases of the tools: another release may make others, which are then to be written down.
@@ -60,7 +65,9 @@ def test_the_table_of_nodes_has_a_row_for_each_model_and_marks_what_is_fewer():
 def test_the_tables_of_tools_have_the_numbers_that_are_measured(model, exporter, tmp_path):
     rows = table("tool_tables.md", tool_table.header(tool_table.MODELS), tool_table.title(exporter))
     at = list(tool_table.MODELS).index(model)
-    assert list(tool_table.cells(model, exporter, tool_table.ROWS, tmp_path)) == [row[at] for row in rows.values()]
+    assert list(tool_table.cells(model, exporter, tool_table.ROWS, tmp_path)) == [
+        row[at] for row in rows.values()
+    ]
 
 
 @pytest.mark.slow
@@ -75,5 +82,7 @@ def test_the_table_of_nodes_has_the_numbers_that_are_measured(model, exporter, t
     for level in LEVELS:
         htp_export.optimize(source, tmp_path / "out.onnx", level=level)
         found.append(len(nodes_of(onnx.load(str(tmp_path / "out.onnx")))))
-    exported, exact, tolerant, _, fused, _ = map(number, table("passes.md", NODES)[f"{model}, {exporter}"])
+    exported, exact, tolerant, _, fused, _ = map(
+        number, table("passes.md", NODES)[f"{model}, {exporter}"]
+    )
     assert found == [exported, exact, tolerant, fused]

@@ -10,18 +10,38 @@ from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import dynamic_shapes, example_inputs, load_model
 from tests.packed import TYPES, written_gguf
 
-BERT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "vocab_size": 100}
-VIT = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 32}
+BERT = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 100,
+}
+VIT = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "image_size": 32,
+}
 CLIP = {
     **{f"text_config.{key}": value for key, value in BERT.items()},
     **{f"vision_config.{key}": value for key, value in VIT.items()},
     "text_config.eos_token_id": 2,
 }
 WHISPER = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2}
-WHISPER |= {"decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_source_positions": 50}
+WHISPER |= {
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32,
+    "decoder_ffn_dim": 32,
+    "max_source_positions": 50,
+}
 CASES = {
     "bert": (BERT, {"input_ids", "attention_mask", "token_type_ids"}),
-    "distilbert": ({"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32}, {"input_ids", "attention_mask"}),
+    "distilbert": (
+        {"n_layers": 1, "dim": 16, "n_heads": 2, "hidden_dim": 32},
+        {"input_ids", "attention_mask"},
+    ),
     "gpt2": ({"n_layer": 1, "n_embd": 16, "n_head": 2}, {"input_ids", "attention_mask"}),
     "vit": (VIT, {"pixel_values"}),
     "resnet": ({"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}, {"pixel_values"}),
@@ -32,7 +52,12 @@ CASES = {
     "clip": (CLIP, {"input_ids", "attention_mask", "pixel_values"}),
     "whisper": (WHISPER, {"input_features", "decoder_input_ids"}),
     "wav2vec2": (
-        {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 32}
+        {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 32,
+        }
         | {"conv_dim": [8] * 7, "num_conv_pos_embedding_groups": 4},
         {"input_values"},
     ),
@@ -58,7 +83,8 @@ class TestLoadModel:
             ("bert", BERT, "text-classification", "BertForSequenceClassification"),
             ("bert", BERT, "question-answering", "BertForQuestionAnswering"),
             ("bert", BERT, "feature-extraction", "BertModel"),
-            ("whisper", WHISPER, "automatic-speech-recognition", "WhisperForConditionalGeneration"),  # a second class
+            # a second class
+            ("whisper", WHISPER, "automatic-speech-recognition", "WhisperForConditionalGeneration"),
         ],
     )
     def test_task_decides_the_class(self, source, overrides, task, expected):
@@ -67,7 +93,9 @@ class TestLoadModel:
 
     def test_random_parameters_and_running_statistics_are_spread_apart(self):
         norms = [module for module in bert().modules() if isinstance(module, nn.LayerNorm)]
-        assert all(norm.weight.unique().numel() > 8 and norm.bias.unique().numel() > 8 for norm in norms)
+        assert all(
+            norm.weight.unique().numel() > 8 and norm.bias.unique().numel() > 8 for norm in norms
+        )
         model = load_model("resnet", random_weights=True, overrides=CASES["resnet"][0])
         norm = next(module for module in model.modules() if isinstance(module, nn.BatchNorm2d))
         assert norm.running_var.min() >= 0.5
@@ -84,7 +112,9 @@ class TestLoadModel:
         config = load_model("clip", random_weights=True, overrides=CLIP).config
         assert (config.text_config.hidden_size, config.vision_config.image_size) == (16, 32)
         assert config.vision_config.patch_size == 32, "as usual"
-        model = load_model("gpt2", random_weights=True, overrides={**CASES["gpt2"][0], "num_hidden_layers": 2})
+        model = load_model(
+            "gpt2", random_weights=True, overrides={**CASES["gpt2"][0], "num_hidden_layers": 2}
+        )
         assert len(model.h) == 2
 
     def test_folder_gives_its_weights_and_architecture(self, tmp_path):
@@ -92,7 +122,10 @@ class TestLoadModel:
         saved.save_pretrained(tmp_path)
         model = load_model(str(tmp_path))
         assert type(model).__name__ == "BertForMaskedLM"
-        assert torch.equal(model.bert.embeddings.word_embeddings.weight, saved.bert.embeddings.word_embeddings.weight)
+        assert torch.equal(
+            model.bert.embeddings.word_embeddings.weight,
+            saved.bert.embeddings.word_embeddings.weight,
+        )
 
     def test_folder_with_a_config_alone_needs_random_weights(self, tmp_path):
         with pytest.raises(ModelSourceError, match="has no config"):
@@ -110,13 +143,33 @@ class TestLoadModel:
             ("berd", {"random_weights": True}, "nearest model types: .*bert"),
             ("./nowhere", {}, "is no folder"),
             ("nobody/nothing", {}, "the hub cannot be reached|no model found"),
-            ("bert", {"random_weights": True, "overrides": {"num_hiden_layers": 2}}, "nearest keys: num_hidden_layers"),
+            (
+                "bert",
+                {"random_weights": True, "overrides": {"num_hiden_layers": 2}},
+                "nearest keys: num_hidden_layers",
+            ),
             ("bert", {"random_weights": True, "overrides": {"hidden_size.x": 2}}, "no keys below"),
-            ("bert", {"random_weights": True, "overrides": {"num_hidden_layers": "two"}}, "num_hidden_layers='two'"),
-            ("bert", {"random_weights": True, "overrides": {**BERT, "hidden_size": 15}}, "cannot be built|refuses"),
-            ("clip", {"random_weights": True, "overrides": {"text_config.layers": 2}}, "no 'layers' in text_config"),
+            (
+                "bert",
+                {"random_weights": True, "overrides": {"num_hidden_layers": "two"}},
+                "num_hidden_layers='two'",
+            ),
+            (
+                "bert",
+                {"random_weights": True, "overrides": {**BERT, "hidden_size": 15}},
+                "cannot be built|refuses",
+            ),
+            (
+                "clip",
+                {"random_weights": True, "overrides": {"text_config.layers": 2}},
+                "no 'layers' in text_config",
+            ),
             ("bert", {"random_weights": True, "task": "fil-mask"}, "nearest tasks: fill-mask"),
-            ("bert", {"random_weights": True, "task": "image-classification"}, "its tasks: .*fill-mask"),
+            (
+                "bert",
+                {"random_weights": True, "task": "image-classification"},
+                "its tasks: .*fill-mask",
+            ),
             ("bert", {"random_weights": True, "dtype": "int8"}, "no floating-point dtype"),
         ],
     )
@@ -142,17 +195,31 @@ class TestExampleInputs:
 
     @pytest.mark.parametrize("start", [7, 99, 100, 50257])
     def test_a_decoder_begins_with_its_start_token_if_the_vocabulary_has_it(self, start):
-        overrides = {**WHISPER, "vocab_size": 100, "pad_token_id": 0, "decoder_start_token_id": start}
-        inputs = example_inputs(load_model("whisper", random_weights=True, overrides=overrides), batch=2)
+        overrides = {
+            **WHISPER,
+            "vocab_size": 100,
+            "pad_token_id": 0,
+            "decoder_start_token_id": start,
+        }
+        inputs = example_inputs(
+            load_model("whisper", random_weights=True, overrides=overrides), batch=2
+        )
         ids = inputs["decoder_input_ids"]
         assert 0 <= ids.min() <= ids.max() < 100
         assert (ids[:, 0].tolist() == [start, start]) is (start < 100)
 
     @pytest.mark.parametrize("ends", [2, [2, 5, 9]])
     def test_a_text_ends_once_with_its_only_or_first_end_token(self, ends):
-        small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        small = {
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+        }
         overrides = {**small, "num_key_value_heads": 2, "vocab_size": 12, "eos_token_id": ends}
-        [ids] = example_inputs(load_model("llama", random_weights=True, overrides=overrides))["input_ids"].tolist()
+        [ids] = example_inputs(load_model("llama", random_weights=True, overrides=overrides))[
+            "input_ids"
+        ].tolist()
         assert ids[12] == 2
         assert not {2, 5, 9}.intersection(ids[:12]) if isinstance(ends, list) else 2 not in ids[:12]
 
@@ -165,7 +232,8 @@ class TestExampleInputs:
 
     def test_shapes_change_one_input_and_the_others_follow(self):
         inputs = example_inputs(
-            bert(), shapes={"input_ids": {"shape": [3, 8], "dtype": "int32"}, "token_type_ids": None}
+            bert(),
+            shapes={"input_ids": {"shape": [3, 8], "dtype": "int32"}, "token_type_ids": None},
         )
         assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
             "input_ids": (3, 8),
@@ -174,7 +242,9 @@ class TestExampleInputs:
         assert inputs["input_ids"].dtype == torch.int32
 
     def test_what_is_open_in_a_shape_is_as_usual(self):
-        inputs = example_inputs(bert(), shapes={"input_ids": [2, None], "attention_mask": [None, 5]})
+        inputs = example_inputs(
+            bert(), shapes={"input_ids": [2, None], "attention_mask": [None, 5]}
+        )
         assert {name: tuple(tensor.shape) for name, tensor in inputs.items()} == {
             "input_ids": (2, 16),
             "attention_mask": (1, 5),
@@ -219,7 +289,9 @@ class TestDynamicShapes:
             "pixel_values": {0: "batch", 2: "height", 3: "width"},
         }
 
-    @pytest.mark.parametrize(("axis", "message"), [("length", "no dynamic axis"), ("height", "no input has an axis")])
+    @pytest.mark.parametrize(
+        ("axis", "message"), [("length", "no dynamic axis"), ("height", "no input has an axis")]
+    )
     def test_axis_that_is_not_there_is_said(self, axis, message):
         with pytest.raises(InputError, match=message):
             dynamic_shapes({"input_ids": torch.ones(2, 8, dtype=torch.int64)}, [axis])
@@ -240,7 +312,8 @@ def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path)
         np.testing.assert_array_equal(made[name], values.numpy())
     for name in made.layers:
         weight, values = made.packed(name).weight(), wanted[name].numpy()
-        if name.rpartition(".")[0].endswith(("v_proj", "o_proj")):  # Q4_1, Q4_K: a minimum in place of a zero point
+        # Q4_1, Q4_K: a minimum in place of a zero point
+        if name.rpartition(".")[0].endswith(("v_proj", "o_proj")):
             np.testing.assert_allclose(weight, values, rtol=0, atol=2e-7 * np.abs(values).max())
         else:
             np.testing.assert_array_equal(weight, values)
@@ -250,7 +323,13 @@ def test_blocks_have_the_numbers_and_the_order_of_rows_of_transformers(tmp_path)
 def test_a_broken_gguf_file_is_refused(tmp_path):
     source = written_gguf(tmp_path / "model.gguf")
     content = source.read_bytes()
-    for broken in (b"", b"GGUF", content[:200], content[:4] + b"\xff" * 20, content[: len(content) // 2]):
+    for broken in (
+        b"",
+        b"GGUF",
+        content[:200],
+        content[:4] + b"\xff" * 20,
+        content[: len(content) // 2],
+    ):
         source.write_bytes(broken)
         with pytest.raises(FileError, match="cannot be read as GGUF"):
             read_packed(source)

@@ -13,11 +13,22 @@ from htp_export.capabilities.huggingface.sources import size_of_images
 from htp_export.errors import FileError, ModelSourceError
 from htp_export.huggingface import example_calls, example_inputs, load_model, load_processor
 
-BERT = {"model_type": "bert", "vocab_size": 400, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+BERT = {
+    "model_type": "bert",
+    "vocab_size": 400,
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 BERT |= {"intermediate_size": 16, "architectures": ["BertForMaskedLM"], "pad_token_id": 0}
 GPT2 = {"model_type": "gpt2", "vocab_size": 400, "n_embd": 16, "n_layer": 1, "n_head": 2}
 GPT2 |= {"architectures": ["GPT2LMHeadModel"], "bos_token_id": 1, "eos_token_id": 2}
-CONVNEXT = {"model_type": "convnext", "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1], "image_size": 32}
+CONVNEXT = {
+    "model_type": "convnext",
+    "hidden_sizes": [8, 8, 8, 8],
+    "depths": [1, 1, 1, 1],
+    "image_size": 32,
+}
 CONVNEXT |= {"architectures": ["ConvNextForImageClassification"]}
 
 
@@ -44,7 +55,11 @@ def add_tokenizer(folder: Path) -> Any:
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
     wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]"
+        tokenizer_object=made,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
     )
     wrapped.save_pretrained(folder)
     return wrapped
@@ -84,11 +99,24 @@ def test_prompts_of_a_decoder_are_tokens_of_the_tokenizer(tmp_path):
 
 
 def test_decoder_ids_begin_with_the_start_token_and_have_no_special_ones(tmp_path):
-    config = {"model_type": "t5", "vocab_size": 400, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1}
-    config |= {"num_heads": 2, "decoder_start_token_id": 7, "architectures": ["T5ForConditionalGeneration"]}
+    config = {
+        "model_type": "t5",
+        "vocab_size": 400,
+        "d_model": 16,
+        "d_kv": 4,
+        "d_ff": 16,
+        "num_layers": 1,
+    }
+    config |= {
+        "num_heads": 2,
+        "decoder_start_token_id": 7,
+        "architectures": ["T5ForConditionalGeneration"],
+    }
     folder = folder_with(tmp_path / "t5", config)
     add_tokenizer(folder)
-    ids = example_inputs(model_in(folder), processor=load_processor(str(folder)))["decoder_input_ids"]
+    ids = example_inputs(model_in(folder), processor=load_processor(str(folder)))[
+        "decoder_input_ids"
+    ]
     assert ids[0, 0] == 7
     assert not set(ids[0, 1:].tolist()) & {0, 1, 2, 3}
 
@@ -151,13 +179,18 @@ class Own(PreTrainedTokenizerFast):
 
 def test_images_are_as_large_as_an_image_processor_that_can_be_read_makes_them(tmp_path, caplog):
     folder = folder_with(tmp_path / "convnext", CONVNEXT)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 48, "width": 64}}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"size": {"height": 48, "width": 64}})
+    )
     model = model_in(folder)
     processor = load_processor(str(folder))
     assert example_inputs(model, processor=processor)["pixel_values"].shape == (1, 3, 48, 64)
     assert example_inputs(model)["pixel_values"].shape == (1, 3, 32, 32)
     changed = {"image_size": 40}
-    resized, model = load_processor(str(folder), overrides=changed), model_in(folder, overrides=changed)
+    resized, model = (
+        load_processor(str(folder), overrides=changed),
+        model_in(folder, overrides=changed),
+    )
     assert example_inputs(model, processor=resized)["pixel_values"].shape == (1, 3, 40, 40)
     (folder / "preprocessor_config.json").write_text("[1, 2")
     with caplog.at_level(logging.WARNING, logger="htp_export"):
@@ -171,7 +204,10 @@ def test_images_are_as_large_as_an_image_processor_that_can_be_read_makes_them(t
         ({"size": 224}, (224, 224)),
         ({"size": [48, 64]}, (48, 64)),
         ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224, "width": 200}}, (256, 256)),
-        ({"do_center_crop": True, "size": 256, "crop_size": {"height": 224, "width": 200}}, (224, 200)),
+        (
+            {"do_center_crop": True, "size": 256, "crop_size": {"height": 224, "width": 200}},
+            (224, 200),
+        ),
         ({"do_center_crop": True, "size": 256}, (256, 256)),
         ({"size": {"shortest_edge": 800, "longest_edge": 1333}}, (800, 800)),
         ({"size": {"longest_edge": 1024}}, None),

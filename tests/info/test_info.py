@@ -21,7 +21,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A net, tagged with its weights beside it, with open sizes, as torch writes it, bare, and quantized."""
     folder, (net, (x,)) = tmp_path_factory.mktemp("info"), example()
     htp_export.export(net, (x,), folder / "net.onnx", verbose=False)
-    htp_export.load(folder / "net.onnx").save(folder / "external.onnx", external_data="external.data")
+    htp_export.load(folder / "net.onnx").save(
+        folder / "external.onnx", external_data="external.data"
+    )
     shapes = {"x": {0: torch.export.Dim("batch"), 1: 32}}
     htp_export.export(net, (x,), folder / "open.onnx", dynamic_shapes=shapes, verbose=False)
     with warnings.catch_warnings():
@@ -45,12 +47,17 @@ def steps(found: htp_export.results.Info) -> set[str]:
 
 def test_a_tagged_file_is_described_whole(folder):
     found = htp_export.info(folder / "net.onnx")
-    assert [(each.name, each.role, each.type, each.shape) for each in (*found.inputs, *found.outputs)] == [
+    assert [
+        (each.name, each.role, each.type, each.shape) for each in (*found.inputs, *found.outputs)
+    ] == [
         ("x", "input", "float32", (2, 32)),
         (found.outputs[0].name, "output", "float32", (2, 3)),
     ]
     model = onnx.load(folder / "net.onnx", load_external_data=False)
-    assert (found.opsets, found.ir_version) == ({"ai.onnx": model.opset_import[0].version}, model.ir_version)
+    assert (found.opsets, found.ir_version) == (
+        {"ai.onnx": model.opset_import[0].version},
+        model.ir_version,
+    )
     assert found.producer == f"{model.producer_name} {model.producer_version}"
     assert (found.exporter, found.format, found.nodes, found.modules) == ("dynamo", "1", 3, 4)
     elements = 32 * 32 + 32 + 3 * 32 + 3
@@ -91,7 +98,9 @@ def test_tags_that_a_tool_dropped_are_brought_back(folder, tmp_path):
 
 def test_a_file_without_nodes_lost_no_tags(tmp_path):
     file = tmp_path / "weight.onnx"
-    gives_its_weight = composed(lambda self, x: self.weight, weight=torch.nn.Parameter(torch.ones(3))).eval()
+    gives_its_weight = composed(
+        lambda self, x: self.weight, weight=torch.nn.Parameter(torch.ones(3))
+    ).eval()
     htp_export.export(gives_its_weight, (torch.ones(2),), file, verbose=False)
     found = htp_export.info(file)
     assert (found.tags.source, found.tags.lost) == ("htp", False)
@@ -100,9 +109,15 @@ def test_a_file_without_nodes_lost_no_tags(tmp_path):
 
 def test_weights_beside_the_file_are_not_read_and_may_be_missing(folder, tmp_path, monkeypatch):
     shutil.copy(folder / "external.onnx", tmp_path / "external.onnx")
-    whole, missing = htp_export.info(folder / "external.onnx"), htp_export.info(tmp_path / "external.onnx")
+    whole, missing = (
+        htp_export.info(folder / "external.onnx"),
+        htp_export.info(tmp_path / "external.onnx"),
+    )
     size = (folder / "external.data").stat().st_size
-    assert (whole.data_files, missing.data_files) == ({"external.data": size}, {"external.data": None})
+    assert (whole.data_files, missing.data_files) == (
+        {"external.data": size},
+        {"external.data": None},
+    )
     assert whole.elements == missing.elements
     assert "external.data: is missing: weights of" in missing.notes[0]
     assert steps(whole) - steps(missing) == {"optimize"}
@@ -138,10 +153,20 @@ def test_values_that_are_no_tensors_and_sizes_that_have_no_name_are_said():
 
 def test_a_cache_by_layer_is_two_lines_and_sizes_made_of_others_are_not_asked_for():
     tensor, shape = onnx.TensorProto.FLOAT, ["batch", "past", 4]
-    values = [onnx.helper.make_tensor_value_info(f"past.{k}.{what}", tensor, shape) for k in range(9) for what in "kv"]
+    values = [
+        onnx.helper.make_tensor_value_info(f"past.{k}.{what}", tensor, shape)
+        for k in range(9)
+        for what in "kv"
+    ]
     mask = onnx.helper.make_tensor_value_info("mask", tensor, ["batch", "past + sequence"])
-    found = htp_export.info(onnx.helper.make_model(onnx.helper.make_graph([], "g", [*values, mask], []), ir_version=10))
-    rows = [line.split("  ")[1].strip() for line in str(found).splitlines() if line.startswith("input  ")]
+    found = htp_export.info(
+        onnx.helper.make_model(onnx.helper.make_graph([], "g", [*values, mask], []), ir_version=10)
+    )
+    rows = [
+        line.split("  ")[1].strip()
+        for line in str(found).splitlines()
+        if line.startswith("input  ")
+    ]
     assert rows == ["past.0.k … past.8.k × 9", "past.0.v … past.8.v × 9", "mask"]  # noqa: RUF001 - "times"
     assert "batch × (past + sequence)" in str(found)  # noqa: RUF001
     assert "htp-export cost FILE --dims batch=1,past=1" in found.next
@@ -158,7 +183,10 @@ def test_a_file_name_is_quoted_in_commands(folder, tmp_path, monkeypatch):
 def test_initializers_of_any_type_are_counted():
     strings = ir.StringTensor([b"a", b"b"], shape=ir.Shape([2]), name="s")
     weights = [ir.tensor(np.zeros(3, np.float16), name="h"), strings]
-    values = [ir.Value(name=each.name, const_value=each, type=ir.TensorType(each.dtype)) for each in weights]
+    values = [
+        ir.Value(name=each.name, const_value=each, type=ir.TensorType(each.dtype))
+        for each in weights
+    ]
     graph = ir.Graph([], [], nodes=[], initializers=values, opset_imports={"": 20}, name="g")
     found = htp_export.info(ir.Model(graph, ir_version=10))
     assert (found.elements, found.weights) == (5, {"float16": 6})

@@ -44,7 +44,9 @@ PLAIN = (
 
 
 @pytest.mark.parametrize("name", quick(PLAIN, "called_twice"))
-def test_the_graph_of_torch_export_has_the_tree_parameters_and_flops_of_the_onnx_file(name, shared_files):
+def test_the_graph_of_torch_export_has_the_tree_parameters_and_flops_of_the_onnx_file(
+    name, shared_files
+):
     onnx_model = htp_export.load(shared_files.net(name, "dynamo"))
     model, kwargs = NETS[name].build()
     torch_graph = htp_export.load(exported_graph(model, (), kwargs))
@@ -52,7 +54,10 @@ def test_the_graph_of_torch_export_has_the_tree_parameters_and_flops_of_the_onnx
     assert torch_graph.untagged == []
     costs = [cost(tagged).modules for tagged in (onnx_model, torch_graph)]
     expected, found = [
-        {path: (m.class_name, m.calls, m.fate, m.parameters, m.flops) for path, m in modules.items()}
+        {
+            path: (m.class_name, m.calls, m.fate, m.parameters, m.flops)
+            for path, m in modules.items()
+        }
         for modules in costs
     ]
     assert found == expected
@@ -64,7 +69,10 @@ class Counted(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv1, self.conv2 = nn.Conv1d(4, 6, 3, groups=2), nn.Conv2d(1, 2, 3, stride=2, padding=1)
+        self.conv1, self.conv2 = (
+            nn.Conv1d(4, 6, 3, groups=2),
+            nn.Conv2d(1, 2, 3, stride=2, padding=1),
+        )
         self.up = nn.ConvTranspose2d(2, 3, 3, stride=2)
         self.lstm = nn.LSTM(6, 5, num_layers=2, bidirectional=True, batch_first=True)
         self.gru, self.fc = nn.GRU(10, 4, batch_first=True), nn.Linear(4, 7, bias=False)
@@ -74,16 +82,29 @@ class Counted(nn.Module):
         picture = self.up(self.conv2(x[:, None]))
         y = self.gru(self.lstm(self.conv1(x).transpose(1, 2))[0])[0]
         y = self.attention(y, y, y)[0]
-        scores = nn.functional.scaled_dot_product_attention(y[None], y[None], y[None], is_causal=True)[0]
-        return picture, self.fc(y), torch.einsum("bik,bjk->bij", y, y), torch.addmm(y[0], scores[0], y[0].mT @ y[1])
+        scores = nn.functional.scaled_dot_product_attention(
+            y[None], y[None], y[None], is_causal=True
+        )[0]
+        return (
+            picture,
+            self.fc(y),
+            torch.einsum("bik,bjk->bij", y, y),
+            torch.addmm(y[0], scores[0], y[0].mT @ y[1]),
+        )
 
 
 def test_every_layer_with_multiply_adds_counts_as_in_the_onnx_file():
     model = spread(Counted())
     x = torch.randn(2, 4, 9)
-    expected, found = cost(htp_export.export(model, (x,), verbose=False)), cost(exported_graph(model, (x,), {}))
+    expected, found = (
+        cost(htp_export.export(model, (x,), verbose=False)),
+        cost(exported_graph(model, (x,), {})),
+    )
     assert found.uncounted == {}
-    sides = [{path: (m.flops, m.parameters) for path, m in each.modules.items()} for each in (expected, found)]
+    sides = [
+        {path: (m.flops, m.parameters) for path, m in each.modules.items()}
+        for each in (expected, found)
+    ]
     assert {path: sides[1][path] for path in sides[0]} == sides[0]
 
 
@@ -105,7 +126,10 @@ def test_an_operator_without_translation_is_got_by_torch_export(orthogonal):
     line = line_of(traceless.Orthogonal, "torch.linalg.qr")
     assert (inspected.way, stop.way, stop.module) == ("torch.export", "onnx", "orthogonal")
     assert (stop.file, stop.line) == (traceless.__file__, line)
-    assert "No ONNX function found for <OpOverload(op='aten.linalg_qr', overload='default')>" in stop.reason
+    assert (
+        "No ONNX function found for <OpOverload(op='aten.linalg_qr', overload='default')>"
+        in stop.reason
+    )
     check_tree(inspected, model)
     nodes = [(n.domain, n.op_type, n.metadata_props["htp.module"]) for n in inspected.model.graph]
     assert nodes == [
@@ -124,7 +148,9 @@ def test_an_operator_without_translation_is_got_by_torch_export(orthogonal):
     [
         (traceless.WithFunction, traceless.Doubled, ("torch.linalg.qr",)),
         # Which of them depends on the torch. `test_what_a_model_prints_is_not_in_the_result` inspects this net, too.
-        pytest.param(traceless.Prints, traceless.Prints, ("np.abs", "float(scale)"), marks=pytest.mark.slow),
+        pytest.param(
+            traceless.Prints, traceless.Prints, ("np.abs", "float(scale)"), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_custom_functions_prints_and_numpy_are_got_by_torch_export(net, cause, texts):
@@ -150,7 +176,11 @@ def test_values_that_are_only_printed_are_no_hindrance_to_symbolic_tracing():
     expected = {"linear": "block.fc", "relu": "block", "mul": "", "layer_norm": "norm.0"}
     assert nodes == [*expected.items(), ("linear", "head")]
     tree = inspected.tagged.hierarchy
-    assert (tree["norm.1"].fate, tree["norm.0"].fate, tree["norm.0"].calls) == ("identity", "computed", 1)
+    assert (tree["norm.1"].fate, tree["norm.0"].fate, tree["norm.0"].calls) == (
+        "identity",
+        "computed",
+        1,
+    )
     assert cost(inspected).modules[""].flops == 2 * 2 * (4 * 4 + 4 * 3)
     with pytest.raises(FileError, match=r"by torch\.fx, is for inspection"):
         inspected.tagged.save("model.onnx")
@@ -181,7 +211,9 @@ class GivenAndChosen(Given):
         return y * 2 if y.sum().item() > 0 else y
 
 
-@pytest.mark.parametrize(("net", "way"), [(GivenAndWatched, "torch.fx"), (GivenAndChosen, "dynamo")])
+@pytest.mark.parametrize(
+    ("net", "way"), [(GivenAndWatched, "torch.fx"), (GivenAndChosen, "dynamo")]
+)
 def test_modules_that_give_back_their_input_are_identities(net, way):
     inspected = htp_export.inspect(spread(net()), torch.randn(2, 4))
     assert inspected.way == way
@@ -212,10 +244,16 @@ def test_a_branch_that_depends_on_data_is_got_by_dynamo():
     assert list(reasons) == ["onnx", "torch.export", "torch.fx"]
     for way in ("onnx", "torch.export"):
         assert "Could not guard on data-dependent expression" in reasons[way]
-    assert reasons["torch.fx"].startswith("TraceError: symbolically traced variables cannot be used")
+    assert reasons["torch.fx"].startswith(
+        "TraceError: symbolically traced variables cannot be used"
+    )
     assert [(stop.module, stop.line) for stop in inspected.breaks] == [("choosing", line)]
     check_tree(inspected, model)
-    owners = [node.metadata_props["htp.module"] for node in inspected.model.graph if node.op_type == "linear"]
+    owners = [
+        node.metadata_props["htp.module"]
+        for node in inspected.model.graph
+        if node.op_type == "linear"
+    ]
     assert owners == ["first.fc", "choosing.one.fc", "choosing.other.fc", "head"]
     assert cost(inspected).modules[""].flops == 2 * 2 * (3 * 4 * 4 + 4 * 3)
     # Connected from graph to graph: only what the user gives is an input, and weights have their names.
@@ -237,7 +275,10 @@ def test_a_detector_with_non_maximum_suppression_is_got_by_dynamo(detector):
     assert report.modules["head"].flops == 2 * 5 * 4 * 4 * 4
     names = {node.name.partition("/")[0] for node in inspected.model.graph}
     assert names == {"graph_1", "graph_2"}
-    sizes = {name: sum(node.name.startswith(name) for node in inspected.model.graph) for name in sorted(names)}
+    sizes = {
+        name: sum(node.name.startswith(name) for node in inspected.model.graph)
+        for name in sorted(names)
+    }
     assert sizes["graph_1"] > sizes["graph_2"]
     assert {name: len(list(graph.graph)) for name, graph in inspected.graphs.items()} == sizes
     assert list(inspected.graphs) == ["graph_1", "graph_2"]
@@ -254,7 +295,9 @@ def test_a_loop_over_numbers_breaks_a_graph_and_loses_none():
     ops = [node.op_type for node in inspected.model.graph]
     assert ops[:5] == ["exp", "linear", "tanh", "abs", "sum"]
     assert ops[-1] == "sigmoid"
-    assert [(stop.module, stop.line) for stop in inspected.breaks] == [("", line_of(traceless.Counting, ".tolist()"))]
+    assert [(stop.module, stop.line) for stop in inspected.breaks] == [
+        ("", line_of(traceless.Counting, ".tolist()"))
+    ]
     check_tree(inspected, model)
 
 
@@ -278,7 +321,8 @@ def trimmed(x: torch.Tensor) -> torch.Tensor:
 
 @trimmed.register_fake
 def _(x: torch.Tensor) -> torch.Tensor:
-    torch.library.get_ctx().new_dynamic_size()  # and another one for the result: torch does not find the first one
+    # and another one for the result: torch does not find the first one
+    torch.library.get_ctx().new_dynamic_size()
     return x.new_empty(torch.library.get_ctx().new_dynamic_size(), x.shape[1])
 
 
@@ -296,7 +340,14 @@ def test_dynamo_does_without_symbols_for_data_where_it_fails_with_them():
     assert [stop.module for stop in inspected.breaks] == [""]
     check_tree(inspected, model)
     # Not only the graphs of the modules inside, but also what ``forward`` itself computes before and after the break.
-    assert [node.op_type for node in inspected.model.graph] == ["linear", "relu", "sin", "add", "linear", "cos"]
+    assert [node.op_type for node in inspected.model.graph] == [
+        "linear",
+        "relu",
+        "sin",
+        "add",
+        "linear",
+        "cos",
+    ]
 
 
 def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
@@ -311,7 +362,10 @@ def test_a_loop_over_a_tensor_is_got_by_dynamo_once_for_each_round():
     rounds = int((x.sum(1) > 0).sum())
     assert rounds == 2
     report = cost(inspected)
-    assert (report.modules["block"].calls, report.modules["block"].flops) == (rounds, rounds * 2 * 3 * 4 * 4)
+    assert (report.modules["block"].calls, report.modules["block"].flops) == (
+        rounds,
+        rounds * 2 * 3 * 4 * 4,
+    )
     assert report.modules[""].flops == rounds * 2 * 3 * 4 * 4 + 2 * 3 * 4 * 3
 
 
@@ -329,7 +383,10 @@ def test_equal_modules_that_run_one_graph_are_told_apart():
     for path in ("layers.0.other", "layers.1.other"):
         assert (modules[path].nodes, modules[path].flops) == (2, 64)
     other = inspected.tagged["layers.1.other.fc"].nodes[0]
-    assert [value.name for value in other.inputs[1:]] == ["layers.1.other.fc.weight", "layers.1.other.fc.bias"]
+    assert [value.name for value in other.inputs[1:]] == [
+        "layers.1.other.fc.weight",
+        "layers.1.other.fc.bias",
+    ]
 
 
 def test_dynamo_keeps_nothing_of_an_inspection():
@@ -386,7 +443,9 @@ def test_a_compiled_model_is_left_to_its_compiler():
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.relu(x) if x.sum().item() > 0 else x
 
-    inspected = htp_export.inspect(torch.compile(Chosen().eval(), backend="eager"), torch.ones(2, 4))
+    inspected = htp_export.inspect(
+        torch.compile(Chosen().eval(), backend="eager"), torch.ones(2, 4)
+    )
     assert inspected.stopped[-1].reason.endswith("is compiled: its graphs are the compiler's")
 
 
@@ -426,7 +485,8 @@ def test_arguments_are_taken_by_keyword_and_the_model_stays_as_it_was():
 
 def test_a_model_that_does_not_run_has_no_graph():
     with pytest.raises(
-        InputError, match=r"no graph\nonnx stopped in module \(the root\): RuntimeError: .* reduction dim"
+        InputError,
+        match=r"no graph\nonnx stopped in module \(the root\): RuntimeError: .* reduction dim",
     ):
         htp_export.inspect(nn.Linear(4, 3), torch.randn(2, 5))
 
@@ -440,7 +500,9 @@ def test_weights_of_a_graph_are_the_models_own_memory(orthogonal):
 def test_views_take_no_memory_of_their_own():
     class Views(nn.Module):
         def forward(self, x: torch.Tensor) -> Any:
-            return torch.linalg.qr(x.reshape(4, 4).transpose(0, 1)[None].to(torch.float32))[0].to(torch.float64)
+            return torch.linalg.qr(x.reshape(4, 4).transpose(0, 1)[None].to(torch.float32))[0].to(
+                torch.float64
+            )
 
     inspected = htp_export.inspect(Views(), torch.randn(16))
     made = {node.op_type: node.activation_bytes for node in cost(inspected).nodes}
@@ -511,7 +573,13 @@ def test_what_a_model_prints_is_not_in_the_result(factories, capsys):
 
 
 def test_commands_take_a_model_type(capsys):
-    small = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16", "vocab_size=30"]
+    small = [
+        "hidden_size=16",
+        "num_hidden_layers=1",
+        "num_attention_heads=2",
+        "intermediate_size=16",
+        "vocab_size=30",
+    ]
     settings = [word for setting in small for word in ("--set", setting)]
     assert main(["tree", "bert", "--random-weights", *settings, "--depth", "1"]) == 0
     shown = capsys.readouterr()

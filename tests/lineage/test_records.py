@@ -38,7 +38,9 @@ def test_a_pass_that_says_something_else_than_it_did_is_found(tagged):
         books = Bookkeeping(tagged)
         assert stand_in(first.outputs[0], first.inputs[0])
         record_replacement(first.outputs[0], second.outputs[0])
-        with pytest.raises(HtpExportError, match="reads 'linear' in place of 'relu', and 'relu_1' was recorded"):
+        with pytest.raises(
+            HtpExportError, match="reads 'linear' in place of 'relu', and 'relu_1' was recorded"
+        ):
             books.settle()
 
 
@@ -63,7 +65,9 @@ def test_an_edit_that_records_something_else_is_found(tagged):
             edit.finish()
 
 
-def tried(name: str, exporter: str, folder: Path, operations: dict[str, Callable[[Path, Path], object]]) -> None:
+def tried(
+    name: str, exporter: str, folder: Path, operations: dict[str, Callable[[Path, Path], object]]
+) -> None:
     file = export_to(folder, name, exporter)
     with checked_changes():
         for operation in operations.values():
@@ -85,7 +89,9 @@ def test_passes_and_commands_do_what_they_record_on_all_nets(name, exporter, tmp
     if exporter in NETS[name].skip:
         pytest.skip("the exporter cannot export the net")
     each: dict[str, Callable[[Path, Path], object]] = {
-        known: lambda file, out, known=known: htp_export.optimize(file, out, passes=[known], level="fused")
+        known: lambda file, out, known=known: htp_export.optimize(
+            file, out, passes=[known], level="fused"
+        )
         for known in passes.available()
     }
     tried(name, exporter, tmp_path, {**OPERATIONS, **each})

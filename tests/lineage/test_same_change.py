@@ -62,7 +62,9 @@ ENGINES: dict[str, Callable[[Path, Path], Any]] = {
     "onnxsim": tools.onnxsim,
     "onnxoptimizer": tools.onnxoptimizer,
     "onnxslim, no names": without_names(tools.onnxslim),
-    "onnxruntime, no names": without_names(lambda file, output: tools.onnxruntime(file, output, level="basic")),
+    "onnxruntime, no names": without_names(
+        lambda file, output: tools.onnxruntime(file, output, level="basic")
+    ),
 }
 
 
@@ -102,7 +104,9 @@ def image() -> dict[str, Any]:
 
 
 def conv_norm_twice() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2))
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Conv2d(4, 2, 3), nn.BatchNorm2d(2)
+    )
 
 
 def conv_norm_relu(net: nn.Module, input: Tensor) -> Tensor:
@@ -145,7 +149,9 @@ class Turn(nn.Module):
 
 CHANGES: dict[str, Change] = {
     "linear layers that compute in two dimensions": Change(
-        lambda: composed(linear_relu_linear, first=nn.Linear(4, 5), turn=Turn(), second=nn.Linear(5, 3)),
+        lambda: composed(
+            linear_relu_linear, first=nn.Linear(4, 5), turn=Turn(), second=nn.Linear(5, 3)
+        ),
         {"x": x(2, 3, 4)},
         ("onnxruntime", "onnxruntime, no names"),
         owners={
@@ -161,11 +167,20 @@ CHANGES: dict[str, Change] = {
         image(),
         ("tolerant", "onnxslim", "onnxsim", "onnxslim, no names"),
         owners={"Conv": [{"0", "1"}, {"3", "4"}]},
-        fates={"0": "fused", "1": "fused", "3": "fused", "4": "fused", "2": "computed", "": "computed"},
+        fates={
+            "0": "fused",
+            "1": "fused",
+            "3": "fused",
+            "4": "fused",
+            "2": "computed",
+            "": "computed",
+        },
         options=UNFOLDED,
     ),
     "a convolution with a norm and its parent's relu": Change(
-        lambda: composed(conv_norm_relu, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), out=nn.Conv2d(4, 2, 3)),
+        lambda: composed(
+            conv_norm_relu, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4), out=nn.Conv2d(4, 2, 3)
+        ),
         image(),
         ("fused", "onnxruntime"),
         owners={"FusedConv": [{"conv", "norm", ""}]},
@@ -209,14 +224,17 @@ CHANGES: dict[str, Change] = {
         ("onnxsim",),
         owners={"Attention": [{"", "q", "k", "v"}], "Gemm": [{"o"}]},
         options=UNFOLDED,
-        inexact=("o",),  # its input is there, before a reshape that the tool inserted: carry calls it fused
+        # its input is there, before a reshape that the tool inserted: carry calls it fused
+        inexact=("o",),
     ),
 }
 CASES = [(change, engine) for change, found in CHANGES.items() for engine in found.engines]
 
 
 @pytest.mark.parametrize(("change", "engine"), CASES, ids=[" - ".join(case) for case in CASES])
-def test_a_change_has_the_same_owners_whoever_makes_it(change: str, engine: str, tmp_path: Path) -> None:
+def test_a_change_has_the_same_owners_whoever_makes_it(
+    change: str, engine: str, tmp_path: Path
+) -> None:
     found = CHANGES[change]
     torch.manual_seed(0)
     model = spread(found.build()).eval()
@@ -224,12 +242,22 @@ def test_a_change_has_the_same_owners_whoever_makes_it(change: str, engine: str,
     htp_export.export(model, (), file, kwargs=found.inputs, verbose=False, **found.options)
     ENGINES[engine](file, output)
     tagged = htp_export.load(output)
-    nodes = {op: [node for node in tagged.nodes if node.op_type == op] for op in {*found.owners, *found.calls}}
-    assert {op: [set(tagged.owners_of(node)) for node in nodes[op]] for op in found.owners} == found.owners
-    calls = {op: sorted({call.call for call in tagged.work_of(nodes[op][0]).calls}) for op in found.calls}
+    nodes = {
+        op: [node for node in tagged.nodes if node.op_type == op]
+        for op in {*found.owners, *found.calls}
+    }
+    assert {
+        op: [set(tagged.owners_of(node)) for node in nodes[op]] for op in found.owners
+    } == found.owners
+    calls = {
+        op: sorted({call.call for call in tagged.work_of(nodes[op][0]).calls}) for op in found.calls
+    }
     assert calls == found.calls
     assert {path: str(tagged[path].fate) for path in found.fates} == found.fates
     for group in found.groups:
         for path in group - {""}:
             assert {path, *tagged.hierarchy[path].fused_with} == group
-    assert tuple(fault[0] for fault in inexact(model, found.inputs, onnx.load(output))) == found.inexact
+    assert (
+        tuple(fault[0] for fault in inexact(model, found.inputs, onnx.load(output)))
+        == found.inexact
+    )

@@ -27,28 +27,38 @@ TOKENS = 12
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, list[int]]]:
     """A decoder, the folder with its file and two adapters, and what PyTorch generates with each and without one."""
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
     peft = pytest.importorskip("peft", reason="peft is not installed")
     folder, model = tmp_path_factory.mktemp("decoder"), decoder("llama")
     files = Programs(model, example_calls(model)).save(folder)
-    htp_export.lora.insert(files["model"], "**.q_proj, **.v_proj, **.down_proj", folder / "lora.onnx", rank=4, alpha=8)
+    htp_export.lora.insert(
+        files["model"], "**.q_proj, **.v_proj, **.down_proj", folder / "lora.onnx", rank=4, alpha=8
+    )
     wanted = {"": generated(model, TEXT, TOKENS)[0]}
     for seed, name in enumerate(NAMES):
-        settings = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])
+        settings = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"]
+        )
         wrapped = peft.get_peft_model(copy.deepcopy(model), settings).eval()
         torch.manual_seed(seed)
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = 0.5 * torch.randn_like(parameter)
         wrapped.save_pretrained(folder / name)
-        htp_export.lora.adapter(folder / "lora.onnx", folder / name, folder / f"{name}.onnx_adapter")
+        htp_export.lora.adapter(
+            folder / "lora.onnx", folder / name, folder / f"{name}.onnx_adapter"
+        )
         wanted[name] = generated(wrapped.merge_and_unload(), TEXT, TOKENS)[0]
     assert len({tuple(tokens) for tokens in wanted.values()}) == 3
     return model, folder, wanted
 
 
 def test_genai_switches_between_two_adapters(made, tmp_path):
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
     model, folder, wanted = made
     tagged = htp_export.load(folder / "lora.onnx")
     tagged.save(tmp_path / "model.onnx")
@@ -68,7 +78,9 @@ def test_genai_switches_between_two_adapters(made, tmp_path):
         generator.append_tokens(TEXT[0].astype(np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        assert [int(token) for token in generator.get_sequence(0)[TEXT.shape[1] :]] == wanted[name], name
+        assert [int(token) for token in generator.get_sequence(0)[TEXT.shape[1] :]] == wanted[
+            name
+        ], name
 
 
 IN_NODE = """
@@ -103,21 +115,30 @@ def test_transformers_js_is_given_two_adapters_as_inputs(made, tmp_path):
     program, package = node()
     model, folder, wanted = made
     file, paths = tmp_path / "required.onnx", "**.q_proj, **.v_proj, **.down_proj"
-    taken = htp_export.lora.insert(folder / "model.onnx", paths, file, rank=4, alpha=8, required=True).modules
+    taken = htp_export.lora.insert(
+        folder / "model.onnx", paths, file, rank=4, alpha=8, required=True
+    ).modules
     empty = {}
     for layer in taken.values():
         for name, sizes in zip(layer.names, ((0, layer.inputs), (layer.outputs, 0)), strict=True):
             empty[name] = np.zeros(sizes, np.float32)
-    arrays = {"": empty, **{name: htp_export.lora.adapter(file, folder / name).arrays for name in NAMES}}
+    arrays = {
+        "": empty,
+        **{name: htp_export.lora.adapter(file, folder / name).arrays for name in NAMES},
+    }
     given = {
         name: {key: (array.flatten().tolist(), array.shape) for key, array in factors.items()}
         for name, factors in arrays.items()
     }
-    target = write_transformers_js({"model": file}, tmp_path / "tiny", model, companions=words(tmp_path / "words"))
+    target = write_transformers_js(
+        {"model": file}, tmp_path / "tiny", model, companions=words(tmp_path / "words")
+    )
     asked = {"folder": str(target), "ids": TEXT[0].tolist(), "tokens": TOKENS, "adapters": given}
     (tmp_path / "asked.json").write_text(json.dumps(asked))
     (tmp_path / "run.mjs").write_text(IN_NODE)
     command = [program, str(tmp_path / "run.mjs"), str(tmp_path / "asked.json")]
-    done = subprocess.run(command, cwd=package, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=package, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == wanted

@@ -67,7 +67,10 @@ def test_a_layer_that_is_spliced_back_takes_its_adapter(parts):
         assert inputs_of(folder / "whole.onnx") == inputs_of(folder / "lora.onnx")
         assert lora_of(folder / "whole.onnx") == lora_of(folder / "lora.onnx")
         assert close(run(folder / "whole.onnx"), run(folder / "plain.onnx"))
-        assert close(run(folder / "whole.onnx", adapter_file=tuned), run(folder / "lora.onnx", adapter_file=tuned))
+        assert close(
+            run(folder / "whole.onnx", adapter_file=tuned),
+            run(folder / "lora.onnx", adapter_file=tuned),
+        )
     assert htp_export.verify(model, folder / "whole.onnx", (), feeds()).ok
 
 
@@ -93,7 +96,9 @@ def test_each_stage_takes_the_adapters_of_its_layers(parts):
     stages = htp_export.load_partition(folder / "stages")
     [name] = stages.inputs
     taken = [each for stage in stages.stages for each in inputs_of(stage.file) if "lora" in each]
-    assert sorted(taken) == sorted(each for each in inputs_of(folder / "lora.onnx") if "lora" in each)
+    assert sorted(taken) == sorted(
+        each for each in inputs_of(folder / "lora.onnx") if "lora" in each
+    )
     [found] = stages.run({name: feeds()["x"]}).values()
     assert close(found, run(folder / "plain.onnx"))
     tuned = arrays_of(factors(model, LAYERS, 4, 1))

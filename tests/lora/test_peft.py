@@ -18,16 +18,25 @@ from htp_export.errors import InputError
 from tests.nets import composed, spread, x
 
 peft = pytest.importorskip("peft")
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft.*", "ignore:Could not find a config file")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning:peft.*", "ignore:Could not find a config file"
+)
 
-SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 IDS = torch.tensor([[3, 7, 1, 9, 2]])
 WORDS = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 
 
 def convolutions(norm: nn.Module | None = None) -> nn.Module:
     return composed(
-        lambda self, x: self.head(self.line(torch.relu(self.point(self.norm(self.wide(x)))).flatten(2)).mean(2)),
+        lambda self, x: self.head(
+            self.line(torch.relu(self.point(self.norm(self.wide(x)))).flatten(2)).mean(2)
+        ),
         wide=nn.Conv2d(4, 8, 3, stride=2, padding=1),
         point=nn.Conv2d(8, 8, 1),
         norm=norm or nn.Identity(),
@@ -46,13 +55,17 @@ def bert() -> nn.Module:
 def llama(**settings: Any) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=30, use_cache=False, **settings))
+    return LlamaForCausalLM(
+        LlamaConfig(**SIZES, num_key_value_heads=1, vocab_size=30, use_cache=False, **settings)
+    )
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30, n_positions=16, use_cache=False))
+    return GPT2LMHeadModel(
+        GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=30, n_positions=16, use_cache=False)
+    )
 
 
 PICTURES = {"x": x(2, 4, 8, 8)}
@@ -78,7 +91,9 @@ def run(file: Path, inputs: dict[str, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[nn.Module, dict[str, Any], Path]]:
+def exported(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[nn.Module, dict[str, Any], Path]]:
     """A net, its inputs and its file, each made once."""
     made: dict[tuple[str, str], tuple[nn.Module, dict[str, Any], Path]] = {}
 
@@ -97,11 +112,15 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], t
 
 def trained(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
     """Write an adapter as training leaves it; the model with it, merged by PEFT."""
-    wrapped = peft.get_peft_model(copy.deepcopy(model), peft.LoraConfig(r=4, lora_alpha=6, **settings)).eval()
+    wrapped = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(r=4, lora_alpha=6, **settings)
+    ).eval()
     torch.manual_seed(1)
     for parameter in wrapped.parameters():
         if parameter.requires_grad:
-            parameter.data += 0.3 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.5)
+            parameter.data += (
+                0.3 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.5)
+            )
     wrapped.save_pretrained(folder)
     merged: nn.Module = wrapped.merge_and_unload()
     return merged
@@ -125,16 +144,34 @@ CASES: list[Any] = [
     (
         "bert",
         "dynamo",
-        {"bias": "lora_only", "modules_to_save": ["pooler", "LayerNorm"], "target_modules": ["key"]},
+        {
+            "bias": "lora_only",
+            "modules_to_save": ["pooler", "LayerNorm"],
+            "target_modules": ["key"],
+        },
         [],
     ),
-    ("convolutions", "dynamo", {"target_modules": ["wide", "point", "line", "head"], "use_dora": True}, []),
     (
-        *("convolutions", "torchscript", {"target_modules": ["wide", "line"], "modules_to_save": ["head"]}),
+        "convolutions",
+        "dynamo",
+        {"target_modules": ["wide", "point", "line", "head"], "use_dora": True},
+        [],
+    ),
+    (
+        *(
+            "convolutions",
+            "torchscript",
+            {"target_modules": ["wide", "line"], "modules_to_save": ["head"]},
+        ),
         ["head.bias", "head.weight"],
     ),
     pytest.param(
-        *("llama", "dynamo", {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"}, []),
+        *(
+            "llama",
+            "dynamo",
+            {"task_type": "CAUSAL_LM", "use_dora": True, "target_modules": "all-linear"},
+            [],
+        ),
         marks=pytest.mark.slow,
     ),
     (
@@ -148,21 +185,37 @@ CASES: list[Any] = [
     ),
     pytest.param(
         *("llama", "torchscript"),
-        {"use_rslora": True, "target_modules": ["embed_tokens", "k_proj"], "rank_pattern": {"k_proj": 2}},
+        {
+            "use_rslora": True,
+            "target_modules": ["embed_tokens", "k_proj"],
+            "rank_pattern": {"k_proj": 2},
+        },
         ["model.embed_tokens.weight"],  # PEFT saves embeddings that have factors
         marks=pytest.mark.slow,
     ),
-    ("tied", "dynamo", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, ["lm_head.weight"]),
+    (
+        "tied",
+        "dynamo",
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        ["lm_head.weight"],
+    ),
     (
         *("gpt2", "dynamo"),
-        {"use_dora": True, "bias": "all", "target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True},
+        {
+            "use_dora": True,
+            "bias": "all",
+            "target_modules": ["c_attn", "c_proj"],
+            "fan_in_fan_out": True,
+        },
         [],
     ),
 ]
 
 
 @pytest.mark.parametrize(("name", "exporter", "settings", "parameters"), CASES)
-def test_the_fused_model_is_the_one_that_peft_merges(name, exporter, settings, parameters, exported, tmp_path):
+def test_the_fused_model_is_the_one_that_peft_merges(
+    name, exporter, settings, parameters, exported, tmp_path
+):
     model, inputs, file = exported(name, exporter)
     merged = trained(model, tmp_path / "adapter", **settings)
     before = torch.random.get_rng_state()
@@ -170,24 +223,39 @@ def test_the_fused_model_is_the_one_that_peft_merges(name, exporter, settings, p
     assert torch.equal(before, torch.random.get_rng_state())
     wanted = called(merged, inputs)
     assert np.abs(wanted - called(model, inputs)).max() > 0.05
-    assert np.abs(run(tmp_path / "fused.onnx", inputs) - wanted).max() < 1e-5 * max(1, np.abs(wanted).max())
+    assert np.abs(run(tmp_path / "fused.onnx", inputs) - wanted).max() < 1e-5 * max(
+        1, np.abs(wanted).max()
+    )
     if parameters:
         assert sorted(result.parameters) == parameters
     plain, fused = htp_export.load(file), htp_export.load(tmp_path / "fused.onnx")
     assert [node.name for node in fused.nodes] == [node.name for node in plain.nodes]
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
 def test_parameters_that_were_equal_are_trained_apart(exporter, tmp_path):
     """New layers have biases of zeros and norms of ones, which exporters store once."""
     torch.manual_seed(0)
     model, inputs = bert().eval(), WORDS
-    htp_export.export(model, (), tmp_path / "net.onnx", kwargs=dict(inputs), dynamo=exporter == "dynamo", verbose=False)
+    htp_export.export(
+        model,
+        (),
+        tmp_path / "net.onnx",
+        kwargs=dict(inputs),
+        dynamo=exporter == "dynamo",
+        verbose=False,
+    )
     settings = {"bias": "all", "modules_to_save": ["output.LayerNorm"], "target_modules": ["query"]}
     merged = trained(model, tmp_path / "adapter", **settings)
-    result = htp_export.lora.fuse(tmp_path / "net.onnx", tmp_path / "adapter", tmp_path / "fused.onnx")
+    result = htp_export.lora.fuse(
+        tmp_path / "net.onnx", tmp_path / "adapter", tmp_path / "fused.onnx"
+    )
     assert np.abs(run(tmp_path / "fused.onnx", inputs) - called(merged, inputs)).max() < 1e-5
-    assert {"bert.pooler.dense.bias", "bert.encoder.layer.0.output.LayerNorm.weight"} < {*result.parameters}
+    assert {"bert.pooler.dense.bias", "bert.encoder.layer.0.output.LayerNorm.weight"} < {
+        *result.parameters
+    }
 
 
 def test_what_cannot_be_fused_is_refused_with_what_to_do(exported, tmp_path, monkeypatch):
@@ -202,16 +270,24 @@ def test_what_cannot_be_fused_is_refused_with_what_to_do(exported, tmp_path, mon
         htp_export.lora.fuse(tmp_path / "True.onnx", tmp_path / "conv")
     htp_export.lora.fuse(tmp_path / "False.onnx", tmp_path / "conv", tmp_path / "fused.onnx")
     assert np.abs(run(tmp_path / "fused.onnx", PICTURES) - called(merged, PICTURES)).max() < 1e-5
-    with pytest.raises(InputError, match=r"has factors of the convolution 'wide', which no run can switch; lora.fuse"):
+    with pytest.raises(
+        InputError,
+        match=r"has factors of the convolution 'wide', which no run can switch; lora.fuse",
+    ):
         htp_export.lora.adapter(
             htp_export.lora.insert(exported("convolutions", "dynamo")[2], "head"), tmp_path / "conv"
         )
     monkeypatch.setattr(weight_changes, "find_spec", lambda _: None)
     with pytest.raises(
-        InputError, match=r"module 'wide' .* needs PEFT; install it with: pip install \"htp-export\[lora"
+        InputError,
+        match=r"module 'wide' .* needs PEFT; install it with: pip install \"htp-export\[lora",
     ):
         htp_export.lora.fuse(tmp_path / "False.onnx", tmp_path / "conv")
     config = json.loads((tmp_path / "conv" / "adapter_config.json").read_text())
-    (tmp_path / "conv" / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "corda"}))
-    with pytest.raises(InputError, match="init_lora_weights='corda', which changed the weights of the model"):
+    (tmp_path / "conv" / "adapter_config.json").write_text(
+        json.dumps({**config, "init_lora_weights": "corda"})
+    )
+    with pytest.raises(
+        InputError, match="init_lora_weights='corda', which changed the weights of the model"
+    ):
         htp_export.lora.fuse(tmp_path / "False.onnx", tmp_path / "conv")

@@ -50,7 +50,8 @@ TEXTS = {
         "g (float[2] x, float[2] w = {1, 2}) => (y) { v = Neg(w) y = Add(x, v) }",
         {"x", "y"},
     ),
-    "what subgraphs read goes into what their node makes": (BRANCHES, {"x", "z", "y", "a"}),  # k: sizes, a constant
+    # k: sizes, a constant
+    "what subgraphs read goes into what their node makes": (BRANCHES, {"x", "z", "y", "a"}),
     "inputs of a loop body depend on what the loop reads": (
         LOOP.replace("(n, c, w)", "(n, c, x)"),
         {"x", "z", "i", "go", "go2", "v", "u", "v2", "y"},
@@ -73,11 +74,15 @@ def test_an_output_that_is_left_out_makes_no_left_out_input_depend_on_anything()
 def test_what_depends_on_the_inputs_follows_from_rules_in_files_in_carry_and_in_passes(rule):
     text, expected = TEXTS[rule]
     model = ir.from_proto(onnx.parser.parse_model(f"{HEADER} {text}"))
-    assert {str(value.name) for value in input_dependent_values(model, all_nodes(model))} == expected
+    assert {
+        str(value.name) for value in input_dependent_values(model, all_nodes(model))
+    } == expected
     assert live_in(model) == expected
     assert {str(value.name) for value in Snapshot(model).live} == expected
 
 
 def test_what_a_branch_gives_back_from_outside_goes_into_what_its_node_makes():
     model = branching()
-    assert live_in(model) == {value.name for value in input_dependent_values(model, all_nodes(model))}
+    assert live_in(model) == {
+        value.name for value in input_dependent_values(model, all_nodes(model))
+    }

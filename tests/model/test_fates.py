@@ -35,17 +35,27 @@ def test_calls_of_a_repeated_module_have_numbers_and_no_others_have(exporter, sh
         ("siblings", "Gemm", [None, None]),
         ("two_parents", "Gemm", ["0", "1"]),
     ):
-        assert [said.get("htp.call") for said in of_type(shared_files.read(name, exporter), op_type)] == expected, name
+        assert [
+            said.get("htp.call") for said in of_type(shared_files.read(name, exporter), op_type)
+        ] == expected, name
 
 
 @BOTH
-def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_around_them(exporter, shared_files):
+def test_a_merged_node_has_its_owners_in_order_of_execution_and_the_module_around_them(
+    exporter, shared_files
+):
     for name, op_type, expected in (
-        ("mask_made_in_every_layer", "Cast", [("layers", '["layers.0","layers.1","layers.2"]', "shared")]),
+        (
+            "mask_made_in_every_layer",
+            "Cast",
+            [("layers", '["layers.0","layers.1","layers.2"]', "shared")],
+        ),
         ("conv_bn_relu", "Conv", [("", '["0","1"]', "fused"), ("3", None, "scope")]),
     ):
         said = of_type(shared_files.read(name, exporter), op_type)
-        assert [(each["htp.module"], each.get("htp.owners"), each["htp.reason"]) for each in said] == expected
+        assert [
+            (each["htp.module"], each.get("htp.owners"), each["htp.reason"]) for each in said
+        ] == expected
         assert all(each["namespace"] == each["htp.module"] for each in said)
 
 
@@ -55,7 +65,10 @@ def test_order_of_execution_is_not_order_of_registration(exporter, tmp_path):
         def __init__(self) -> None:
             super().__init__()
             siblings, _ = NETS["same_cast_in_two_siblings"].build()
-            self.last, self.first = siblings.get_submodule("first"), siblings.get_submodule("second")
+            self.last, self.first = (
+                siblings.get_submodule("first"),
+                siblings.get_submodule("second"),
+            )
 
         def forward(self, ids: torch.Tensor) -> Any:
             return self.first(ids) - self.last(ids).exp()
@@ -129,7 +142,11 @@ def test_the_namespace_has_one_level_for_each_module_that_runs(exporter, shared_
         ("nested_sequentials", ["0/0/0/0", "1"]),
         ("mask_made_in_every_layer", [f"layers.{i}/fc" for i in range(3)]),
     ):
-        nodes = [node for node in nodes_of(shared_files.read(name, exporter)) if node.op_type in ("Gemm", "MatMul")]
+        nodes = [
+            node
+            for node in nodes_of(shared_files.read(name, exporter))
+            if node.op_type in ("Gemm", "MatMul")
+        ]
         assert [metadata(node)["namespace"] for node in nodes] == expected
 
 
@@ -138,7 +155,9 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
     program = htp_export.export(model, (), tmp_path / "model.onnx", kwargs=kwargs, verbose=False)
     assert program is not None
     file = onnx.load(str(tmp_path / "model.onnx"))
-    assert [dict(node.metadata_props) for node in program.model.graph] == [metadata(node) for node in file.graph.node]
+    assert [dict(node.metadata_props) for node in program.model.graph] == [
+        metadata(node) for node in file.graph.node
+    ]
     assert json.loads(program.model.metadata_props["htp.modules"]) == tree_of(file)
     assert all(metadata(node)["pkg.torch.onnx.name_scopes"] for node in file.graph.node)
     assert all("pkg.torch.onnx.fx_node" in metadata(node) for node in file.graph.node)
@@ -147,7 +166,12 @@ def test_the_program_that_dynamo_returns_has_the_tags_of_the_file_and_torchs_own
 @BOTH
 def test_metadata_is_under_150_bytes_a_node_on_average(exporter, shared_files):
     file = shared_files.read("transformer_encoder", exporter)
-    ours = [entry for node in nodes_of(file) for entry in node.metadata_props if entry.key in tags.NODE_KEYS]
+    ours = [
+        entry
+        for node in nodes_of(file)
+        for entry in node.metadata_props
+        if entry.key in tags.NODE_KEYS
+    ]
     assert sum(entry.ByteSize() + 2 for entry in ours) / len(nodes_of(file)) < 150
 
 
@@ -187,8 +211,16 @@ def test_a_module_that_is_put_in_place_while_the_model_runs_is_computed(exporter
     )
     assert tagged.hierarchy["body"].simple_class == "Second"
     owners = {node.op_type: node.metadata_props["htp.module"] for node in tagged.model.graph}
-    expected = {"Exp": "", "Abs": "body.act", **dict.fromkeys(("Mul", "Neg", "Sin", "Cos"), "body"), "Sigmoid": "act"}
+    expected = {
+        "Exp": "",
+        "Abs": "body.act",
+        **dict.fromkeys(("Mul", "Neg", "Sin", "Cos"), "body"),
+        "Sigmoid": "act",
+    }
     assert expected.items() <= owners.items()
     assert owners["Tanh"] == ""
-    names = [[(node.name, list(node.input), list(node.output)) for node in file.graph.node] for file in (ours, torchs)]
+    names = [
+        [(node.name, list(node.input), list(node.output)) for node in file.graph.node]
+        for file in (ours, torchs)
+    ]
     assert names[0] == names[1]

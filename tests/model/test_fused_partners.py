@@ -37,10 +37,14 @@ class Turns(nn.Module):
         reached, orders = [(0, 1, 2, 3)], list[tuple[int, ...]]()
         while len(orders) < count:
             steps = ((order, tuple(reached[-1][axis] for axis in order)) for order in TURNS)
-            order, result = next((order, result) for order, result in steps if result not in reached)
+            order, result = next(
+                (order, result) for order, result in steps if result not in reached
+            )
             orders.append(order)
             reached.append(result)
-        self.turns = nn.ModuleList(Apply(lambda x, order=order: x.permute(order)) for order in orders)
+        self.turns = nn.ModuleList(
+            Apply(lambda x, order=order: x.permute(order)) for order in orders
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for turn in self.turns:
@@ -63,7 +67,9 @@ def partners(model: Any) -> dict[str, tuple[str, ...]]:
 
 
 @BOTH
-@pytest.mark.parametrize("count", [14, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 8))])
+@pytest.mark.parametrize(
+    "count", [14, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3, 8))]
+)
 def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(count, exporter, tmp_path):
     model, kwargs = spread(Merged(count)).eval(), {"x": x(3, 3, 3, 3)}
     file = exported(model, kwargs, exporter, tmp_path)
@@ -81,8 +87,15 @@ def test_modules_merged_into_one_node_have_partners_that_carry_finds_too(count, 
 
 def test_a_folded_convolution_has_the_same_partners_whoever_folded_it(tmp_path):
     model, kwargs = NETS["conv_bn_relu"].build()
-    unfolded = exported(model, kwargs, "torchscript", tmp_path, training=torch.onnx.TrainingMode.PRESERVE)
-    assert [node.op_type for node in unfolded.graph.node] == ["Conv", "BatchNormalization", "Relu", "Conv"]
+    unfolded = exported(
+        model, kwargs, "torchscript", tmp_path, training=torch.onnx.TrainingMode.PRESERVE
+    )
+    assert [node.op_type for node in unfolded.graph.node] == [
+        "Conv",
+        "BatchNormalization",
+        "Relu",
+        "Conv",
+    ]
     assert partners(unfolded) == {}
     expected = {"0": ("1",), "1": ("0",)}
     for exporter in EXPORTERS:
@@ -113,7 +126,9 @@ def test_modules_are_taken_along_until_the_common_boundary_is_known():
 
 def test_where_that_goes_far_the_innermost_known_module_around_it_is_named():
     few, many = chain(13, known="t0 t12"), chain(14, known="t0 t13")
-    assert set(fused_with("block.6", (), few)) == {f"block.{place}" for place in range(1, 13) if place != 6}
+    assert set(fused_with("block.6", (), few)) == {
+        f"block.{place}" for place in range(1, 13) if place != 6
+    }
     assert fused_with("block.6", (), many) == ("block",)
 
 
@@ -125,7 +140,11 @@ class Told(FateEvidence[str]):
 
     def __init__(self, known: str = "x y", *, has_nodes: bool = True, **said: Any) -> None:
         work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
-        nodes: list[tuple[list[str], list[str]]] = [(["in"], ["x"]), (["x"], ["y"]), (["y"], ["out"])]
+        nodes: list[tuple[list[str], list[str]]] = [
+            (["in"], ["x"]),
+            (["x"], ["y"]),
+            (["y"], ["out"]),
+        ]
         works = [work((path,)) for path in ("up", "m" if has_nodes else "up", "down")]
         super().__init__(Boundaries(nodes, works, {"in", "x", "y", "out"}.__contains__, {"out"}))
         self._known, self._said = known, said
@@ -143,7 +162,9 @@ class Told(FateEvidence[str]):
         return True
 
     def known(self, path: str) -> list[str]:
-        return {"m": self._known.split(), "up": ["in", "x"], "down": ["y", "out"]}.get(path, ["in", "out"])
+        return {"m": self._known.split(), "up": ["in", "x"], "down": ["y", "out"]}.get(
+            path, ["in", "out"]
+        )
 
     def around(self, group: Sequence[str]) -> Iterable[list[str]]:
         return [["up"], ["down"]]
@@ -168,7 +189,11 @@ class Cancelled(Told):
 
     def around(self, group: Sequence[str]) -> Iterable[list[str]]:
         places = [self._row.index(path) for path in group]
-        yield [self._row[place] for place in (min(places) - 1, max(places) + 1) if 0 <= place < len(self._row)]
+        yield [
+            self._row[place]
+            for place in (min(places) - 1, max(places) + 1)
+            if 0 <= place < len(self._row)
+        ]
 
 
 def test_modules_without_a_node_take_the_nearest_that_has_one():
@@ -185,11 +210,13 @@ def test_modules_without_a_node_take_the_nearest_that_has_one():
         (Told(settled=Outcome(Fate.DEAD)), Outcome(Fate.DEAD), []),
         (Told("", settled=Outcome(Fate.COMPUTED)), Outcome(Fate.COMPUTED), []),
         (Told(has_nodes=False, without_work=Fate.IDENTITY), Outcome(Fate.IDENTITY), []),
-        (Told(without_work=Fate.IDENTITY), Outcome(Fate.COMPUTED), []),  # it has nodes, so that it did some
+        # it has nodes, so that it did some
+        (Told(without_work=Fate.IDENTITY), Outcome(Fate.COMPUTED), []),
         (Told(has_nodes=False), Outcome(Fate.FUSED, ("up",)), []),
         (Told("x", partners=[]), Outcome(Fate.FUSED, ("down",)), []),
         (Told(partners=["up"]), Outcome(Fate.FUSED, ("up",)), []),
-        (Told(partners=[]), Outcome(Fate.FUSED, ("",)), []),  # nobody is beyond what it lost: the module around it
+        # nobody is beyond what it lost: the module around it
+        (Told(partners=[]), Outcome(Fate.FUSED, ("",)), []),
     ],
 )
 def test_the_fate_of_a_module_follows_from_the_evidence(evidence, outcome, contamination):
@@ -202,7 +229,8 @@ def test_the_fate_of_a_module_follows_from_the_evidence(evidence, outcome, conta
 # --- boundaries where a node does the work of several modules: one rule, whoever asks ---
 
 
-BY_PATH = CallTree(Hierarchy([ModuleInfo("", "net.Net", 1)]))  # every module ran once, in the one above it
+# every module ran once, in the one above it
+BY_PATH = CallTree(Hierarchy([ModuleInfo("", "net.Net", 1)]))
 GAINS = ("blocks.0.gain", "blocks.1.gain")
 
 
@@ -225,7 +253,9 @@ GAINS = ("blocks.0.gain", "blocks.1.gain")
         (["b.y"], ["a.x"], []),  # alone, it is no other's work
     ],
 )
-def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(owners, paths, blocks):
+def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the_module(
+    owners, paths, blocks
+):
     others = BY_PATH.work(tuple(owners)).others(paths)
     assert {path for path in others if tags.nearest_above(path, others) is None} == set(blocks)
 
@@ -233,18 +263,24 @@ def test_the_other_blocks_of_merged_work_are_the_largest_that_are_not_around_the
 def merged() -> ir.Model:
     """``exp`` is made for both gains, and read by the one and by the block around the other."""
     graph = Builder(x=[2, 4])
-    graph.add("Exp", "x", "exp", GAINS[0]).metadata_props.update(tags.node_tags(GAINS, "shared", {"", *GAINS}))
+    graph.add("Exp", "x", "exp", GAINS[0]).metadata_props.update(
+        tags.node_tags(GAINS, "shared", {"", *GAINS})
+    )
     graph.add("Sigmoid", "exp", "gain", "blocks.0.gain")
     graph.add("Neg", "gain", "first", "blocks.0")
     graph.add("Mul", "first exp", "last", "blocks.1")
-    return graph.model("last", {"": (["x"], ["last"]), GAINS[0]: (["x"], ["gain"]), GAINS[1]: (["x"], ["exp"])})
+    return graph.model(
+        "last", {"": (["x"], ["last"]), GAINS[0]: (["x"], ["gain"]), GAINS[1]: (["x"], ["exp"])}
+    )
 
 
 def read_elsewhere() -> ir.Model:
     """The same, with a further reader outside of both blocks."""
     model = merged()
     exp, last = model.graph.node("n_exp").outputs[0], model.graph.node("n_last")
-    model.graph.append(ir.node("Add", [last.outputs[0], exp], name="sum", metadata_props={tags.MODULE: "head"}))
+    model.graph.append(
+        ir.node("Add", [last.outputs[0], exp], name="sum", metadata_props={tags.MODULE: "head"})
+    )
     model.graph.outputs[0] = model.graph.node("sum").outputs[0]
     model.graph.outputs[0].name = "sum"
     return model
@@ -280,7 +316,9 @@ def test_merged_work_that_is_read_outside_of_both_blocks_leaves_both():
 
 def test_modules_taken_together_are_no_blocks_of_each_other():
     works = [BY_PATH.work(("a.x", "b.y")), BY_PATH.work(("b.z",))]
-    boundaries = Boundaries([(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}.__contains__, {"y"})
+    boundaries = Boundaries(
+        [(["x"], ["h"]), (["h"], ["y"])], works, {"x", "h", "y"}.__contains__, {"y"}
+    )
     assert list(boundaries.of(["a.x"])) == [("x", OUTSIDE, False)]
     assert list(boundaries.of(["a.x", "b.w"])) == [("h", 1, True), ("x", OUTSIDE, False)]
 
@@ -291,11 +329,16 @@ def test_repair_leaves_no_contamination_where_merged_work_feeds_two_blocks(expor
     found = htp_export.contamination(file)
     assert found.after == []
     assert "htp.contamination" not in {entry.key for entry in file.metadata_props}
-    assert found.kinds() == {"blocks.0.gain → blocks.1, Exp": (2, 0), "blocks.0 → blocks.1, Exp": (1, 0)}
+    assert found.kinds() == {
+        "blocks.0.gain → blocks.1, Exp": (2, 0),
+        "blocks.0 → blocks.1, Exp": (1, 0),
+    }
 
 
 @BOTH
-def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(exporter, shared_files):
+def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_the_judge(
+    exporter, shared_files
+):
     file = shared_files.read("merged_work_read_in_both_blocks", exporter)
     model, kwargs = NETS["merged_work_read_in_both_blocks"].build()
     last = file.graph.node[-1]
@@ -303,7 +346,9 @@ def test_merged_work_that_another_module_reads_is_contamination_and_is_seen_by_t
         if entry.key == tags.MODULE:
             entry.value = ""
     exp = next(node.output[0] for node in nodes_of(file) if node.op_type == "Exp")
-    assert ("blocks.0.gain", f"{exp} leaves, and is no output of it") in inexact(model, kwargs, file)
+    assert ("blocks.0.gain", f"{exp} leaves, and is no output of it") in inexact(
+        model, kwargs, file
+    )
     tagged = htp_export.load(file)
     assert exp in [value.name for value in tagged["blocks.0.gain"].outputs]
 
@@ -324,7 +369,8 @@ def test_the_tolerance_of_the_judge_grows_with_the_tensor():
     assert equal(large + error, large)  # rounded by a part of the largest element
     assert not equal(small + error, small)
     assert not equal(large + 20 * error, large)
-    mask = np.float32([np.finfo(np.float32).min, 0.01])  # the lowest number there is measures nothing
+    # the lowest number there is measures nothing
+    mask = np.float32([np.finfo(np.float32).min, 0.01])
     assert not equal(mask + error, mask)
     assert not equal(np.float32([np.inf, 0.01]) + error, np.float32([np.inf, 0.01]))
 
@@ -345,12 +391,20 @@ def test_work_that_a_module_does_as_one_inside_it_does_is_no_contamination(expor
 
 
 @BOTH
-def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one(exporter, shared_files):
+def test_such_work_that_is_read_outside_of_the_outer_module_leaves_the_inner_one(
+    exporter, shared_files
+):
     file = shared_files.read(NESTED, exporter)
     flat = next(node.output[0] for node in file.graph.node if node.op_type == "Reshape")
-    experts = next(node for node in file.graph.node if "routed.experts" in {each.value for each in node.metadata_props})
+    experts = next(
+        node
+        for node in file.graph.node
+        if "routed.experts" in {each.value for each in node.metadata_props}
+    )
     del experts.metadata_props[:]
     experts.metadata_props.add(key=tags.MODULE, value="last")
     assert flat in {str(value.name) for value in htp_export.load(file)["routed.router"].outputs}
     model, kwargs = NETS[NESTED].build()
-    assert ("routed.router", f"{flat} leaves, and is no output of it") in inexact(model, kwargs, file)
+    assert ("routed.router", f"{flat} leaves, and is no output of it") in inexact(
+        model, kwargs, file
+    )

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.errors import FileError, InputError, SelectorError, UnknownModuleError, UntaggedModelError
+from htp_export.errors import (
+    FileError,
+    InputError,
+    SelectorError,
+    UnknownModuleError,
+    UntaggedModelError,
+)
 from htp_export.model.regions import Region, all_nodes
 from htp_export.model.tagged import TaggedModel, load
 from tests.handmade import branching, called_twice, encoder, tagged_node, value, with_function
@@ -45,7 +51,10 @@ def test_a_region_holds_the_nodes_at_and_below_the_module_in_graph_order():
 
 def test_a_boundary_has_no_weights_and_nothing_made_of_weights_alone():
     tagged = load(encoder())
-    assert (names(tagged["layer.0.fc"].inputs), names(tagged["layer.0.fc"].outputs)) == (["x"], ["fc0"])
+    assert (names(tagged["layer.0.fc"].inputs), names(tagged["layer.0.fc"].outputs)) == (
+        ["x"],
+        ["fc0"],
+    )
     assert names(tagged["layer.0.fc"].parameters) == ["layer.0.fc.weight"]
     assert names(tagged["layer"].parameters) == ["layer.0.fc.weight", "layer.1.fc.weight"]
     assert (names(tagged[""].inputs), names(tagged[""].outputs)) == (["x"], ["out"])
@@ -53,8 +62,14 @@ def test_a_boundary_has_no_weights_and_nothing_made_of_weights_alone():
 
 def test_a_shared_node_lies_in_the_regions_of_all_its_owners_and_leaves_none_of_them():
     tagged = load(encoder())
-    assert (names(tagged["layer.0"].inputs), names(tagged["layer.0"].outputs)) == (["x"], ["layer0"])
-    assert (names(tagged["layer.1"].inputs), names(tagged["layer.1"].outputs)) == (["x", "layer0"], ["layer1"])
+    assert (names(tagged["layer.0"].inputs), names(tagged["layer.0"].outputs)) == (
+        ["x"],
+        ["layer0"],
+    )
+    assert (names(tagged["layer.1"].inputs), names(tagged["layer.1"].outputs)) == (
+        ["x", "layer0"],
+        ["layer1"],
+    )
     assert tagged.owners_of(tagged.nodes[0]) == ("layer.0", "layer.1")
     assert tagged["layer.0"].owners_of(tagged.nodes[0]) == ("layer.0", "layer.1")
 
@@ -69,7 +84,13 @@ def test_a_tensor_that_somebody_else_reads_or_that_the_model_returns_does_leave(
 
 def test_random_values_do_enter_a_region():
     model = encoder()
-    noise = ir.node("RandomNormal", [], {"shape": [2, 4]}, outputs=[value("noise")], metadata_props={"htp.module": ""})
+    noise = ir.node(
+        "RandomNormal",
+        [],
+        {"shape": [2, 4]},
+        outputs=[value("noise")],
+        metadata_props={"htp.module": ""},
+    )
     model.graph.insert_before(model.graph[0], noise)
     model.graph.node("node_layer1").replace_input_with(1, noise.outputs[0])
     assert names(load(model)["layer.1"].inputs) == ["x", "layer0", "noise"]
@@ -77,7 +98,12 @@ def test_random_values_do_enter_a_region():
 
 def test_modules_say_their_class_calls_fate_and_children():
     region = load(encoder())["layer.0"]
-    assert (region.path, region.class_name, region.calls, region.fate) == ("layer.0", "net.Layer", 1, "computed")
+    assert (region.path, region.class_name, region.calls, region.fate) == (
+        "layer.0",
+        "net.Layer",
+        1,
+        "computed",
+    )
     assert region.info.simple_class == "Layer"
     assert region.children == ["layer.0.fc"]
     assert repr(region) == "<Region 'layer.0' (Layer): 4 nodes>"
@@ -102,7 +128,9 @@ def test_selecting_uses_paths_and_classes_and_unknown_modules_are_refused_with_t
     assert tagged.select(["class:Linear", "!layer.0.**"]) == ["layer.1.fc"]
     with pytest.raises(SelectorError, match="nearest: 'layer'"):
         tagged.select("layers")
-    with pytest.raises(UnknownModuleError, match=r"no module 'layer\.0\.fd' in this model; nearest: 'layer.0.fc'"):
+    with pytest.raises(
+        UnknownModuleError, match=r"no module 'layer\.0\.fd' in this model; nearest: 'layer.0.fc'"
+    ):
         tagged["layer.0.fd"]
 
 
@@ -127,8 +155,14 @@ def test_a_call_that_never_was_is_refused(path, call):
 def test_what_a_branch_captures_enters_its_region_and_that_of_the_if():
     tagged = load(branching())
     assert made(tagged["gate"]) == ["gated", "yes", "no"]
-    assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (["condition", "x", "minus"], ["gated"])
-    assert (names(tagged["gate.yes"].inputs), names(tagged["gate.yes"].outputs)) == (["x", "minus"], ["yes"])
+    assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (
+        ["condition", "x", "minus"],
+        ["gated"],
+    )
+    assert (names(tagged["gate.yes"].inputs), names(tagged["gate.yes"].outputs)) == (
+        ["x", "minus"],
+        ["yes"],
+    )
     assert (names(tagged[""].inputs), names(tagged[""].outputs)) == (["x", "condition"], ["out"])
 
 
@@ -138,7 +172,10 @@ def test_an_untagged_branch_counts_with_the_if_that_holds_it():
     next(node for node in all_nodes(model) if node.outputs[0].name == "yes").metadata_props.clear()
     tagged = load(model)
     assert made(tagged["gate"]) == ["minus", "gated", "no"]
-    assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (["x", "condition"], ["gated"])
+    assert (names(tagged["gate"].inputs), names(tagged["gate"].outputs)) == (
+        ["x", "condition"],
+        ["gated"],
+    )
     assert [node.outputs[0].name for node in tagged.untagged] == ["yes"]
 
 
@@ -179,7 +216,12 @@ def test_modules_that_only_nodes_name_are_in_the_tree():
     model = called_twice()
     del model.metadata_props["htp.modules"]
     tagged = load(model)
-    assert {path: tagged.hierarchy[path].calls for path in tagged} == {"": 1, "block": 2, "block.fc": 4, "block.odd": 3}
+    assert {path: tagged.hierarchy[path].calls for path in tagged} == {
+        "": 1,
+        "block": 2,
+        "block.fc": 4,
+        "block.odd": 3,
+    }
     assert tagged.source == "htp"
 
 
@@ -201,7 +243,9 @@ def test_an_untagged_model_loads_and_says_how_to_tag_it_when_modules_are_asked_f
     with pytest.raises(UntaggedModelError, match=r"htp_export\.carry\(before, after\)"):
         tagged.select("**")
     model.metadata_props.clear()
-    with pytest.raises(UntaggedModelError, match=r"'Net': it has no module tags; export it with htp_export\.export"):
+    with pytest.raises(
+        UntaggedModelError, match=r"'Net': it has no module tags; export it with htp_export\.export"
+    ):
         load(model)["layer.0"]
 
 
@@ -229,7 +273,9 @@ def test_a_file_that_torch_wrote_is_read_with_its_scopes_and_a_warning(tmp_path,
     file = tmp_path / "net.onnx"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        program = torch.onnx.export(Net().eval(), (torch.randn(2, 4),), file, dynamo=dynamo, verbose=False)
+        program = torch.onnx.export(
+            Net().eval(), (torch.randn(2, 4),), file, dynamo=dynamo, verbose=False
+        )
     with caplog.at_level(logging.WARNING, "htp_export"):
         tagged = load(file)
     assert tagged.source == "torch"
@@ -281,7 +327,9 @@ def test_a_model_that_was_changed_finds_its_regions_and_tensors_anew():
     tagged = load(encoder())
     assert tagged["layer"] is (before := tagged["layer"])
     assert "spy" not in tagged.values
-    tagged.model.graph.append(tagged_node("Abs", [tagged.model.graph.node("node_fc0").outputs[0]], "layer.0", "spy"))
+    tagged.model.graph.append(
+        tagged_node("Abs", [tagged.model.graph.node("node_fc0").outputs[0]], "layer.0", "spy")
+    )
     assert made(tagged["layer.0"]) == ["mask", "turned", "fc0", "layer0"]
     assert tagged.refresh() is tagged
     assert made(tagged["layer.0"]) == ["mask", "turned", "fc0", "layer0", "spy"]

@@ -57,12 +57,17 @@ def mapped(file):
 
 def uses(mapped: ModelMap) -> dict[str, set[str]]:
     """Parameter → what was done to it, of each initializer that holds it."""
-    return {name: {" ".join(use.how) for use in each.initializers} for name, each in mapped.parameters.items()}
+    return {
+        name: {" ".join(use.how) for use in each.initializers}
+        for name, each in mapped.parameters.items()
+    }
 
 
 class TestNodes:
     def test_a_node_has_its_operator_modules_reason_parameters_and_tensors(self, mapped):
-        [node] = [node for node in mapped.nodes if "up" in node.modules and node.operator == "MatMul"]
+        [node] = [
+            node for node in mapped.nodes if "up" in node.modules and node.operator == "MatMul"
+        ]
         assert node.modules == ("up",)
         assert node.reason in ("scope", "flow")
         assert [str(use) for use in node.parameters] == ["up.weight (transposed)"]
@@ -71,14 +76,23 @@ class TestNodes:
         assert node.inside == ""
 
     def test_tied_parameters_have_the_name_of_the_module_that_reads_them(self, mapped):
-        read = {node.modules: [str(use) for use in node.parameters] for node in mapped.nodes if node.parameters}
+        read = {
+            node.modules: [str(use) for use in node.parameters]
+            for node in mapped.nodes
+            if node.parameters
+        }
         assert read["emb",] == ["emb.weight"]
         assert read["head",] == ["head.weight (transposed)"]
 
     def test_a_fused_node_reads_the_parameters_of_all_its_modules(self, mapped):
         [node] = [node for node in mapped.nodes if node.operator == "Conv"]
         assert node.modules == ("conv", "bn")
-        assert {use.name for use in node.parameters} == {"conv.weight", "conv.bias", "bn.weight", "bn.bias"}
+        assert {use.name for use in node.parameters} == {
+            "conv.weight",
+            "conv.bias",
+            "bn.weight",
+            "bn.bias",
+        }
         assert {use.how for use in node.parameters} == {("merged",)}
 
     def test_the_lines_of_python_are_there_where_the_exporter_wrote_them(self, mapped):
@@ -129,13 +143,20 @@ class TestParameters:
         weight = mapped.initializers[use.name]
         assert (weight.shape, weight.dtype) == ((4, 8), "float32")
         assert [each.name for each in weight.parameters] == ["up.weight"]
-        assert weight.nodes == mapped.parameters["up.weight"].nodes == mapped.modules["up"].nodes[:1]
+        assert (
+            weight.nodes == mapped.parameters["up.weight"].nodes == mapped.modules["up"].nodes[:1]
+        )
 
     def test_matrices_of_a_cell_that_are_alike_are_told_apart(self, tmp_path):
-        file = exported_to(tmp_path / "m.onnx", spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "torchscript")
+        file = exported_to(
+            tmp_path / "m.onnx", spread(nn.LSTM(3, 3)).eval(), {"input": x(2, 1, 3)}, "torchscript"
+        )
         found = htp_export.nodes(file)
         assert uses(found)["weight_ih_l0"] == {"reordered reshaped"}
-        assert found.parameters["weight_ih_l0"].initializers != found.parameters["weight_hh_l0"].initializers
+        assert (
+            found.parameters["weight_ih_l0"].initializers
+            != found.parameters["weight_hh_l0"].initializers
+        )
 
     @BOTH
     def test_the_directions_of_a_recurrent_layer_are_joined(self, exporter, tmp_path):
@@ -156,7 +177,9 @@ class TestParameters:
         model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
         model.register_parameter("unused", nn.Parameter(torch.ones(7)))
         mapped = htp_export.nodes(
-            exported_to(tmp_path / "m.onnx", spread(model).eval(), {"input": x(2, 3)}, "torchscript")
+            exported_to(
+                tmp_path / "m.onnx", spread(model).eval(), {"input": x(2, 3)}, "torchscript"
+            )
         )
         assert mapped.parameters["unused"].initializers == ()
         assert mapped.parameters["unused"].nodes == ()
@@ -166,9 +189,13 @@ class TestParameters:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return x + self.table(torch.arange(5))
 
-        file = exported_to(tmp_path / "m.onnx", spread(Positions()).eval(), {"x": x(2, 5, 4)}, "torchscript")
+        file = exported_to(
+            tmp_path / "m.onnx", spread(Positions()).eval(), {"x": x(2, 5, 4)}, "torchscript"
+        )
         htp_export.optimize(file, tmp_path / "folded.onnx")
-        assert uses(htp_export.nodes(tmp_path / "folded.onnx")) == {"table.weight": {"sliced reshaped"}}
+        assert uses(htp_export.nodes(tmp_path / "folded.onnx")) == {
+            "table.weight": {"sliced reshaped"}
+        }
 
     def test_equal_weights_that_are_stored_once_are_those_of_both_modules(self, tmp_path):
         model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).eval()
@@ -182,12 +209,17 @@ class TestParameters:
 
     @BOTH
     def test_of_equal_weights_with_one_shape_each_is_that_of_its_name(self, exporter, tmp_path):
-        model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4)).eval()  # weights of ones, biases of zeros
-        mapped = htp_export.nodes(exported_to(tmp_path / "m.onnx", model, {"input": x(2, 4)}, exporter))
+        # weights of ones, biases of zeros
+        model = nn.Sequential(nn.LayerNorm(4), nn.Tanh(), nn.LayerNorm(4)).eval()
+        mapped = htp_export.nodes(
+            exported_to(tmp_path / "m.onnx", model, {"input": x(2, 4)}, exporter)
+        )
         [kept] = mapped.parameters["2.weight"].initializers
         assert kept.how == ()
         assert kept == mapped.parameters["0.weight"].initializers[0]
-        assert {use.name for use in mapped.parameters["2.bias"].initializers}.isdisjoint({kept.name})
+        assert {use.name for use in mapped.parameters["2.bias"].initializers}.isdisjoint(
+            {kept.name}
+        )
 
     def test_weights_in_a_file_that_does_not_name_parameters_are_named_as_they_are(self):
         model = handmade.encoder()
@@ -195,7 +227,9 @@ class TestParameters:
         mapped = htp_export.nodes(model)
         assert not mapped.from_pytorch
         assert mapped.parameters
-        assert all(each.initializers == (each.initializers[0],) for each in mapped.parameters.values())
+        assert all(
+            each.initializers == (each.initializers[0],) for each in mapped.parameters.values()
+        )
         assert "does not say" in str(mapped)
 
 
@@ -224,7 +258,9 @@ def test_what_is_said_of_a_parameter_is_true_of_its_values(name, exporter, share
             assert tensor is not None
             wanted = state[parameter.name].detach().numpy()
             if use.how in ((), ("transposed",)):
-                np.testing.assert_array_equal(tensor.numpy(), wanted.T if use.how else wanted, err_msg=str(parameter))
+                np.testing.assert_array_equal(
+                    tensor.numpy(), wanted.T if use.how else wanted, err_msg=str(parameter)
+                )
 
 
 class TestOtherFiles:
@@ -235,7 +271,9 @@ class TestOtherFiles:
         cast.attributes["to"] = ir.AttrInt64("to", ir.DataType.FLOAT16)
         given = handmade.value("x")
         product = handmade.tagged_node("Mul", [given, cast.outputs[0]], "fc", "y")
-        mapped = htp_export.nodes(handmade.model([given], [turned, cast, product], [weight], MODULES))
+        mapped = htp_export.nodes(
+            handmade.model([given], [turned, cast, product], [weight], MODULES)
+        )
         read = {node.operator: [str(use) for use in node.parameters] for node in mapped.nodes}
         assert read == {
             "Transpose": ["fc.weight"],
@@ -253,7 +291,10 @@ class TestOtherFiles:
         [product] = [node for node in nested.nodes if node.operator == "MatMul"]
         assert product.inside.startswith("htp::")
         assert product.modules == ("0.0", "1.0")
-        assert [str(use) for use in product.parameters] == ["0.0.weight (transposed)", "1.0.weight (transposed)"]
+        assert [str(use) for use in product.parameters] == [
+            "0.0.weight (transposed)",
+            "1.0.weight (transposed)",
+        ]
         calls = [node for node in nested.nodes if node.operator.startswith("htp::")]
         assert [(node.reason, node.parameters) for node in calls] == [("function", ())] * 2
         assert [node.modules for node in nested.parameters["1.0.weight"].nodes] == [("0.0", "1.0")]
@@ -263,7 +304,11 @@ class TestOtherFiles:
         [holder] = [node for node in mapped.nodes if node.operator == "If"]
         inner = [node for node in mapped.nodes if node.inside]
         assert {node.inside for node in inner} == {holder.name}
-        read = {node.modules: {str(use) for use in node.parameters} for node in inner if node.operator == "Gemm"}
+        read = {
+            node.modules: {str(use) for use in node.parameters}
+            for node in inner
+            if node.operator == "Gemm"
+        }
         assert read["block.fc",] == {"block.fc.weight", "block.fc.bias"}
 
     def test_an_optimized_file_names_the_parameters_that_were_joined(self, tmp_path):
@@ -271,19 +316,27 @@ class TestOtherFiles:
             def forward(self, x: torch.Tensor) -> torch.Tensor:
                 return (self.q(x) * self.k(x)).tanh() + self.v(x)
 
-        file = exported_to(tmp_path / "m.onnx", spread(Attention()).eval(), {"x": x(2, 5, 8)}, "torchscript")
+        file = exported_to(
+            tmp_path / "m.onnx", spread(Attention()).eval(), {"x": x(2, 5, 8)}, "torchscript"
+        )
         result = htp_export.optimize(file, passes=["merge_parallel_projections"], level="tolerant")
         mapped = htp_export.nodes(result.tagged)
         [product] = [node for node in mapped.nodes if node.operator in ("MatMul", "Gemm")]
         assert product.modules == ("q", "k", "v")
-        assert [str(use) for use in product.parameters] == [f"{name}.weight (transposed, joined)" for name in "qkv"]
+        assert [str(use) for use in product.parameters] == [
+            f"{name}.weight (transposed, joined)" for name in "qkv"
+        ]
         assert uses(mapped) == {
             **{f"{name}.weight": {"transposed joined"} for name in "qkv"},
             **{f"{name}.bias": {"joined"} for name in "qkv"},
         }
 
-    @pytest.mark.parametrize(("precision", "operator"), [("int4", "MatMulNBits"), ("int8", "MatMul")])
-    def test_a_quantized_weight_is_that_of_its_parameter_and_scales_are_not(self, precision, operator, tmp_path):
+    @pytest.mark.parametrize(
+        ("precision", "operator"), [("int4", "MatMulNBits"), ("int8", "MatMul")]
+    )
+    def test_a_quantized_weight_is_that_of_its_parameter_and_scales_are_not(
+        self, precision, operator, tmp_path
+    ):
         model = spread(nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 64))).eval()
         file = exported_to(tmp_path / "m.onnx", model, {"input": x(2, 3, 32)}, "torchscript")
         given = {str(htp_export.load(file).model.graph.inputs[0].name): x(2, 3, 32).numpy()}
@@ -293,7 +346,9 @@ class TestOtherFiles:
             [use] = mapped.parameters[name].initializers
             assert "quantized" in use.how, use
             assert mapped.initializers[use.name].dtype in ("int8", "uint8")
-            assert operator in {node.operator.rpartition("::")[2] for node in mapped.parameters[name].nodes}
+            assert operator in {
+                node.operator.rpartition("::")[2] for node in mapped.parameters[name].nodes
+            }
         assert all(len(each.initializers) == 1 for each in mapped.parameters.values())
 
     def test_a_weight_that_another_tool_quantized_is_that_of_its_parameter(self, tmp_path):
@@ -303,13 +358,26 @@ class TestOtherFiles:
         quantization.quantize_dynamic(file, tmp_path / "q.onnx", per_channel=True)
         carried = htp_export.carry(file, tmp_path / "q.onnx").tagged
         weights = {f"{name}.weight": {"quantized"} for name in "02"}
-        assert uses(htp_export.nodes(carried)) == {**weights, **{f"{name}.bias": {""} for name in "02"}}
-        [name] = [name for name in carried.model.graph.initializers if name.endswith("_quantized")][:1]
-        assert recipe_of(carried.model.graph.initializers[name]) == ["computed", "0.weight", "another tool"]
+        assert uses(htp_export.nodes(carried)) == {
+            **weights,
+            **{f"{name}.bias": {""} for name in "02"},
+        }
+        [name] = [name for name in carried.model.graph.initializers if name.endswith("_quantized")][
+            :1
+        ]
+        assert recipe_of(carried.model.graph.initializers[name]) == [
+            "computed",
+            "0.weight",
+            "another tool",
+        ]
 
-    def test_what_another_tool_computed_has_the_parameters_of_the_modules_that_read_it(self, tmp_path):
+    def test_what_another_tool_computed_has_the_parameters_of_the_modules_that_read_it(
+        self, tmp_path
+    ):
         ort = pytest.importorskip("onnxruntime")
-        model = spread(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))).eval()
+        model = spread(
+            nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
+        ).eval()
         file = tmp_path / "m.onnx"
         htp_export.export(model, (x(1, 3, 8, 8),), file, dynamo=False, do_constant_folding=False, verbose=False,
                           training=torch.onnx.TrainingMode.PRESERVE)  # fmt: skip
@@ -323,13 +391,18 @@ class TestOtherFiles:
 
     def test_a_quantized_bias_of_32_bits_is_that_of_its_parameter(self, tmp_path):
         file = exported_to(
-            tmp_path / "m.onnx", spread(nn.Conv2d(3, 8, 3)).eval(), {"input": x(1, 3, 8, 8)}, "torchscript"
+            tmp_path / "m.onnx",
+            spread(nn.Conv2d(3, 8, 3)).eval(),
+            {"input": x(1, 3, 8, 8)},
+            "torchscript",
         )
         model = ir.load(file)
         bias = model.graph.initializers.pop("bias")
         scale = ir.Value(name="bias_quantized_scale", const_value=ir.tensor(np.float32(0.01)))
         levels = np.int32(bias.const_value.numpy() * 100)
-        quantized = ir.Value(name="bias_quantized", const_value=ir.tensor(levels, name="bias_quantized"))
+        quantized = ir.Value(
+            name="bias_quantized", const_value=ir.tensor(levels, name="bias_quantized")
+        )
         model.graph.initializers.update({str(value.name): value for value in (scale, quantized)})
         node = ir.node("DequantizeLinear", [quantized, scale])
         [reader] = [use.node for use in bias.uses()]
@@ -339,7 +412,10 @@ class TestOtherFiles:
         assert uses(found) == {"weight": {""}, "bias": {"quantized"}}
 
 
-MODULES = [htp_export.ModuleInfo("", "net.Net", 1, "computed"), htp_export.ModuleInfo("fc", "net.Fc", 1, "computed")]
+MODULES = [
+    htp_export.ModuleInfo("", "net.Net", 1, "computed"),
+    htp_export.ModuleInfo("fc", "net.Fc", 1, "computed"),
+]
 
 
 class TestForms:
@@ -347,12 +423,21 @@ class TestForms:
         mapped = htp_export.nodes(file, select=["rnn", "head"])
         assert list(mapped.modules) == ["rnn", "head"]
         assert {module for node in mapped.nodes for module in node.modules} == {"rnn", "head"}
-        assert {name.partition(".")[0] for name in mapped.parameters} == {"rnn", "emb", "head"}  # tied: it is read
+        # tied: it is read
+        assert {name.partition(".")[0] for name in mapped.parameters} == {"rnn", "emb", "head"}
         assert {node.modules for node in mapped.parameters["emb.weight"].nodes} == {("head",)}
 
     def test_plain_data_is_json_and_nodes_have_their_names(self, mapped):
         data = json.loads(json.dumps(mapped.to_dict()))
-        assert set(data) == {"nodes", "modules", "parameters", "initializers", "from_pytorch", "notes", "tags"}
+        assert set(data) == {
+            "nodes",
+            "modules",
+            "parameters",
+            "initializers",
+            "from_pytorch",
+            "notes",
+            "tags",
+        }
         assert [node["name"] for node in data["nodes"]] == [node.name for node in mapped.nodes]
         [use] = mapped.parameters["up.weight"].initializers
         assert data["parameters"]["up.weight"] == {
@@ -380,11 +465,21 @@ class TestForms:
     def test_the_command_writes_tables_csv_and_json(self, file, mapped, capsys):
         main(["nodes", str(file), "--table", "parameters"])
         printed = capsys.readouterr().out
-        assert printed.splitlines()[0].split() == ["parameter", "shape", "tied", "to", "initializers", "nodes"]
+        assert printed.splitlines()[0].split() == [
+            "parameter",
+            "shape",
+            "tied",
+            "to",
+            "initializers",
+            "nodes",
+        ]
         assert "up.weight" in printed
         main(["nodes", str(file), "--csv", "--select", "up"])
         rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-        assert [(row["operator"], row["parameters"]) for row in rows] == [("MatMul", "up.weight"), ("Add", "up.bias")]
+        assert [(row["operator"], row["parameters"]) for row in rows] == [
+            ("MatMul", "up.weight"),
+            ("Add", "up.bias"),
+        ]
         main(["nodes", str(file), "--json"])
         data = json.loads(capsys.readouterr().out)
         assert data == {"schema_version": 1, **json.loads(json.dumps(mapped.to_dict()))}

@@ -76,10 +76,14 @@ NETS: dict[str, Callable[[], nn.Module]] = {
 def said(model: Any) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
     """What the tags of a model say: of nodes, of modules, and of what modules take and give."""
     tagged = htp_export.load(model)
-    nodes = [(node.op_type, tagged.owners_of(node), {*tagged.work_of(node).calls}) for node in tagged.model.graph]
+    nodes = [
+        (node.op_type, tagged.owners_of(node), {*tagged.work_of(node).calls})
+        for node in tagged.model.graph
+    ]
     fates = {path: (str(info.fate), info.fused_with) for path, info in tagged.hierarchy.items()}
     signatures = {
-        path: [([*each.inputs.values()], each.outputs) for each in listed] for path, listed in tagged.signatures.items()
+        path: [([*each.inputs.values()], each.outputs) for each in listed]
+        for path, listed in tagged.signatures.items()
     }
     return nodes, fates, signatures
 
@@ -92,12 +96,18 @@ def unmerged(net: nn.Module, file: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("name", "level"),
-    quick(itertools.product(NETS, ("exact", "fused")), ("calls", "exact"), ("chains", "exact"), ("split", "fused")),
+    quick(
+        itertools.product(NETS, ("exact", "fused")),
+        ("calls", "exact"),
+        ("chains", "exact"),
+        ("split", "fused"),
+    ),
 )
 def test_merged_calls_are_said_as_by_an_export_that_merges_them(name, level, tmp_path):
     net = spread(NETS[name]()).eval()
     unmerged(net, tmp_path / "all.onnx")
-    htp_export.export(net, (x(3, 4),), tmp_path / "merged.onnx", verbose=False)  # torch merges, the capture tells
+    # torch merges, the capture tells
+    htp_export.export(net, (x(3, 4),), tmp_path / "merged.onnx", verbose=False)
     found = htp_export.optimize(tmp_path / "all.onnx", level=level).model
     assert said(found) == said(tmp_path / "merged.onnx")
     htp_export.load(found).save(tmp_path / "found.onnx")
@@ -146,7 +156,8 @@ class Around(Holding, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4)):
 
 
 @pytest.mark.parametrize(
-    ("around", "exporter"), quick(itertools.product(("", "block"), EXPORTERS), ("", "torchscript"), ("block", "dynamo"))
+    ("around", "exporter"),
+    quick(itertools.product(("", "block"), EXPORTERS), ("", "torchscript"), ("block", "dynamo")),
 )
 def test_who_fuses_an_activation_of_the_module_around_names_all_three(around, exporter, tmp_path):
     convs = {"conv": nn.Conv2d(3, 4, 3), "norm": nn.BatchNorm2d(4), "out": nn.Conv2d(4, 2, 3)}
@@ -154,7 +165,9 @@ def test_who_fuses_an_activation_of_the_module_around_names_all_three(around, ex
     if around:
         net.add_module("block", Around())
         net.add_module("out", nn.Conv2d(4, 2, 3))
-    file = exported(spread(net).eval(), {"x" if not around else "input": x(1, 3, 8, 8)}, exporter, tmp_path)
+    file = exported(
+        spread(net).eval(), {"x" if not around else "input": x(1, 3, 8, 8)}, exporter, tmp_path
+    )
     expected = {f"{around}.{name}".lstrip("."): set() for name in ("conv", "norm")}
     everyone = {*expected, around}
     for path in expected:
@@ -172,17 +185,25 @@ def turned(net: nn.Module, x: Tensor) -> Tensor:
     return net.two(net.one(x)).permute(0, 2, 1, 3)
 
 
-class Turns(Holding, one=Apply(lambda x: x.permute(1, 2, 0, 3)), two=Apply(lambda x: x.permute(3, 0, 1, 2))):
+class Turns(
+    Holding, one=Apply(lambda x: x.permute(1, 2, 0, 3)), two=Apply(lambda x: x.permute(3, 0, 1, 2))
+):
     def forward(self, x: Tensor) -> Tensor:
         return turned(self, x)
 
 
 @BOTH
-def test_an_export_names_the_module_around_merged_transpositions_and_not_who_reads_them(exporter, tmp_path):
+def test_an_export_names_the_module_around_merged_transpositions_and_not_who_reads_them(
+    exporter, tmp_path
+):
     net = spread(nn.Sequential(nn.Linear(3, 3), Turns(), nn.Linear(3, 3))).eval()
     file = exported(net, {"input": x(3, 3, 3, 3)}, exporter, tmp_path)
     node = next(node for node in file.graph.node if node.op_type == "Transpose")
-    assert tags.owners_of({entry.key: entry.value for entry in node.metadata_props}) == ("1", "1.one", "1.two")
+    assert tags.owners_of({entry.key: entry.value for entry in node.metadata_props}) == (
+        "1",
+        "1.one",
+        "1.two",
+    )
     found = htp_export.load(file).hierarchy
     assert {*found["1.one"].fused_with} == {"1", "1.two"}
     assert {*found["1.two"].fused_with} == {"1", "1.one"}

@@ -45,15 +45,34 @@ def epsilons(_: torch.nn.Module, x: Tensor) -> Tensor:
 
 def factors(_: torch.nn.Module, x: Tensor) -> Tensor:
     small, large = x.clamp(-1e-30, 1e-30), x.clamp(-1, 1)
-    parts = [small * 1e25 * 1e25, small * 0.0 * 3e38 * 3e38, (large - large) * 3e38 * 3e38, small / 1e-20 / 1e-20]
+    parts = [
+        small * 1e25 * 1e25,
+        small * 0.0 * 3e38 * 3e38,
+        (large - large) * 3e38 * 3e38,
+        small / 1e-20 / 1e-20,
+    ]
     parts += [torch.log(x.abs().clamp(min=1e20) * 1e-30 * 1e-30 + 1e-44), large + 3e38 - 3e38]
     return torch.cat([*parts, (x.clamp(-1e38, -9e37) + 3e38) + 2e38], -1)
 
 
 def exponents(_: torch.nn.Module, x: Tensor) -> Tensor:
-    parts = [x.sigmoid(), functional.softplus(x), functional.gelu(x), functional.silu(x), functional.mish(x), x.tanh()]
-    parts += [functional.gelu(x, approximate="tanh"), functional.hardswish(x), x.softmax(-1), x.log_softmax(-1)]
-    return torch.cat([*parts, x.clamp(max=88).exp(), x.logsumexp(-1, keepdim=True).expand_as(x)], -1)
+    parts = [
+        x.sigmoid(),
+        functional.softplus(x),
+        functional.gelu(x),
+        functional.silu(x),
+        functional.mish(x),
+        x.tanh(),
+    ]
+    parts += [
+        functional.gelu(x, approximate="tanh"),
+        functional.hardswish(x),
+        x.softmax(-1),
+        x.log_softmax(-1),
+    ]
+    return torch.cat(
+        [*parts, x.clamp(max=88).exp(), x.logsumexp(-1, keepdim=True).expand_as(x)], -1
+    )
 
 
 def norms(layers: torch.nn.Module, x: Tensor) -> Tensor:
@@ -71,11 +90,17 @@ def masked(_: torch.nn.Module, x: Tensor) -> Tensor:
     infinite = torch.zeros(3, 3).masked_fill(~future, -torch.inf)
     attend = functional.scaled_dot_product_attention
     lowest = torch.zeros(3, 3).masked_fill(~nothing, torch.finfo(torch.float32).min)
-    parts = [attend(heads, heads, heads, mask) for mask in (future, nothing, infinite, lowest, lowest + lowest / 2)]
+    parts = [
+        attend(heads, heads, heads, mask)
+        for mask in (future, nothing, infinite, lowest, lowest + lowest / 2)
+    ]
     parts += [attend(heads, heads, heads, scale=0.5), attend(heads, heads, heads, is_causal=True)]
     for mask in (infinite, lowest):
         scores = heads @ heads.transpose(-1, -2) / 3
-        parts += [(scores + mask).softmax(-1) @ heads, (scores * -2 + mask + mask).softmax(-1) @ heads]
+        parts += [
+            (scores + mask).softmax(-1) @ heads,
+            (scores * -2 + mask + mask).softmax(-1) @ heads,
+        ]
     return torch.cat([*parts, scores.masked_fill(~future, -torch.inf).softmax(-1) @ heads], -1)
 
 
@@ -84,8 +109,12 @@ def norms_at_the_edges() -> torch.nn.Module:
     layers = torch.nn.Sequential(
         torch.nn.LayerNorm(12, eps=1e-12),
         Apply(root_mean_square),
-        torch.nn.Sequential(torch.nn.Unflatten(-1, (3, 4)), torch.nn.GroupNorm(3, 3, eps=1e-10), torch.nn.Flatten()),
-        torch.nn.Sequential(torch.nn.Unflatten(-1, (3, 4)), torch.nn.BatchNorm1d(3, eps=1e-9), torch.nn.Flatten()),
+        torch.nn.Sequential(
+            torch.nn.Unflatten(-1, (3, 4)), torch.nn.GroupNorm(3, 3, eps=1e-10), torch.nn.Flatten()
+        ),
+        torch.nn.Sequential(
+            torch.nn.Unflatten(-1, (3, 4)), torch.nn.BatchNorm1d(3, eps=1e-9), torch.nn.Flatten()
+        ),
     )
     layers[3][1].running_var = dead.data.clone()  # type: ignore[index, union-attr]
     return layers
@@ -126,7 +155,9 @@ def file_of(net: str, exporter: str, folder: Path) -> ir.Model:
     example = torch.from_numpy(rows()).sin()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        options: dict[str, Any] = {"dynamo": True, "opset_version": 23} if exporter == "dynamo" else {"dynamo": False}
+        options: dict[str, Any] = (
+            {"dynamo": True, "opset_version": 23} if exporter == "dynamo" else {"dynamo": False}
+        )
         htp_export.export(model, (example,), folder / "net.onnx", verbose=False, **options)
     return htp_export.load(onnx.load(folder / "net.onnx")).model
 
@@ -138,16 +169,26 @@ def broken(before: np.ndarray[Any, Any], after: np.ndarray[Any, Any]) -> str:
         off = np.abs(before.astype(np.float64) - after)
     limit = 1e-3 * np.maximum(1, np.abs(np.where(finite, before, 0).astype(np.float64)))
     wrong = finite & ~(off <= limit)
-    return f"{before[wrong][:3]} -> {after[wrong][:3]} at {np.argwhere(wrong)[:3].tolist()}" if wrong.any() else ""
+    return (
+        f"{before[wrong][:3]} -> {after[wrong][:3]} at {np.argwhere(wrong)[:3].tolist()}"
+        if wrong.any()
+        else ""
+    )
 
 
-@pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "net",
     [
         "factors",
         "norms",
-        *(pytest.param(net, marks=pytest.mark.slow) for net in NETS if net not in ("factors", "norms")),
+        *(
+            pytest.param(net, marks=pytest.mark.slow)
+            for net in NETS
+            if net not in ("factors", "norms")
+        ),
     ],
 )
 def test_no_level_and_no_pass_changes_what_is_finite(net, exporter, tmp_path):
@@ -156,7 +197,10 @@ def test_no_level_and_no_pass_changes_what_is_finite(net, exporter, tmp_path):
     (before,) = run(model, **inputs)
     assert np.isfinite(before).mean() > 0.5
     chains: list[dict[str, Any]] = [{"level": level} for level in ("exact", "tolerant", "fused")]
-    chains += [{"passes": ["default", name], "level": "fused"} for name in ("fuse_attention", "fuse_matmul_add_3d")]
+    chains += [
+        {"passes": ["default", name], "level": "fused"}
+        for name in ("fuse_attention", "fuse_matmul_add_3d")
+    ]
     chains += [{"passes": [name], "level": "fused"} for name in available()]
     faults = {}
     for chain in chains:
@@ -198,7 +242,8 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
         "h = MatMul (x, x) c = Div (h, a) d = IsNaN (c) y = Where (d, x, c)",
         0.0,
     ),
-    "transposed factor": (  # no overflow, but onnxscript's rule for products between reshapes forgets it
+    # no overflow, but onnxscript's rule for products between reshapes forgets it
+    "transposed factor": (
         "1, 2, 2",
         "float[2, 2] w = {1, 2, 3, 4}, float[2] b = {0, 0}, int64[2] s = {-1, 2}, int64[3] r = {1, 2, 2}",
         "h = Reshape (x, s) p = Gemm <alpha = 1.0, beta = 1.0, transB = 1> (h, w, b) y = Reshape (p, r)",
@@ -207,7 +252,12 @@ OVERFLOWS: dict[str, tuple[str, str, str, float]] = {
     "sums": ("1", "float a = {3e38}", "h = Add (x, a) y = Add (h, a)", -3.2e38),
     "factors": ("1", "float a = {1e30}", "h = Mul (x, a) y = Mul (h, a)", 0.0),
     "divisors": ("1", "float a = {1e-30}", "h = Div (x, a) y = Div (h, a)", 0.0),
-    "divisor without a reciprocal": ("1", "float a = {1e-39}, float b = {2}", "h = Div (x, a) y = Mul (h, b)", 0.0),
+    "divisor without a reciprocal": (
+        "1",
+        "float a = {1e-39}, float b = {2}",
+        "h = Div (x, a) y = Mul (h, b)",
+        0.0,
+    ),
 }
 """Name → the shape of the input, constants, nodes, and the value of all elements of the input."""
 
@@ -234,11 +284,16 @@ def float16(body: str, passes: str) -> list[str]:
     text = f"""g (float16[2, 2] x) => (float16[2, 2] y) <float16 half = {{14336}}, float16 nothing = {{0}}> {{
         t = Transpose <perm = [1, 0]> (x) {body} }}"""
     model = ir.from_onnx_text(f'<ir_version: 10, opset_import: ["": 23]> {text}')
-    return [node.op_type for node in htp_export.optimize(model, passes=passes, level="tolerant").model.graph]
+    return [
+        node.op_type
+        for node in htp_export.optimize(model, passes=passes, level="tolerant").model.graph
+    ]
 
 
 def test_products_of_float16_are_not_larger_than_they_were():
     scaled = float16("a = Mul (x, half) b = Mul (t, half) y = MatMul (a, b)", "cleanup_attention")
     assert scaled == ["Transpose", "Mul", "MatMul"]
-    guarded = "p = MatMul (x, t) w = Softmax <axis = -1> (p) b = IsNaN (w) y = Where (b, nothing, w)"
+    guarded = (
+        "p = MatMul (x, t) w = Softmax <axis = -1> (p) b = IsNaN (w) y = Where (b, nothing, w)"
+    )
     assert float16(guarded, "eliminate_nan_guards")[-2:] == ["IsNaN", "Where"]

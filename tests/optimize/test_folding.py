@@ -76,7 +76,9 @@ def test_what_would_make_the_file_grow_too_much_stays_and_what_leads_there_is_fo
 
 def test_all_that_is_stored_has_one_limit_and_running_again_does_not_move_it():
     side = int((LEAST_ROOM / 4 * 0.6) ** 0.5)
-    changed = rewritten(repeated(side, 2), "fold_constants", "fold_constants", "fold_constants", x=array(side, side))
+    changed = rewritten(
+        repeated(side, 2), "fold_constants", "fold_constants", "fold_constants", x=array(side, side)
+    )
     assert sorted(ops(changed)) == ["Expand", "Mul", "Mul"]
 
 
@@ -85,14 +87,17 @@ def test_a_model_with_large_weights_may_grow_more():
     model = repeated(side, 1)
     weight = ir.Value(name="w", const_value=ir.tensor(np.zeros((20 * side, side), np.float32)))
     model.graph.register_initializer(weight)
-    last = ir.node("MatMul", [weight, model.graph.outputs[0]], metadata_props={"htp.module": "layer"})
+    last = ir.node(
+        "MatMul", [weight, model.graph.outputs[0]], metadata_props={"htp.module": "layer"}
+    )
     model.graph.append(last)
     model.graph.outputs.append(last.outputs[0])
     assert ops(passed(model, "fold_constants")[0]) == ["Mul", "MatMul"]
 
 
 @pytest.mark.parametrize(
-    ("operator", "size"), [("Transpose <perm = [1, 0]> (w)", (8192, 3)), ("Reshape (w, shape)", (3, 2, 4096))]
+    ("operator", "size"),
+    [("Transpose <perm = [1, 0]> (w)", (8192, 3)), ("Reshape (w, shape)", (3, 2, 4096))],
 )
 def test_a_transposed_or_reshaped_weight_is_a_view(operator, size):
     graph = f"""(float[2, 3] x) => (float y) <int64[2] shape = {{3, -1}}> {{
@@ -192,7 +197,9 @@ def test_branches_that_depend_on_no_input_are_folded_with_what_they_read():
 
 
 def test_branches_with_random_numbers_are_not_folded():
-    changed = htp_export.optimize(branching(inner="RandomNormalLike"), passes="fold_constants").model
+    changed = htp_export.optimize(
+        branching(inner="RandomNormalLike"), passes="fold_constants"
+    ).model
     assert ops(changed) == ["If", "Add"]
 
 

@@ -18,7 +18,10 @@ HEADS, LENGTH, KEYS, FEATURES = 2, 3, 5, 4
 
 
 TOGETHER = "[attention] back = Transpose <perm = [0, 2, 1, 3]> (context) [attention] y = Reshape (back, together)"
-SHAPES = {"apart": np.array([0, 0, HEADS, FEATURES]), "together": np.array([0, 0, HEADS * FEATURES])}
+SHAPES = {
+    "apart": np.array([0, 0, HEADS, FEATURES]),
+    "together": np.array([0, 0, HEADS * FEATURES]),
+}
 
 
 def heads(name: str) -> str:
@@ -28,7 +31,12 @@ def heads(name: str) -> str:
 
 
 def attention(
-    mask: list[int] | None = None, *, opset: int = 23, scale: str = "Mul", joined: bool = True, extra: str = ""
+    mask: list[int] | None = None,
+    *,
+    opset: int = 23,
+    scale: str = "Mul",
+    joined: bool = True,
+    extra: str = "",
 ) -> ir.Model:
     """Scaled, masked attention of heads that lie side by side, or are apart from the beginning."""
     sizes = {"q": LENGTH, "k": KEYS, "v": KEYS}
@@ -44,13 +52,16 @@ def attention(
         [attention] {"context = MatMul (shares, vh)" if joined else "y = MatMul (shares, v)"}
         {TOGETHER if joined else ""} }}"""
     signatures = {"attention": ([*"qkv", *(["mask"] if mask else [])], ["y", "shares"])}
-    return tagged(graph, signatures, opset, scale=np.float32(0.3 if scale == "Mul" else 3), **SHAPES)
+    return tagged(
+        graph, signatures, opset, scale=np.float32(0.3 if scale == "Mul" else 3), **SHAPES
+    )
 
 
 def fed(mask: list[int] | None, joined: bool = True) -> dict[str, np.ndarray]:
     sizes = {"q": LENGTH, "k": KEYS, "v": KEYS}
     shapes = {
-        name: (2, size, HEADS * FEATURES) if joined else (2, HEADS, size, FEATURES) for name, size in sizes.items()
+        name: (2, size, HEADS * FEATURES) if joined else (2, HEADS, size, FEATURES)
+        for name, size in sizes.items()
     }
     feeds = {name: array(*shape, seed=place) for place, (name, shape) in enumerate(shapes.items())}
     return feeds | ({"mask": array(*mask, seed=9)} if mask else {})
@@ -70,18 +81,26 @@ def test_an_attention_is_one_node_that_computes_the_same(mask, scale, joined):
 
 
 def test_an_attention_of_heads_takes_in_what_sets_them_apart():
-    inputs = ", ".join(f"float[n, {size}, 8] {name}" for name, size in (("q", LENGTH), ("k", KEYS), ("v", KEYS)))
+    inputs = ", ".join(
+        f"float[n, {size}, 8] {name}" for name, size in (("q", LENGTH), ("k", KEYS), ("v", KEYS))
+    )
     graph = f"""({inputs}) => (float y) {{ {" ".join(map(heads, "qkv"))}
         [attention] context = Attention <scale = 0.3> (qh, kh, vh) {TOGETHER} }}"""
     model = tagged(graph, opset=23, **SHAPES)
     changed, _ = passed(model, "fuse_attention")
     assert ops(changed) == ["Attention"]
-    assert np.allclose(run(model, **fed(None))[0], run(changed, **fed(None))[0], rtol=1e-5, atol=1e-5)
+    assert np.allclose(
+        run(model, **fed(None))[0], run(changed, **fed(None))[0], rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
-    [*({"mask": mask} for mask in ([1, 5], [2, 1, 1, 5], [3, 1])), {"opset": 22}, {"extra": ", float shares"}],
+    [
+        *({"mask": mask} for mask in ([1, 5], [2, 1, 1, 5], [3, 1])),
+        {"opset": 22},
+        {"extra": ", float shares"},
+    ],
     ids=str,
 )
 def test_other_masks_older_opsets_and_weights_that_the_model_returns_stay(changes):
@@ -99,7 +118,10 @@ def test_it_runs_by_name_alone_also_beside_the_default_passes():
 
 
 def attend(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    q, k, v = (layer(x).view(*x.shape[:2], 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+    q, k, v = (
+        layer(x).view(*x.shape[:2], 2, 4).transpose(1, 2)
+        for layer in (self.query, self.key, self.value)
+    )
     shares = self.dropout(torch.softmax(q @ k.transpose(-1, -2) / 2, -1))
     return (shares @ v).transpose(1, 2).reshape(x.shape), shares
 
@@ -116,7 +138,11 @@ def test_modules_stay_exact_where_weights_that_nobody_reads_are_gone(tmp_path):
     exported(model, kwargs, "dynamo", tmp_path, opset_version=23)
     small = tmp_path / "small.onnx"
     result = htp_export.optimize(
-        tmp_path / "model.onnx", small, passes="default,fuse_attention", level="tolerant", verify=True
+        tmp_path / "model.onnx",
+        small,
+        passes="default,fuse_attention",
+        level="tolerant",
+        verify=True,
     )
     assert "Attention" in ops(result.model)
     assert "Softmax" not in ops(result.model)

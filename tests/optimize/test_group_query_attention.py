@@ -25,8 +25,16 @@ from tests.graphs import tagged
 PASS = "fuse_group_query_attention"
 HEADS = {**TEXT, "hidden_size": 64}  # of 16 features: the operator can rotate them
 NO_GROUPS = {key: value for key, value in HEADS.items() if key != "num_key_value_heads"}
-GPT = {"vocab_size": 64, "n_embd": 64, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}
-FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # settings, and which layers' nodes rotate
+GPT = {
+    "vocab_size": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+# settings, and which layers' nodes rotate
+FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {
     "llama": (HEADS, [1, 1]),
     "gpt2": (GPT, [0, 0]),
     "smollm3": ({**HEADS, "no_rope_layer_interval": 2}, [1, 0]),
@@ -35,21 +43,29 @@ FAMILIES: dict[str, tuple[dict[str, Any], list[int]]] = {  # settings, and which
     "mistral": ({**HEADS, "sliding_window": 4}, [1, 1]),
     "phi3": (HEADS, [1, 1]),
     "gemma2": ({**HEADS, "head_dim": 16, "sliding_window": 4}, [1, 1]),
-    "gemma3_text": ({**HEADS, "head_dim": 16, "sliding_window": 4, "num_hidden_layers": 6}, [1] * 6),
+    "gemma3_text": (
+        {**HEADS, "head_dim": 16, "sliding_window": 4, "num_hidden_layers": 6},
+        [1] * 6,
+    ),
     "olmo2": (HEADS, [1, 1]),
     "gpt_neox": ({**NO_GROUPS, "hidden_size": 128}, [0, 0]),
     "phi": ({**HEADS, "hidden_size": 128}, [1, 1]),
     "gptj": ({**GPT, "rotary_dim": 16}, [1, 1]),
     "cohere": (HEADS, [1, 1]),
     "mixtral": ({**HEADS, "num_local_experts": 4}, [1, 1]),
-    "qwen3_moe": ({**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}, [1, 1]),
+    "qwen3_moe": (
+        {**HEADS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        [1, 1],
+    ),
 }
 QUICK = ("smollm3",)  # it has layers of both kinds
-AVERAGING = ("gemma2", "gptj")  # softmax as PyTorch has it: rows without a visible key average all values
+# softmax as PyTorch has it: rows without a visible key average all values
+AVERAGING = ("gemma2", "gptj")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES]
+    scope="module",
+    params=[pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FAMILIES],
 )
 def family(request: pytest.FixtureRequest, families: Callable[[str], Family]) -> Family:
     return families(request.param)
@@ -64,7 +80,9 @@ class Family:
     """A small decoder, its file, and what the pass alone and all passes make of it."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+        pytest.importorskip(
+            "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+        )
         self.name, self.folder = name, folder
         self.settings, self.rotates = FAMILIES[name]
         task = "text-generation-with-past"
@@ -74,7 +92,11 @@ class Family:
         self.results = {}
         for what, passes in (("alone", PASS), ("fused", "default")):
             self.results[what] = htp_export.optimize(
-                self.original, folder / f"{what}.onnx", passes=passes, level="fused", keep_exact=what == "alone"
+                self.original,
+                folder / f"{what}.onnx",
+                passes=passes,
+                level="fused",
+                keep_exact=what == "alone",
             )
 
     def session(self, what: str) -> Any:
@@ -99,7 +121,10 @@ def masks(batch: int, length: int) -> dict[str, npt.NDArray[np.int64]]:
 def runs(session: Any, mask: npt.NDArray[np.int64], made: list[int]) -> list[dict[str, Any]]:
     """What a file returns for a prompt, and then for more tokens at a time with the cache that it returned itself."""
     numbers = np.random.default_rng(1)
-    taken, outputs = {value.name for value in session.get_inputs()}, [value.name for value in session.get_outputs()]
+    taken, outputs = (
+        {value.name for value in session.get_inputs()},
+        [value.name for value in session.get_outputs()],
+    )
     cache, found = nothing_past(session, len(mask)), []
     for count in (mask.shape[1], *made):
         if found:
@@ -107,7 +132,9 @@ def runs(session: Any, mask: npt.NDArray[np.int64], made: list[int]) -> list[dic
         ids = numbers.integers(3, 60, (len(mask), count))
         positions = np.maximum(mask.cumsum(1) - 1, 0)[:, -count:]
         feed = {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **cache}
-        result = session.run(outputs, {name: value for name, value in feed.items() if name in taken})
+        result = session.run(
+            outputs, {name: value for name, value in feed.items() if name in taken}
+        )
         found.append(dict(zip(outputs, result, strict=True)))
         cache = past_of(found[-1])
     return found
@@ -119,7 +146,9 @@ def test_logits_and_cache_stay_for_every_mask(family):
     for name, mask in masks(3, 9).items():
         if family.name in AVERAGING and name != "whole":
             continue  # padding of the query itself
-        for was, now in zip(runs(before, mask, [1, 4, 1]), runs(after, mask, [1, 4, 1]), strict=True):
+        for was, now in zip(
+            runs(before, mask, [1, 4, 1]), runs(after, mask, [1, 4, 1]), strict=True
+        ):
             for output, array in was.items():
                 assert np.allclose(array, now[output], rtol=1e-4, atol=1e-5), (name, output)
 
@@ -129,16 +158,26 @@ def test_texts_stay_where_padding_averages_all_values(family):
     if family.name not in AVERAGING:
         pytest.skip("the file gives zeros, and all is compared")
     mask = masks(3, 9)["left"]
-    for was, now in zip(*(runs(family.session(what), mask, [1, 4]) for what in ("model", "fused")), strict=True):
+    for was, now in zip(
+        *(runs(family.session(what), mask, [1, 4]) for what in ("model", "fused")), strict=True
+    ):
         new = was["logits"].shape[1]
-        seen = np.concatenate([mask, np.ones((3, 5), np.int64)], 1)[:, : mask.shape[1]][:, -new:] if new > 4 else None
+        seen = (
+            np.concatenate([mask, np.ones((3, 5), np.int64)], 1)[:, : mask.shape[1]][:, -new:]
+            if new > 4
+            else None
+        )
         texts = np.ones((3, new), bool) if seen is None else seen > 0
         assert np.allclose(was["logits"][texts], now["logits"][texts], rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_stay(family):
     tokens = generated(family.model, prompt())
-    assert greedy(family.session("alone"), prompt()) == greedy(family.session("fused"), prompt()) == tokens
+    assert (
+        greedy(family.session("alone"), prompt())
+        == greedy(family.session("fused"), prompt())
+        == tokens
+    )
 
 
 def test_each_layer_has_one_node_of_its_own_attention(family):
@@ -165,27 +204,37 @@ def test_no_module_becomes_inexact_by_it(family):
     with call.adapted():
         for kwargs in call.runs.values():
             for what in ("alone", "fused"):
-                assert htp_export.verify(call.model, family.folder / f"{what}.onnx", kwargs=kwargs).ok
+                assert htp_export.verify(
+                    call.model, family.folder / f"{what}.onnx", kwargs=kwargs
+                ).ok
 
 
 def test_costs_count_the_node_as_its_parts(family):
     dims = {"batch_size": 2, "sequence_length": 3, "past_sequence_length": 5}
-    before, after = (htp_export.cost(family.folder / f"{what}.onnx", dims=dims) for what in ("model", "alone"))
+    before, after = (
+        htp_export.cost(family.folder / f"{what}.onnx", dims=dims) for what in ("model", "alone")
+    )
     assert "GroupQueryAttention" not in after.uncounted
     assert after.modules[""].flops == pytest.approx(before.modules[""].flops, rel=0.1)
 
 
 def test_past_and_present_share_a_buffer_in_genai(family):
     pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
-    config = genai_config(ir.load(family.original), family.model.config, family.model.generation_config)
+    config = genai_config(
+        ir.load(family.original), family.model.config, family.model.generation_config
+    )
     assert not config["search"]["past_present_share_buffer"]
     config["model"]["decoder"]["filename"] = "shared.onnx"
     (family.folder / GENAI_CONFIG).write_text(json.dumps(config))
     htp_export.optimize(family.original, family.folder / "shared.onnx", level="fused")
-    assert json.loads((family.folder / GENAI_CONFIG).read_text())["search"]["past_present_share_buffer"]
+    assert json.loads((family.folder / GENAI_CONFIG).read_text())["search"][
+        "past_present_share_buffer"
+    ]
     assert generated_by_genai(family.folder, prompt()) == generated(family.model, prompt())
     htp_export.optimize(family.original, family.folder / "shared.onnx", level="tolerant")
-    assert not json.loads((family.folder / GENAI_CONFIG).read_text())["search"]["past_present_share_buffer"]
+    assert not json.loads((family.folder / GENAI_CONFIG).read_text())["search"][
+        "past_present_share_buffer"
+    ]
 
 
 # --- what it leaves alone ---------------------------------------------------------------------------------
@@ -231,7 +280,9 @@ LATER = "its mask is not known to hide later tokens, which the operator always d
             "its result depends on another condition than its mask",
         ),
         (
-            lambda model: model.graph.outputs.extend([n.outputs[0] for n in model.graph if n.op_type == "Softmax"]),
+            lambda model: model.graph.outputs.extend(
+                [n.outputs[0] for n in model.graph if n.op_type == "Softmax"]
+            ),
             "other nodes read the weights of the attention",
         ),
     ],
@@ -244,7 +295,11 @@ def test_what_the_operator_does_not_compute_is_refused(decoder, change, why):
 
 
 def cached(
-    size: int = 8, type_: str = "float", heads: int = 2, values: int = 8, scores: str = "Add (s, mask)"
+    size: int = 8,
+    type_: str = "float",
+    heads: int = 2,
+    values: int = 8,
+    scores: str = "Add (s, mask)",
 ) -> ir.Model:
     """An attention with a cache, of two heads for keys and values."""
     sizes = {"q": f"{heads}, n, {size}", "k": f"2, n, {size}", "v": f"2, n, {values}"}
@@ -263,7 +318,10 @@ def cached(
         ({"values": 16}, "queries, keys and values have heads of different sizes"),
         ({"heads": 3}, "keys and values have other heads or lengths"),
         ({"type_": "double"}, "it computes in DOUBLE, and the operator in float32 and float16"),
-        ({"scores": "Mul (s, i1)"}, "its scores are not a product that is scaled, capped and added to a mask"),
+        (
+            {"scores": "Mul (s, i1)"},
+            "its scores are not a product that is scaled, capped and added to a mask",
+        ),
     ],
 )
 def test_a_form_that_the_operator_does_not_take_is_refused(form, why):

@@ -33,20 +33,44 @@ _IMAGE, _ROWS = "float[1, 3, 8, 8] x", "float[2, 4] x"
 CHAINS: list[tuple[str, str, tuple[int, ...]]] = [
     # attributes that are inputs now
     (_IMAGE, "p = Pad <pads = [0, 0, 0, 0, 0, 0, 1, 1]> (x) y = Conv (p, kernel)", (7, 9, 10)),
-    (_IMAGE, 'p = Pad <mode = "reflect", pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x) y = Conv (p, kernel)', (10,)),
-    (_IMAGE, "p = Pad <value = 1.0, pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x) y = Conv (p, kernel)", (10,)),
+    (
+        _IMAGE,
+        'p = Pad <mode = "reflect", pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x) y = Conv (p, kernel)',
+        (10,),
+    ),
+    (
+        _IMAGE,
+        "p = Pad <value = 1.0, pads = [0, 0, 1, 1, 0, 0, 1, 1]> (x) y = Conv (p, kernel)",
+        (10,),
+    ),
     (_IMAGE, "a = Clip <min = -1.0, max = 6.0> (x) y = Clip <min = 0.0, max = 0.5> (a)", (7, 10)),
     (_IMAGE, "a = Clip <min = -0.5, max = 0.5> (x) y = Relu (a)", (10,)),
     (_IMAGE, "a = Relu (x) y = Clip <min = 0.0, max = 0.5> (a)", (10,)),
-    (_IMAGE, "a = Slice <starts = [1], ends = [7], axes = [2]> (x) y = Slice <starts = [1], ends = [3]> (a)", (9,)),
-    (_IMAGE, "a = Unsqueeze <axes = [0]> (x) b = Unsqueeze <axes = [1]> (a) y = Squeeze <axes = [0]> (b)", (11, 12)),
+    (
+        _IMAGE,
+        "a = Slice <starts = [1], ends = [7], axes = [2]> (x) y = Slice <starts = [1], ends = [3]> (a)",
+        (9,),
+    ),
+    (
+        _IMAGE,
+        "a = Unsqueeze <axes = [0]> (x) b = Unsqueeze <axes = [1]> (a) y = Squeeze <axes = [0]> (b)",
+        (11, 12),
+    ),
     (_IMAGE, "a = Reshape (x, row) b = Squeeze <axes = [0]> (a) y = Reshape (b, row)", (12,)),
     # operators in a form that the opset does not have yet
     (_IMAGE, "a = Max (x, low) y = Min (a, high)", (8, 10, 11)),
     (_IMAGE, "a = Min (x, high) y = Max (a, low)", (8, 10, 11)),
     (_ROWS, "y = Gemm (x, square, zeros)", (7, 10, 11)),
-    (_IMAGE, "s = SplitToSequence <axis = 1> (x, parts) a = SequenceAt (s, first) y = Relu (a)", (11, 12, 13)),
-    ("float[1, 4, 8] x", "s = SplitToSequence <axis = 1> (x, third) a = SequenceAt (s, first) y = Relu (a)", (12, 17)),
+    (
+        _IMAGE,
+        "s = SplitToSequence <axis = 1> (x, parts) a = SequenceAt (s, first) y = Relu (a)",
+        (11, 12, 13),
+    ),
+    (
+        "float[1, 4, 8] x",
+        "s = SplitToSequence <axis = 1> (x, third) a = SequenceAt (s, first) y = Relu (a)",
+        (12, 17),
+    ),
     # a default that is another one now
     ("float[2, 3, 4] x", "a = Cast <to = 1> (x) b = Softmax (a) y = Cast <to = 1> (b)", (11, 12)),
 ]
@@ -59,14 +83,23 @@ def of_file(file: Path, **inputs: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("given", "chain", "opset"), [(given, chain, opset) for given, chain, opsets in CHAINS for opset in opsets]
+    ("given", "chain", "opset"),
+    [(given, chain, opset) for given, chain, opsets in CHAINS for opset in opsets],
 )
-def test_rules_for_later_opsets_leave_what_is_written_in_another_form(given, chain, opset, tmp_path):
-    read = {name: numbers for name, numbers in _NUMBERS.items() if f"{name})" in chain or f"{name}," in chain}
+def test_rules_for_later_opsets_leave_what_is_written_in_another_form(
+    given, chain, opset, tmp_path
+):
+    read = {
+        name: numbers
+        for name, numbers in _NUMBERS.items()
+        if f"{name})" in chain or f"{name}," in chain
+    }
     model = tagged(f"({given}) => (float y) {{ {chain} }}", opset=opset, **read)
     x = array(*(int(size) for size in given.partition("[")[2].partition("]")[0].split(",")))
     htp_export.optimize(model, tmp_path / "fused.onnx", level="fused")
-    np.testing.assert_allclose(of_file(tmp_path / "fused.onnx", x=x), run(model, x=x)[0], rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        of_file(tmp_path / "fused.onnx", x=x), run(model, x=x)[0], rtol=1e-4, atol=1e-5
+    )
 
 
 def padded() -> ir.Model:
@@ -89,8 +122,23 @@ def test_nodes_that_a_rule_cannot_take_are_named_in_the_result(capsys, tmp_path)
     result = htp_export.optimize(later, level="fused")
     assert (result.left, ops(result.model)) == ({}, ["Conv"])
     ir.save(padded(), tmp_path / "padded.onnx")
-    assert main(["optimize", str(tmp_path / "padded.onnx"), "-o", str(tmp_path / "out.onnx"), "--level", "fused"]) == 0
-    assert "node 'n_p' is left as before: onnxscript's rules do not know Pad" in capsys.readouterr().out
+    assert (
+        main(
+            [
+                "optimize",
+                str(tmp_path / "padded.onnx"),
+                "-o",
+                str(tmp_path / "out.onnx"),
+                "--level",
+                "fused",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "node 'n_p' is left as before: onnxscript's rules do not know Pad"
+        in capsys.readouterr().out
+    )
 
 
 class Fails:
@@ -131,7 +179,9 @@ def test_a_constant_that_cannot_be_folded_stays(monkeypatch):
     from onnxscript.optimizer import _constant_folding
 
     monkeypatch.setattr(_constant_folding._reference_evaluator, "evaluate", Fails())
-    model = tagged("(float[4] x) => (float y) { h = Exp (zeros) y = Add (x, h) }", zeros=_NUMBERS["zeros"])
+    model = tagged(
+        "(float[4] x) => (float y) { h = Exp (zeros) y = Add (x, h) }", zeros=_NUMBERS["zeros"]
+    )
     found = htp_export.optimize(model, passes=["fuse_for_onnxruntime"], level="fused")
     assert list(found.left) == ["n_h"]
     assert "onnxscript cannot fold it: IndexError" in found.left["n_h"]
@@ -163,7 +213,9 @@ def test_a_rewriter_that_fails_as_a_whole_is_undone_and_named(monkeypatch, caplo
     monkeypatch.setattr(ort_fusions, "optimize_for_ort", breaks)
     model = padded()
     found = htp_export.optimize(model, level="fused")
-    assert found.rolled_back == {"fuse_for_onnxruntime": "it failed: RuntimeError: no such function"}
+    assert found.rolled_back == {
+        "fuse_for_onnxruntime": "it failed: RuntimeError: no such function"
+    }
     assert "pass fuse_for_onnxruntime was undone" in caplog.text
     x = array(1, 3, 8, 8)
     np.testing.assert_allclose(run(found.model, x=x)[0], run(model, x=x)[0], rtol=1e-5, atol=1e-6)
@@ -178,7 +230,8 @@ def test_no_message_has_the_address_of_an_object(passes):
     passes("breaks", level="exact")(lambda: ir.passes.Sequential(ir.passes.PassManager([Breaks()])))
     with pytest.raises(PassError) as raised:
         htp_export.optimize(padded(), passes="breaks")
-    assert "Breaks object> cannot take Pad" in str(raised.value)  # what failed, not the passes around it
+    # what failed, not the passes around it
+    assert "Breaks object> cannot take Pad" in str(raised.value)
     assert " at 0x" not in str(raised.value)
     assert " at 0x" not in described(ValueError(object()))
     assert str(HtpExportError(f"{object()} in stage at 0x10")) == "<object object> in stage at 0x10"
@@ -201,7 +254,10 @@ def test_numbers_near_zero_and_one_count_as_what_they_are(level, opset):
     x = np.float32([0, 1e-12, 3])
     found = run(htp_export.optimize(model, level=level).model, x=x)
     expected = [np.log(x + np.float32(1e-15)), np.sqrt(x + np.float32(1e-15))]
-    expected += [(x - np.float32(5e-9)) * np.float32(1e8), (x * np.float32(1 + 5e-6) - x) * np.float32(1e8)]
+    expected += [
+        (x - np.float32(5e-9)) * np.float32(1e8),
+        (x * np.float32(1 + 5e-6) - x) * np.float32(1e8),
+    ]
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5)
 
@@ -235,7 +291,11 @@ def test_other_threads_have_onnxscripts_own_rules():
     from onnxscript import optimizer
 
     def operators() -> list[str]:
-        model = tagged("(float[3] x) => (float y) { a = Add (x, tiny) y = Log (a) }", opset=20, tiny=np.float32(1e-15))
+        model = tagged(
+            "(float[3] x) => (float y) { a = Add (x, tiny) y = Log (a) }",
+            opset=20,
+            tiny=np.float32(1e-15),
+        )
         optimizer.optimize(model)
         return ops(model)
 
@@ -279,7 +339,9 @@ def test_sequences_and_optional_values_keep_their_types_in_bodies(name, tmp_path
     if len(model.graph.inputs) == 2:
         inputs["k"] = np.array(False)
     htp_export.optimize(model, tmp_path / "fused.onnx", level="fused")
-    np.testing.assert_allclose(of_file(tmp_path / "fused.onnx", **inputs), run(model, **inputs)[0], rtol=1e-5)
+    np.testing.assert_allclose(
+        of_file(tmp_path / "fused.onnx", **inputs), run(model, **inputs)[0], rtol=1e-5
+    )
 
 
 class Bags(torch.nn.Module):
@@ -297,7 +359,9 @@ def test_an_embedding_bag_is_fused_in_silence(tmp_path, caplog, capfd, recwarn):
     htp_export.export(net, (words,), tmp_path / "bags.onnx", verbose=False)
     caplog.clear(), capfd.readouterr(), recwarn.clear()
     htp_export.optimize(tmp_path / "bags.onnx", tmp_path / "fused.onnx", level="fused")
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    assert [
+        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
+    ] == []
     assert (*capfd.readouterr(), list(recwarn)) == ("", "", [])
     found = of_file(tmp_path / "fused.onnx", words=words.numpy())
     np.testing.assert_allclose(found, net(words).detach().numpy(), rtol=1e-5, atol=1e-6)
@@ -305,7 +369,10 @@ def test_an_embedding_bag_is_fused_in_silence(tmp_path, caplog, capfd, recwarn):
 
 @pytest.mark.parametrize("level", ["exact", "fused"])
 def test_initializers_that_a_graph_takes_or_returns_are_no_news(level, caplog):
-    model = tagged("(float[4] x, float[4] v) => (float y, float[4] w) { h = Add (x, w) y = Add (h, v) }", w=array(4))
+    model = tagged(
+        "(float[4] x, float[4] v) => (float y, float[4] w) { h = Add (x, w) y = Add (h, v) }",
+        w=array(4),
+    )
     value = model.graph.inputs[1]
     value.const_value = ir.tensor(array(4), name="v")
     model.graph.initializers["v"] = value
@@ -315,5 +382,7 @@ def test_initializers_that_a_graph_takes_or_returns_are_no_news(level, caplog):
 
 def test_what_is_left_is_said_by_a_plain_path(tmp_path: Path):
     ir.save(padded(), tmp_path / "padded.onnx")
-    found = htp_export.optimize(tmp_path / "padded.onnx", tmp_path / "out.onnx", level="fused", verify=True)
+    found = htp_export.optimize(
+        tmp_path / "padded.onnx", tmp_path / "out.onnx", level="fused", verify=True
+    )
     assert (list(found.left), found.rolled_back) == (["n_p"], {})

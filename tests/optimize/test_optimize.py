@@ -40,7 +40,9 @@ class Changing(ir.passes.InPlacePass):
         found = [node for node in model.graph if node.op_type == self.old]
         for node in found:
             new = ir.node(self.new, node.inputs)
-            ir.convenience.replace_nodes_and_values(model.graph, node, [node], [new], node.outputs, new.outputs)
+            ir.convenience.replace_nodes_and_values(
+                model.graph, node, [node], [new], node.outputs, new.outputs
+            )
         return ir.passes.PassResult(model, bool(found))
 
 
@@ -79,7 +81,9 @@ def weighted_net() -> ir.Model:
     """Two layers that read equal weights, one that reads a weight of its own, and one that nobody reads."""
     graph = """(float[2, 4] x) => (float y) { [stack__one] a = MatMul (x, one) [stack__two] b = MatMul (a, two)
         [head__three] c = Transpose (b) [head__three] d = Transpose (c) [head__three] y = MatMul (d, three) }"""
-    return tagged(graph, one=array(4, 4), two=array(4, 4), three=array(4, 4, seed=1), left=array(10))
+    return tagged(
+        graph, one=array(4, 4), two=array(4, 4), three=array(4, 4, seed=1), left=array(10)
+    )
 
 
 def test_attribution_counts_bytes_of_weights_at_the_modules_that_read_them():
@@ -90,19 +94,31 @@ def test_attribution_counts_bytes_of_weights_at_the_modules_that_read_them():
         for path, change in found.items()
         if change.saved_bytes
     }
-    assert saved == {("eliminate_duplicate_constants", "stack.two"): 64, ("eliminate_dead_nodes", ""): 40}
+    assert saved == {
+        ("eliminate_duplicate_constants", "stack.two"): 64,
+        ("eliminate_dead_nodes", ""): 40,
+    }
     weights = [value.const_value for value in result.model.graph.initializers.values()]
     assert sum(saved.values()) == 3 * 64 + 40 - sum(tensor.nbytes for tensor in weights)
 
 
 def test_new_weights_count_against_the_module_that_reads_them():
-    layers = " ".join(f"[at__{n}] m{n} = MatMul (x, w{n}) [at__{n}] {n} = Add (m{n}, b{n})" for n in "qkv")
+    layers = " ".join(
+        f"[at__{n}] m{n} = MatMul (x, w{n}) [at__{n}] {n} = Add (m{n}, b{n})" for n in "qkv"
+    )
     weights = {
-        f"{kind}{n}": array(*shape, seed=k) for k, n in enumerate("qkv") for kind, shape in (("w", (4, 4)), ("b", (4,)))
+        f"{kind}{n}": array(*shape, seed=k)
+        for k, n in enumerate("qkv")
+        for kind, shape in (("w", (4, 4)), ("b", (4,)))
     }
     graph = f"(float[2, 4] x) => (float y) {{ {layers} [at] y = Concat <axis = 1> (q, k, v) }}"
-    result = htp_export.optimize(tagged(graph, **weights), passes="merge_parallel_projections", level="tolerant")
-    found = {path: change.saved_bytes for path, change in result.attribution["merge_parallel_projections"].items()}
+    result = htp_export.optimize(
+        tagged(graph, **weights), passes="merge_parallel_projections", level="tolerant"
+    )
+    found = {
+        path: change.saved_bytes
+        for path, change in result.attribution["merge_parallel_projections"].items()
+    }
     own, number = 4 * 4 * 4 + 4 * 4, 8  # where a slice begins or ends, or its axis
     assert found == {"at": -3 * own - number, **{f"at.{name}": own - 2 * number for name in "qkv"}}
 
@@ -121,13 +137,17 @@ def test_bytes_of_a_pass_that_changes_weights_alone(passes):
 def test_attribution_adds_up_at_any_depth():
     result = htp_export.optimize(weighted_net())
     name = "eliminate_redundant_transposes"
-    assert {path: change.saved for path, change in result.attribution[name].items() if change.saved} == {
-        "head.three": 2
-    }
-    assert {path: change.saved for path, change in result.at_depth(1)[name].items() if change.saved} == {"head": 2}
+    assert {
+        path: change.saved for path, change in result.attribution[name].items() if change.saved
+    } == {"head.three": 2}
+    assert {
+        path: change.saved for path, change in result.at_depth(1)[name].items() if change.saved
+    } == {"head": 2}
     for depth in range(4):
         found = result.at_depth(depth)
-        assert all(path.count(".") < max(depth, 1) for changes in found.values() for path in changes)
+        assert all(
+            path.count(".") < max(depth, 1) for changes in found.values() for path in changes
+        )
         for report in result.passes:
             assert sum(found[report.name].values(), Change()) == report.change
     assert set(result.at_depth(0)[name]) == {""}
@@ -172,14 +192,17 @@ def test_a_default_that_is_written_out_is_no_change_of_a_node():
         s=np.float32([1, 2, 3, 4]),
         none=np.zeros(4, np.int64),
     )
-    found = htp_export.optimize(model)  # onnx_ir takes `training_mode` away, where it looks for dead nodes
+    # onnx_ir takes `training_mode` away, where it looks for dead nodes
+    found = htp_export.optimize(model)
     assert owners(found.model) == {"h": ("norm",), "y": ("act",)}
 
 
 def test_a_pass_that_breaks_its_level_is_undone_and_named(passes):
     passes("wrong", level="tolerant")(lambda: Changing("Neg", "Abs"))
     model = small_net()
-    result = htp_export.optimize(model, passes=["eliminate_identity_ops", "wrong"], level="tolerant", verify=True)
+    result = htp_export.optimize(
+        model, passes=["eliminate_identity_ops", "wrong"], level="tolerant", verify=True
+    )
     assert list(result.rolled_back) == ["wrong"]
     assert "output 'y' is off by" in result.rolled_back["wrong"]
     assert ops(result.model) == ["Relu", "Neg"]
@@ -212,10 +235,15 @@ def test_values_that_are_not_numbers_are_compared():
 
 
 def test_every_run_of_the_data_is_verified():
-    relu, other = (tagged(f"(float[2] x) => (float y) {{ y = {op} (x) }}") for op in ("Relu", "Identity"))
-    runs = [{"x": np.float32([1, 2])}, {"x": np.float32([-1, 2])}]  # the second one shows the difference
+    relu, other = (
+        tagged(f"(float[2] x) => (float y) {{ y = {op} (x) }}") for op in ("Relu", "Identity")
+    )
+    # the second one shows the difference
+    runs = [{"x": np.float32([1, 2])}, {"x": np.float32([-1, 2])}]
     assert OutputCheck(relu, Samples.of(runs[:1], relu)).fault(other, "exact") == ""
-    assert "output 'y, run 1' is off by 1" in OutputCheck(relu, Samples.of(runs, relu)).fault(other, "exact")
+    assert "output 'y, run 1' is off by 1" in OutputCheck(relu, Samples.of(runs, relu)).fault(
+        other, "exact"
+    )
     assert htp_export.optimize(relu, verify=True, data=runs).max_abs == 0
     with pytest.raises(htp_export.InputError, match="are for verify, which runs the model"):
         htp_export.optimize(relu, data=runs)
@@ -232,7 +260,9 @@ class TwoInOne(ir.passes.InPlacePass):
                 continue
             old = [last.outputs[0], first.outputs[0]][: len(first.outputs[0].uses())]
             new = ir.node(f"Add{last.op_type}", first.inputs, domain="ours", num_outputs=len(old))
-            ir.convenience.replace_nodes_and_values(model.graph, last, [first, last], [new], old, new.outputs)
+            ir.convenience.replace_nodes_and_values(
+                model.graph, last, [first, last], [new], old, new.outputs
+            )
             modified = True
         return ir.passes.PassResult(model, modified)
 
@@ -251,13 +281,21 @@ def fates(model: ir.Model) -> dict[str, str]:
 
 def test_fusions_across_tensors_that_stay_are_left_out_where_that_is_asked_for(passes):
     passes("two_in_one", level="fused")(TwoInOne)
-    assert passed(pre_norm_net(), "two_in_one")[1].worked_across(["block", "block.norm", "last"]) == {"sum"}
+    assert passed(pre_norm_net(), "two_in_one")[1].worked_across(
+        ["block", "block.norm", "last"]
+    ) == {"sum"}
     free = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused")
     assert ops(free.model) == ["AddNeg", "Relu", "AddAbs"]
     assert fates(free.model)["block.norm"] == "fused"
     kept = htp_export.optimize(pre_norm_net(), passes="two_in_one", level="fused", keep_exact=True)
-    assert ops(kept.model) == ["Add", "Neg", "Relu", "AddAbs"]  # the other sum is gone: that fusion is what it says
-    assert fates(kept.model) == {"block": "fused", "block.norm": "computed", "block.mixer": "computed", "last": "fused"}
+    # the other sum is gone: that fusion is what it says
+    assert ops(kept.model) == ["Add", "Neg", "Relu", "AddAbs"]
+    assert fates(kept.model) == {
+        "block": "fused",
+        "block.norm": "computed",
+        "block.mixer": "computed",
+        "last": "fused",
+    }
     assert set(kept.fused) == {"block", "last"}
     assert owners(kept.model)["sum"] == ("block",)
     assert (kept.nodes_before, kept.nodes_after) == (5, 4)
@@ -271,7 +309,9 @@ def norm_between(outputs: str = "") -> ir.Model:
 
 def test_where_nothing_is_left_of_a_pass_it_has_done_nothing(passes):
     passes("two_in_one", level="fused")(TwoInOne)
-    result = htp_export.optimize(norm_between(), passes="two_in_one", level="fused", keep_exact=True)
+    result = htp_export.optimize(
+        norm_between(), passes="two_in_one", level="fused", keep_exact=True
+    )
     assert ops(result.model) == ["Add", "Neg", "Mul"]
     assert result.attribution == {"two_in_one": {}}
     assert result.fused == {}
@@ -283,7 +323,9 @@ def test_results_of_the_model_may_be_tensors_that_nothing_works_across(output, p
     model = norm_between(f"float {output}, ")
     result = htp_export.optimize(model, passes="two_in_one", level="fused", keep_exact=True)
     assert [value.name for value in result.model.graph.outputs] == [output, "y"]
-    for found, expected in zip(run(result.model, x=array(2, 4)), run(model, x=array(2, 4)), strict=True):
+    for found, expected in zip(
+        run(result.model, x=array(2, 4)), run(model, x=array(2, 4)), strict=True
+    ):
         assert np.array_equal(found, expected)
 
 
@@ -295,18 +337,41 @@ class Failing(ir.passes.InPlacePass):
         raise LookupError("no such pattern")
 
 
-def test_a_pass_that_fails_is_named_with_those_that_ran_and_the_model_is_as_it_was(passes, tmp_path, capsys):
+def test_a_pass_that_fails_is_named_with_those_that_ran_and_the_model_is_as_it_was(
+    passes, tmp_path, capsys
+):
     passes("failing", level="exact")(Failing)
     model = small_net()
     before = ir.to_proto(model).SerializeToString()
-    with pytest.raises(PassError, match=r"'failing' failed \(LookupError: no such pattern\); it ran after") as caught:
-        htp_export.optimize(model, tmp_path / "out.onnx", passes=["eliminate_dead_nodes", "failing", "fold_constants"])
+    with pytest.raises(
+        PassError, match=r"'failing' failed \(LookupError: no such pattern\); it ran after"
+    ) as caught:
+        htp_export.optimize(
+            model,
+            tmp_path / "out.onnx",
+            passes=["eliminate_dead_nodes", "failing", "fold_constants"],
+        )
     assert (caught.value.name, caught.value.ran) == ("failing", ("eliminate_dead_nodes",))
     assert isinstance(caught.value.__cause__, LookupError)
     assert ir.to_proto(model).SerializeToString() == before
     ir.save(model, tmp_path / "in.onnx")
-    assert main(["optimize", str(tmp_path / "in.onnx"), "-o", str(tmp_path / "out.onnx"), "--passes", "failing"]) == 1
-    assert "pass 'failing' failed (LookupError: no such pattern); it ran as the first one" in capsys.readouterr().err
+    assert (
+        main(
+            [
+                "optimize",
+                str(tmp_path / "in.onnx"),
+                "-o",
+                str(tmp_path / "out.onnx"),
+                "--passes",
+                "failing",
+            ]
+        )
+        == 1
+    )
+    assert (
+        "pass 'failing' failed (LookupError: no such pattern); it ran as the first one"
+        in capsys.readouterr().err
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["in.onnx"]
 
 
@@ -326,7 +391,9 @@ def test_a_pass_that_leaves_nodes_without_owners_is_named(passes):
         Changing("Neg", "Abs").call(model)
 
     passes("untagging", level="exact")(untagging)
-    with pytest.raises(PassError, match=r"'untagging' failed \(HtpExportError: 3 nodes have no owner"):
+    with pytest.raises(
+        PassError, match=r"'untagging' failed \(HtpExportError: 3 nodes have no owner"
+    ):
         htp_export.optimize(small_net(), passes="untagging")
 
 
@@ -337,14 +404,22 @@ def test_a_pass_that_leaves_nodes_without_owners_is_named(passes):
             lambda graph: setattr(graph.outputs[0], "name", "z"),
             r"the outputs of the model were \['y'\], and are \['z'\]",
         ),
-        (lambda graph: setattr(graph.inputs[0], "name", "z"), r"the inputs of the model were \['x'\], and are \['z'\]"),
+        (
+            lambda graph: setattr(graph.inputs[0], "name", "z"),
+            r"the inputs of the model were \['x'\], and are \['z'\]",
+        ),
         (lambda graph: graph.remove(graph[1]), "Neg '.*' reads 'b', which has no producer"),
         (lambda graph: graph.remove(graph[2]), "the output 'y' has no producer"),
-        (lambda graph: graph[1].replace_input_with(0, ir.val("foreign")), "Relu '.*' reads 'foreign', which has no"),
+        (
+            lambda graph: graph[1].replace_input_with(0, ir.val("foreign")),
+            "Relu '.*' reads 'foreign', which has no",
+        ),
     ],
     ids=["output", "input", "removed", "removed output", "foreign"],
 )
-def test_a_pass_ensures_names_of_inputs_and_outputs_and_a_producer_of_every_tensor(passes, fault, problem):
+def test_a_pass_ensures_names_of_inputs_and_outputs_and_a_producer_of_every_tensor(
+    passes, fault, problem
+):
     passes("faulty", level="exact")(doing(lambda model: fault(model.graph)))
     with pytest.raises(PassError, match=problem):
         htp_export.optimize(small_net(), passes="faulty")
@@ -362,7 +437,9 @@ def test_a_pass_that_fails_leaves_no_barriers(passes):
 
     passes("fails_at_barriers", level="fused")(FailsAtBarriers)
     with pytest.raises(PassError, match="no such operator: Barrier"):
-        htp_export.optimize(pre_norm_net(), passes="fails_at_barriers", level="fused", keep_exact=True)
+        htp_export.optimize(
+            pre_norm_net(), passes="fails_at_barriers", level="fused", keep_exact=True
+        )
     assert len(seen) == 2
     assert ops(seen[-1]) == ops(pre_norm_net())
     assert seen[-1].graph.opset_imports.keys() == pre_norm_net().graph.opset_imports.keys()
@@ -374,7 +451,10 @@ def test_a_pass_that_fails_leaves_no_barriers(passes):
         ({"level": "wild"}, "level 'wild'"),
         ({"passes": "nothing"}, "no pass 'nothing'; there are: "),
         ({"passes": []}, "no passes"),
-        ({"passes": "fuse_conv_batchnorm"}, "'fuse_conv_batchnorm' is tolerant, more than level 'exact' allows"),
+        (
+            {"passes": "fuse_conv_batchnorm"},
+            "'fuse_conv_batchnorm' is tolerant, more than level 'exact' allows",
+        ),
     ],
 )
 def test_what_cannot_be_chosen_is_told(arguments, message):
@@ -385,10 +465,18 @@ def test_what_cannot_be_chosen_is_told(arguments, message):
 
 
 def test_passes_of_other_packages_come_from_entry_points(passes, monkeypatch):
-    entry = EntryPoint("from_elsewhere", "tests.optimize.test_optimize:Elsewhere", "htp_export.passes")
-    monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.passes" else [])
+    entry = EntryPoint(
+        "from_elsewhere", "tests.optimize.test_optimize:Elsewhere", "htp_export.passes"
+    )
+    monkeypatch.setattr(
+        discovery, "entry_points", lambda group: [entry] if group == "htp_export.passes" else []
+    )
     assert registry.find("from_elsewhere").level == "exact"
-    assert ops(htp_export.optimize(small_net(), passes="from_elsewhere").model) == ["Identity", "Relu", "Neg"]
+    assert ops(htp_export.optimize(small_net(), passes="from_elsewhere").model) == [
+        "Identity",
+        "Relu",
+        "Neg",
+    ]
 
 
 class Elsewhere(ir.passes.InPlacePass):
@@ -410,9 +498,16 @@ def test_copies_that_a_pass_of_the_user_removes_are_the_work_of_nobody(passes):
 
     passes("removes_copies", level="exact")(RemovesCopies)
     graph = "{ [a] h = Relu (x) [one] i = Identity (h) [two] j = Identity (i) [b] y = Neg (j) }"
-    signatures = {"a": (["x"], ["h"]), "one": (["h"], ["i"]), "two": (["i"], ["j"]), "b": (["j"], ["y"])}
+    signatures = {
+        "a": (["x"], ["h"]),
+        "one": (["h"], ["i"]),
+        "two": (["i"], ["j"]),
+        "b": (["j"], ["y"]),
+    }
     model = tagged(f"(float[2, 4] x) => (float y) {graph}", signatures)
-    optimized = htp_export.load(htp_export.optimize(model, passes="removes_copies", level="exact").model)
+    optimized = htp_export.load(
+        htp_export.optimize(model, passes="removes_copies", level="exact").model
+    )
     assert [optimized.hierarchy[path].fate for path in ("one", "two")] == ["identity", "identity"]
     assert optimized.signature("one").outputs == ("h",)
     assert owners(optimized.model) == {"h": ("a",), "y": ("b",)}
@@ -420,14 +515,21 @@ def test_copies_that_a_pass_of_the_user_removes_are_the_work_of_nobody(passes):
 
 @BOTH
 @pytest.mark.parametrize(
-    "make", [nn.Dropout, lambda: Apply(lambda x: x.unsqueeze(0).squeeze(0))], ids=["dropout", "layout"]
+    "make",
+    [nn.Dropout, lambda: Apply(lambda x: x.unsqueeze(0).squeeze(0))],
+    ids=["dropout", "layout"],
 )
 def test_two_modules_in_a_row_that_return_their_input_are_identities(make, exporter, tmp_path):
     net = nn.Sequential(nn.Linear(4, 4), make(), make(), nn.Linear(4, 2)).eval()
     options = {"optimize": False} if exporter == "dynamo" else {}
     exported(net, {"input": torch.ones(2, 4)}, exporter, tmp_path, **options)
     optimized = htp_export.optimize(tmp_path / "model.onnx", level="exact").tagged
-    assert [optimized.hierarchy[path].fate for path in "0123"] == ["computed", "identity", "identity", "computed"]
+    assert [optimized.hierarchy[path].fate for path in "0123"] == [
+        "computed",
+        "identity",
+        "identity",
+        "computed",
+    ]
 
 
 def test_a_pass_may_give_another_model_and_takes_no_default_for_a_constant(passes):
@@ -531,10 +633,22 @@ def test_files_of_one_name_do_not_go_into_one_folder(tmp_path, capsys):
 # --- real architectures ---------------------------------------------------
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 OF_TYPE = {
     "bert": {**SIZES, "num_hidden_layers": 1, "vocab_size": 100},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 100, "bos_token_id": 0, "eos_token_id": 0},
+    "gpt2": {
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "vocab_size": 100,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+    },
     "resnet": {"embedding_size": 8, "hidden_sizes": [16, 16, 32, 32], "depths": [1, 1, 1, 1]},
 }
 
@@ -559,7 +673,9 @@ def real(tmp_path_factory):
     return made
 
 
-@pytest.mark.parametrize("exporter", [pytest.param("torchscript", marks=pytest.mark.slow), "dynamo"])
+@pytest.mark.parametrize(
+    "exporter", [pytest.param("torchscript", marks=pytest.mark.slow), "dynamo"]
+)
 @pytest.mark.parametrize(
     ("name", "most"),
     [
@@ -568,7 +684,9 @@ def real(tmp_path_factory):
         pytest.param("resnet", (45, 45), id="resnet", marks=pytest.mark.slow),
     ],
 )
-def test_real_models_stay_exact_or_say_with_what_they_are_fused(name, most, exporter, tmp_path, real):
+def test_real_models_stay_exact_or_say_with_what_they_are_fused(
+    name, most, exporter, tmp_path, real
+):
     model, kwargs, source = real(name, exporter)
     target = tmp_path / "small.onnx"
     result = htp_export.optimize(source, target, level="tolerant", verify=True)
@@ -584,7 +702,9 @@ def test_attention_for_onnxruntime_has_all_its_owners(tmp_path, real):
     model, kwargs, source = real("bert", "dynamo")
     result = htp_export.optimize(source, tmp_path / "small.onnx", level="fused", verify=True)
     assert result.rolled_back == {}
-    attention = next(node for node in result.model.graph if node.op_type in ("Attention", "MultiHeadAttention"))
+    attention = next(
+        node for node in result.model.graph if node.op_type in ("Attention", "MultiHeadAttention")
+    )
     path = "encoder.layer.0.attention.self"
     found = owners(result.model)[attention.outputs[0].name]
     assert set(found) >= {path}
@@ -594,7 +714,9 @@ def test_attention_for_onnxruntime_has_all_its_owners(tmp_path, real):
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 def test_group_normalization_stays_one_that_every_machine_can_run(exporter, tmp_path):
     """onnxscript's rules make an operator of it that ONNX Runtime has for GPUs alone."""
-    model = ready(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.GELU()))
+    model = ready(
+        torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.GELU())
+    )
     exported(model, {"input": torch.randn(1, 3, 8, 8)}, exporter, tmp_path)
     result = htp_export.optimize(tmp_path / "model.onnx", level="fused", verify=True)
     assert result.rolled_back == {}
@@ -614,7 +736,9 @@ def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
     )
     model, kwargs = ready(reads), {"x": torch.randn(2, 7, 8)}
     exported(model, kwargs, "dynamo", tmp_path)
-    result = htp_export.optimize(tmp_path / "model.onnx", tmp_path / "small.onnx", level="fused", verify=True)
+    result = htp_export.optimize(
+        tmp_path / "model.onnx", tmp_path / "small.onnx", level="fused", verify=True
+    )
     assert result.rolled_back == {}
     assert "FusedMatMul" in {node.op_type for node in result.model.graph}
     assert all("htp.module" in node.metadata_props for node in all_nodes(result.model))
@@ -623,10 +747,14 @@ def test_a_product_turns_no_batch_where_onnxruntime_cannot(tmp_path):
 
 @BOTH
 def test_a_tensor_that_is_returned_twice_still_is(exporter, tmp_path):
-    twice = composed(lambda self, x: (lambda y: (y, y.tanh(), y))(self.fc(x)), fc=torch.nn.Linear(4, 4))
+    twice = composed(
+        lambda self, x: (lambda y: (y, y.tanh(), y))(self.fc(x)), fc=torch.nn.Linear(4, 4)
+    )
     before = exported(spread(twice.eval()), {"x": torch.randn(2, 4)}, exporter, tmp_path)
     small = htp_export.optimize(before, level="fused").model
-    assert [output.name for output in small.graph.outputs] == [output.name for output in before.graph.output]
+    assert [output.name for output in small.graph.outputs] == [
+        output.name for output in before.graph.output
+    ]
     assert [node.op_type for node in small.graph] == [node.op_type for node in before.graph.node]
 
 
@@ -635,13 +763,24 @@ def test_changes_of_layout_around_fused_attention_go(tmp_path):
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    sizes = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 64}
+    sizes = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 64,
+    }
     model = ready(WhisperEncoder(WhisperConfig(num_mel_bins=20, max_source_positions=10, **sizes)))
     exported(model, {"input_features": torch.randn(1, 20, 20)}, "dynamo", tmp_path)
     result = htp_export.optimize(tmp_path / "model.onnx", level="fused", verify=True)
     assert result.rolled_back == {}
     ops = collections.Counter(node.op_type for node in result.model.graph)
-    assert (ops["MultiHeadAttention"], ops["Reshape"], ops["Transpose"]) == (1, 0, 1)  # behind the convolutions
-    shapes = {node.op_type: node.outputs[0].shape for node in result.model.graph if node.domain == "com.microsoft"}
+    # behind the convolutions
+    assert (ops["MultiHeadAttention"], ops["Reshape"], ops["Transpose"]) == (1, 0, 1)
+    shapes = {
+        node.op_type: node.outputs[0].shape
+        for node in result.model.graph
+        if node.domain == "com.microsoft"
+    }
     assert tuple(shapes["MultiHeadAttention"]) == (1, 10, 32)
-    assert (ops["LayerNormalization"], ops["SkipLayerNormalization"]) == (3, 0)  # slower than a sum and a norm
+    # slower than a sum and a norm
+    assert (ops["LayerNormalization"], ops["SkipLayerNormalization"]) == (3, 0)

@@ -11,7 +11,11 @@ from htp_export.weights.rebuilding import rebuilt
 from tests.graphs import Builder, array, ops, owners, passed, rewritten, same
 
 WIDTHS = {"q": 64, "k": 32, "v": 32}  # four heads of 16 features, and two for keys and values
-GIVEN = {"x": array(1, 3, 32), "past_k": array(1, 2, 5, 16, seed=1), "past_v": array(1, 2, 5, 16, seed=2)}
+GIVEN = {
+    "x": array(1, 3, 32),
+    "past_k": array(1, 2, 5, 16, seed=1),
+    "past_v": array(1, 2, 5, 16, seed=2),
+}
 PASSES = ("pack_attention_inputs",) * 2  # it makes one product, and then lets the attention read it
 
 
@@ -34,7 +38,9 @@ def attended(net: Builder, read: str, outputs: str = OUTPUTS, given: str = "") -
     heads: dict[str, Any] = {"num_heads": 4, "kv_num_heads": 2}
     inputs = f"{read} past_k past_v last total"
     net.add("GroupQueryAttention", inputs, OUTPUTS, "attention", "com.microsoft", **heads)
-    signatures = {f"attention.{name}": (["x"], [given + name]) for name in WIDTHS if f"w{name}" in net.values}
+    signatures = {
+        f"attention.{name}": (["x"], [given + name]) for name in WIDTHS if f"w{name}" in net.values
+    }
     return net.model(outputs, signatures)
 
 
@@ -67,7 +73,9 @@ def test_weights_in_few_bits_are_packed_block_by_block():
     assert ops(changed) == ["MatMulNBits", "GroupQueryAttention"]
     joint = changed.graph[0]
     assert (joint.attributes["N"].as_int(), joint.attributes["accuracy_level"].as_int()) == (128, 4)
-    weights = {name: value.const_value.numpy() for name, value in attention().graph.initializers.items()}
+    weights = {
+        name: value.const_value.numpy() for name, value in attention().graph.initializers.items()
+    }
     remade = rebuilt(htp_export.load(changed), weights).tensors
     for value in joint.inputs[1:3]:
         np.testing.assert_array_equal(remade[value].numpy(), value.const_value.numpy())
@@ -97,13 +105,17 @@ def test_projections_that_are_normalized_are_parts_of_one_product(precision):
     assert {value.name for value in changed.graph[1].outputs} == {"mq", "mk", "mv"}
 
 
-@pytest.mark.parametrize("plan", [{"**.q": "int4"}, {".": "int4", "**.k": {"precision": "int4", "accuracy_level": 0}}])
+@pytest.mark.parametrize(
+    "plan", [{"**.q": "int4"}, {".": "int4", "**.k": {"precision": "int4", "accuracy_level": 0}}]
+)
 def test_weights_of_other_precisions_stay_apart(plan):
     quantized = htp_export.quantize(attention(), plan).model
     assert ops(rewritten(quantized, *PASSES, tolerance=1e-5, **GIVEN)) == ops(quantized)
 
 
-@pytest.mark.parametrize("changes", [{"outputs": f"{OUTPUTS} q"}, {"read": "q v k"}], ids=["q read", "order"])
+@pytest.mark.parametrize(
+    "changes", [{"outputs": f"{OUTPUTS} q"}, {"read": "q v k"}], ids=["q read", "order"]
+)
 def test_columns_stand_in_the_order_of_the_inputs_and_can_be_read_elsewhere(changes):
     changed = rewritten(attention(**changes), *PASSES, tolerance=1e-5, **GIVEN)
     assert ops(changed).count("MatMul") == 1

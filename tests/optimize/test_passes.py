@@ -40,7 +40,9 @@ class Case:
     weights: dict[str, np.ndarray] = field(default_factory=dict)
 
 
-_TRANSPOSED = """[one] a = Transpose <perm = [1, 0, 2]> (x) [two] b = Transpose <perm = [0, 2, 1]> (a)"""
+_TRANSPOSED = (
+    """[one] a = Transpose <perm = [1, 0, 2]> (x) [two] b = Transpose <perm = [0, 2, 1]> (a)"""
+)
 
 _SHAPE_CHAIN = """(float[batch, length, 6] x) => (float y) <int64 zero = {0}, int64 first = {1}> {
     [a] h = Relu (x) [b] s = Shape (h) [b] n = Gather (s, zero) [b] l = Gather (s, first) [b] n1 = Unsqueeze (n, i0)
@@ -54,21 +56,25 @@ _WHERE = """(float[n, 3] x) => (float w, float y, float z) <bool[2] first = {1, 
 _CONVOLUTION = """(float[1, 2, 6, 6] x) => (float y) <int64[8] pads = {0, 0, 1, 2, 0, 0, 1, 0}> {
     [pad] p = Pad (x, pads) [conv] c = Conv <kernel_shape = [3, 3]> (p, w)
     [norm] b = BatchNormalization <epsilon = 0.01> (c, gamma, beta, mean, variance) [act] y = Relu (b) }"""
-_OF_CONVOLUTION = {name: np.abs(array(3, seed=k)) + 0.5 for k, name in enumerate(("gamma", "beta", "mean", "variance"))}
+_OF_CONVOLUTION = {
+    name: np.abs(array(3, seed=k)) + 0.5
+    for k, name in enumerate(("gamma", "beta", "mean", "variance"))
+}
 _OF_CONVOLUTION["w"] = array(3, 2, 3, 3)
 
 _LINEAR = "[fc] h = MatMul (x, w) [fc] y = Add (b, h)"
 _OF_LINEAR = {"w": array(4, 3), "b": array(3)}
 
 _SCALED = """[norm] h = InstanceNormalization (x, ones, zeros) [norm] i = Mul (h, factor) [norm] y = Add (i, summand)"""
-_NORMALIZED = (
-    f"(float[n, 3, 5] x) => (float y) <float[3] ones = {{1, 1, 1}}, float[3] zeros = {{0, 0, 0}}> {{ {_SCALED} }}"
-)
+_CONSTANTS = "<float[3] ones = {1, 1, 1}, float[3] zeros = {0, 0, 0}>"
+_NORMALIZED = f"(float[n, 3, 5] x) => (float y) {_CONSTANTS} {{ {_SCALED} }}"
 
 _GUARDED = """[attention] product = MatMul (q, k) [attention] {scores}
     [attention] shares = Softmax <axis = -1> (scores) [attention] bad = IsNaN (shares)
     [attention] y = Where (bad, zero, shares)"""
-_OF_ATTENTION = "(float[n, 3, 4] q, float[n, 4, 3] k) => (float y) <float scale = {0.5}, float zero = {0}>"
+_OF_ATTENTION = (
+    "(float[n, 3, 4] q, float[n, 4, 3] k) => (float y) <float scale = {0.5}, float zero = {0}>"
+)
 _UNMASKED = f"{_OF_ATTENTION} {{ {_GUARDED.format(scores='scores = Mul (product, scale)')} }}"
 _SUM = "scaled = Mul (product, scale) [attention] scores = Add (scaled, mask)"
 _MASKED = f"{_OF_ATTENTION} {{ {_GUARDED.format(scores=_SUM)} }}"
@@ -127,10 +133,14 @@ def _means(opset: int, keep: int) -> str:
 
 CHANGED = {
     "dead nodes go": Case(
-        "eliminate_dead_nodes", "(float[2, 3] x) => (float y) { [a] u = Neg (x) [b] y = Relu (x) }", "Relu"
+        "eliminate_dead_nodes",
+        "(float[2, 3] x) => (float y) { [a] u = Neg (x) [b] y = Relu (x) }",
+        "Relu",
     ),
     "an output of the graph keeps its name": Case(
-        "eliminate_identity_ops", "(float[2] x) => (float y) { [a] h = Relu (x) [b] y = Identity (h) }", "Relu"
+        "eliminate_identity_ops",
+        "(float[2] x) => (float y) { [a] h = Relu (x) [b] y = Identity (h) }",
+        "Relu",
     ),
     "identity ops go and leave nothing to their neighbours": Case(
         "eliminate_identity_ops",
@@ -190,7 +200,9 @@ CHANGED = {
         "simplify_shape_chains", _SHAPE_CHAIN, "Relu Reshape", {"y": "b (scope)"}, opset=14
     ),
     "an equal shape after one that was put together reads the new one": Case(
-        "simplify_shape_chains", _WHERE, "Shape Gather ConstantOfShape Concat ConstantOfShape ConstantOfShape"
+        "simplify_shape_chains",
+        _WHERE,
+        "Shape Gather ConstantOfShape Concat ConstantOfShape ConstantOfShape",
     ),
     "reshapes in a row are one that belongs to all": Case(
         "merge_reshapes",
@@ -229,7 +241,12 @@ CHANGED = {
             {"pad": "fused", "conv": "fused", "norm": "fused", "act": "computed"},
             {"pad": "conv norm", "conv": "norm pad", "norm": "conv pad"},
             tolerance=1e-5,
-            signatures={"pad": (["x"], ["p"]), "conv": (["p"], ["c"]), "norm": (["c"], ["b"]), "act": (["b"], ["y"])},
+            signatures={
+                "pad": (["x"], ["p"]),
+                "conv": (["p"], ["c"]),
+                "norm": (["c"], ["b"]),
+                "act": (["b"], ["y"]),
+            },
             weights=_OF_CONVOLUTION,
         )
         for first, passes in (
@@ -246,7 +263,11 @@ CHANGED = {
         weights=_OF_CONVOLUTION,
     ),
     "a product and a bias are one Gemm": Case(
-        "fuse_matmul_add", f"(float[n, 4] x) => (float y) {{ {_LINEAR} }}", "Gemm", tolerance=1e-5, weights=_OF_LINEAR
+        "fuse_matmul_add",
+        f"(float[n, 4] x) => (float y) {{ {_LINEAR} }}",
+        "Gemm",
+        tolerance=1e-5,
+        weights=_OF_LINEAR,
     ),
     "a batch of products is one Gemm between reshapes": Case(
         "fuse_matmul_add_3d",
@@ -312,7 +333,10 @@ CHANGED = {
     },
     **{
         f"a constant that changes nothing goes: {mask}": Case(
-            "eliminate_identity_ops", _masked(mask), "Less Where", weights={"given": np.array(given)}
+            "eliminate_identity_ops",
+            _masked(mask),
+            "Less Where",
+            weights={"given": np.array(given)},
         )
         for mask, given in (("And (given, less)", [True]), ("Or (less, given)", [False]))
     },
@@ -369,7 +393,9 @@ CHANGED = {
         signatures={"norm": (["x"], ["y"])},
         weights={"factor": array(3, 1), "summand": array(3, 1, seed=1)},
     ),
-    "a softmax without a mask needs no guard": Case("eliminate_nan_guards", _UNMASKED, "MatMul Mul Softmax"),
+    "a softmax without a mask needs no guard": Case(
+        "eliminate_nan_guards", _UNMASKED, "MatMul Mul Softmax"
+    ),
     **{
         f"a softmax with a {what} mask needs no guard": Case(
             "eliminate_nan_guards", _MASKED, "MatMul Mul Add Softmax", weights={"mask": mask}
@@ -388,8 +414,12 @@ def test_pass(case):
     said, why = owners(changed), reasons(changed)
     assert {name: f"{' '.join(said[name])} ({why[name]})" for name in found.said} == found.said
     assert {path: books.hierarchy[path].fate for path in found.fates} == found.fates
-    assert {path: " ".join(sorted(books.hierarchy[path].fused_with)) for path in found.partners} == found.partners
-    assert [value.name for value in changed.graph.outputs] == [value.name for value in model.graph.outputs]
+    assert {
+        path: " ".join(sorted(books.hierarchy[path].fused_with)) for path in found.partners
+    } == found.partners
+    assert [value.name for value in changed.graph.outputs] == [
+        value.name for value in model.graph.outputs
+    ]
     assert same(model, changed, found.tolerance, **feeds(model, m=5))
 
 
@@ -397,10 +427,15 @@ def test_pass(case):
 
 _EXPANDED = "[norm] wide = Expand (s, shape) [norm] y = Div (x, wide)"
 _RECIPROCAL = "[one] r = Reciprocal (s) [two] y = Mul (x, r)"
-_GIVEN_MASK = "(float[n, 3, 4] q, float[n, 4, 3] k, float[3, 3] mask) => (float y) <float zero = {0}>"
+_GIVEN_MASK = (
+    "(float[n, 3, 4] q, float[n, 4, 3] k, float[3, 3] mask) => (float y) <float zero = {0}>"
+)
 
 STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, np.ndarray]]] = {
-    "an input that is given back": ("eliminate_identity_ops", "(float[2] x) => (float y) { [a] y = Identity (x) }"),
+    "an input that is given back": (
+        "eliminate_identity_ops",
+        "(float[2] x) => (float y) { [a] y = Identity (x) }",
+    ),
     "adding zero, which is not exact": (
         "eliminate_identity_ops",
         "(float[2] x) => (float y) <float zero = {0}> { [a] y = Add (x, zero) }",
@@ -502,10 +537,18 @@ STAYS: dict[str, tuple[str, str] | tuple[str, str, Signatures | None, dict[str, 
     **{
         f"a gather {what}": ("eliminate_whole_gathers", graph, None, shapes)
         for what, graph, shapes in (
-            ("that transposes", _indexed(), {"rows": _IN_ORDER["columns"], "columns": _IN_ORDER["rows"]}),
+            (
+                "that transposes",
+                _indexed(),
+                {"rows": _IN_ORDER["columns"], "columns": _IN_ORDER["rows"]},
+            ),
             ("without the first of each", _indexed(start=1), _IN_ORDER),
             ("of a square", _indexed(ends="n n"), _IN_ORDER),
-            ("of a diagonal", _indexed(ends="n n"), dict.fromkeys(("rows", "columns"), np.array([-1]))),
+            (
+                "of a diagonal",
+                _indexed(ends="n n"),
+                dict.fromkeys(("rows", "columns"), np.array([-1])),
+            ),
         )
     },
     "a constant that decides": (

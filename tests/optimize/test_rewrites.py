@@ -11,7 +11,8 @@ from tests.written import written
 
 def test_projections_of_a_merged_projection_are_merged():
     layers = [
-        f"[layer] p{k} = MatMul ({'x' if k < 3 else 'y1'}, w{k}) [layer] y{k} = Add (p{k}, b{k})" for k in range(6)
+        f"[layer] p{k} = MatMul ({'x' if k < 3 else 'y1'}, w{k}) [layer] y{k} = Add (p{k}, b{k})"
+        for k in range(6)
     ]
     weights = {f"w{k}": array(4, 4 if k < 3 else 3, seed=k) for k in range(6)}
     weights |= {f"b{k}": array(4 if k < 3 else 3, seed=k + 9) for k in range(6)}
@@ -57,7 +58,10 @@ def test_a_branch_that_gives_the_result_of_the_model_is_inlined():
 
 def test_a_branch_that_gives_a_constant_as_the_result_of_the_model_stays():
     stored = ir.Value(
-        name="w", const_value=ir.tensor(array(2)), shape=ir.Shape([2]), type=ir.TensorType(ir.DataType.FLOAT)
+        name="w",
+        const_value=ir.tensor(array(2)),
+        shape=ir.Shape([2]),
+        type=ir.TensorType(ir.DataType.FLOAT),
     )
     yes = ir.Graph([], [stored], nodes=[], initializers=[stored], name="yes")
     net = Builder(x=[2])
@@ -73,7 +77,9 @@ def test_a_branch_that_gives_a_constant_as_the_result_of_the_model_stays():
 
 def test_an_argument_of_a_module_is_what_it_reads_now():
     graph = "(float[n, 3] x) => (float y) { [drop] a = Identity (x) [act] y = Relu (a) }"
-    _, books = passed(tagged(graph, {"drop": (["x"], ["a"]), "act": (["a"], ["y"])}), "eliminate_identity_ops")
+    _, books = passed(
+        tagged(graph, {"drop": (["x"], ["a"]), "act": (["a"], ["y"])}), "eliminate_identity_ops"
+    )
     assert books.signatures["act"][0].inputs == {"arg0": "x"}
 
 

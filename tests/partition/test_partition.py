@@ -28,7 +28,9 @@ Inputs = dict[str, torch.Tensor]
 def agree(file: Path, found: htp_export.results.Partition, inputs: dict[str, Any]) -> bool:
     chained = found.run(inputs, session_options=exact())
     names = [output.name for output in onnx.load(file, load_external_data=False).graph.output]
-    return names == list(chained) and all(map(np.array_equal, run_file(file, inputs), chained.values()))
+    return names == list(chained) and all(
+        map(np.array_equal, run_file(file, inputs), chained.values())
+    )
 
 
 def bert() -> tuple[nn.Module, Inputs]:
@@ -43,12 +45,19 @@ def gpt2() -> tuple[nn.Module, Inputs]:
     """Its output layer is tied to its embedding."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=1000, n_positions=32, n_embd=16, n_layer=2, n_head=2, use_cache=False)
+    config = GPT2Config(
+        vocab_size=1000, n_positions=32, n_embd=16, n_layer=2, n_head=2, use_cache=False
+    )
     return GPT2LMHeadModel(config), {"input_ids": ids()}
 
 
 def resnet() -> tuple[nn.Module, Inputs]:
-    settings = {"embedding_size": 8, "hidden_sizes": [8, 8, 16], "depths": [1, 2, 1], "layer_type": "basic"}
+    settings = {
+        "embedding_size": 8,
+        "hidden_sizes": [8, 8, 16],
+        "depths": [1, 2, 1],
+        "layer_type": "basic",
+    }
     return of_type("resnet", **settings)[0], {"pixel_values": x(1, 3, 32, 32)}
 
 
@@ -57,7 +66,10 @@ def t5() -> tuple[nn.Module, Inputs]:
     from transformers import T5Config, T5EncoderModel
 
     config = T5Config(vocab_size=100, d_model=16, d_kv=8, d_ff=32, num_layers=3, num_heads=2)
-    return T5EncoderModel(config), {"input_ids": ids(), "attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    return T5EncoderModel(config), {
+        "input_ids": ids(),
+        "attention_mask": torch.ones(1, 8, dtype=torch.long),
+    }
 
 
 MODELS = {
@@ -106,7 +118,9 @@ def test_stages_agree_with_the_whole_and_are_valid_models(exported, name, count,
     found = htp_export.partition(file, count, tmp_path / "stages")
     for stage in found.stages:
         onnx.checker.check_model(str(stage.file), full_check=True)
-    assert [stage.file.name for stage in found.stages if stage.file] == [f"stage{k}.onnx" for k in range(count)]
+    assert [stage.file.name for stage in found.stages if stage.file] == [
+        f"stage{k}.onnx" for k in range(count)
+    ]
     assert agree(file, found, inputs)
 
 
@@ -117,11 +131,18 @@ def is_many_floats(value: ir.Value | None) -> bool:
 
 
 @pytest.mark.parametrize(("name", "count"), SWEEP)
-def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(exported, name, count):
+def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(
+    exported, name, count
+):
     whole = htp_export.load(exported(name)[0])
     found = htp_export.partition(whole, count)
     graphs = [stage.model.graph for stage in found.stages if stage.model]
-    held = [each.name for graph in graphs for each in graph.initializers.values() if is_many_floats(each)]
+    held = [
+        each.name
+        for graph in graphs
+        for each in graph.initializers.values()
+        if is_many_floats(each)
+    ]
     there = whole.model.graph.initializers
     assert sorted(held) == sorted(each.name for each in there.values() if is_many_floats(each))
     assert sum(stage.parameter_bytes for stage in found.stages) == sum(
@@ -135,31 +156,48 @@ def test_every_weight_and_every_node_is_in_one_stage_and_tensors_flow_forward(ex
         assert all(source is None or source < number for source in stage.sources.values())
         for key, source in stage.sources.items():
             assert key in (found.inputs if source is None else found.stages[source].outputs)
-    listed = {(each.made_by, each.name, reader) for each in found.crossing for reader in each.read_by}
-    wanted = {(s, key, k) for k, stage in enumerate(found.stages) for key, s in stage.sources.items() if s is not None}
+    listed = {
+        (each.made_by, each.name, reader) for each in found.crossing for reader in each.read_by
+    }
+    wanted = {
+        (s, key, k)
+        for k, stage in enumerate(found.stages)
+        for key, s in stage.sources.items()
+        if s is not None
+    }
     assert listed == wanted
 
 
 @pytest.mark.parametrize("name", ["bert-torchscript", "gpt2-dynamo"])
-def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_tree(exported, name):
+def test_stages_are_runs_of_whole_modules_with_their_tags_and_their_part_of_the_tree(
+    exported, name
+):
     whole = htp_export.load(exported(name)[0])
     found, whole_cost = htp_export.partition(whole, 3), htp_export.cost(whole)
     modules = [path for stage in found.stages for path in stage.modules]
     assert len(set(modules)) == len(modules) > 3
-    assert modules == sorted(modules, key=whole.paths.index)  # these run in the order in which they are registered
+    # these run in the order in which they are registered
+    assert modules == sorted(modules, key=whole.paths.index)
     for stage in found.stages:
         part = htp_export.load(stage.model)
         assert part.untagged == []
         assert part.hierarchy.root.class_name == whole.hierarchy.root.class_name
         for path in stage.modules:
             below = [each for each in whole if each == path or each.startswith(path + ".")]
-            assert [part.hierarchy[each] for each in below] == [whole.hierarchy[each] for each in below]
+            assert [part.hierarchy[each] for each in below] == [
+                whole.hierarchy[each] for each in below
+            ]
         others = {path for other in found.stages if other is not stage for path in other.modules}
         assert not others & set(part)
-        assert htp_export.cost(part).modules[stage.modules[-1]].flops == whole_cost.modules[stage.modules[-1]].flops
+        assert (
+            htp_export.cost(part).modules[stage.modules[-1]].flops
+            == whole_cost.modules[stage.modules[-1]].flops
+        )
 
 
-@pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)]
+)
 def test_dynamic_sizes_stay_dynamic(exporter, tmp_path):
     model, kwargs = bert()
     kwargs = {name: tensor.repeat(2, 1) for name, tensor in kwargs.items()}
@@ -168,7 +206,11 @@ def test_dynamic_sizes_stay_dynamic(exporter, tmp_path):
     inputs = {name: tensor[:, :5].repeat(2, 1).numpy() for name, tensor in kwargs.items()}
     found = htp_export.partition(file, 3)
     assert agree(file, found, inputs)
-    hidden = [each.tensor.shape for each in found.crossing if each.tensor.shape and each.tensor.shape[-1] == 16]
+    hidden = [
+        each.tensor.shape
+        for each in found.crossing
+        if each.tensor.shape and each.tensor.shape[-1] == 16
+    ]
     assert hidden
     assert not any(isinstance(size, int) for shape in hidden for size in shape[:2])
 
@@ -203,7 +245,10 @@ def test_one_stage_is_the_whole_and_layers_stay_whole_where_that_costs_little(ex
     [whole] = htp_export.partition(exported("bert-torchscript")[0], 1).stages
     assert (whole.modules, set(whole.sources.values())) == (("",), {None})
     found = htp_export.partition(exported("bert-torchscript")[0], 5)
-    assert [stage.modules[0] for stage in found.stages] == ["embeddings", *(f"encoder.layer.{k}" for k in range(4))]
+    assert [stage.modules[0] for stage in found.stages] == [
+        "embeddings",
+        *(f"encoder.layer.{k}" for k in range(4)),
+    ]
 
 
 def test_what_has_no_parameters_and_what_lies_inside_a_heavy_layer_can_be_cut_too():
@@ -220,25 +265,38 @@ def test_a_profile_can_be_balanced_by_and_so_can_numbers_of_outer_modules_alone(
     file, inputs = exported("bert-torchscript")
     profile = htp_export.profile(file, inputs, runs=2, warmup=0)
     by_profile = htp_export.partition(file, 2, balance=profile)
-    assert by_profile.to_dict() == htp_export.partition(file, 2, balance=profile.by_path()).to_dict()
-    by_layers = htp_export.partition(file, 2, balance={"encoder.layer.0": 2, "encoder.layer.1": 2, "encoder": 8})
+    assert (
+        by_profile.to_dict() == htp_export.partition(file, 2, balance=profile.by_path()).to_dict()
+    )
+    by_layers = htp_export.partition(
+        file, 2, balance={"encoder.layer.0": 2, "encoder.layer.1": 2, "encoder": 8}
+    )
     assert by_layers.stages[1].modules[0] == "encoder.layer.2"
 
 
 def test_stages_can_be_balanced_by_flops_if_no_dimension_is_open():
     """The first convolution has few weights and most of the work."""
-    net = spread(nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1))).eval()
+    net = spread(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.MaxPool2d(8), nn.Conv2d(4, 8, 3), nn.Conv2d(8, 64, 1))
+    ).eval()
     images, batch = x(2, 1, 34, 34), torch.export.Dim("batch")
     program = htp_export.export(net, (images,), verbose=False)
-    by_size, by_work = htp_export.partition(program, 2), htp_export.partition(program, 2, balance="flops")
+    by_size, by_work = (
+        htp_export.partition(program, 2),
+        htp_export.partition(program, 2, balance="flops"),
+    )
     assert [stage.modules[-1] for stage in by_size.stages] == ["2", "3"]
     assert [stage.modules[-1] for stage in by_work.stages] == ["1", "3"]
     program = htp_export.export(net, (images,), dynamic_shapes=({0: batch},), verbose=False)
-    with pytest.raises(InputError, match="FLOPs of a model with open dimensions depend on their sizes"):
+    with pytest.raises(
+        InputError, match="FLOPs of a model with open dimensions depend on their sizes"
+    ):
         htp_export.partition(program, 2, balance="flops")
     cost = htp_export.cost(program, shapes={program.model.graph.inputs[0].name: (4, 1, 34, 34)})
     by_cost = htp_export.partition(program, 2, balance=cost)
-    assert [stage.modules for stage in by_cost.stages] == [stage.modules for stage in by_work.stages]
+    assert [stage.modules for stage in by_cost.stages] == [
+        stage.modules for stage in by_work.stages
+    ]
 
 
 # --- what crosses -----------------------------------------------------------------------------------------
@@ -249,13 +307,18 @@ def test_a_tied_weight_is_in_the_first_stage_that_reads_it_and_crosses(exported)
     found = htp_export.partition(file, ["transformer.h.0", "transformer.h.1", "lm_head"])
     tied = [each for each in found.crossing if each.tensor.shape == (1000, 16)]
     assert [(each.made_by, each.read_by) for each in tied] == [(0, (3,))]
-    holding = [stage for stage in found.stages if "lm_head.weight" in stage.model.graph.initializers]
+    holding = [
+        stage for stage in found.stages if "lm_head.weight" in stage.model.graph.initializers
+    ]
     assert holding == [found.stages[0]]
     assert agree(file, found, inputs)
 
 
 class Skipping(
-    Holding, stem=nn.Linear(8, 8), layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), head=nn.Linear(8, 2)
+    Holding,
+    stem=nn.Linear(8, 8),
+    layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)),
+    head=nn.Linear(8, 2),
 ):
     """The input of the first layer is read by the last one."""
 
@@ -270,7 +333,11 @@ class Skipping(
 def test_a_skip_connection_crosses_from_the_stage_that_makes_it(exporter, tmp_path):
     file = exported_to(tmp_path / "net.onnx", spread(Skipping()).eval(), {"x": x(1, 8)}, exporter)
     found = htp_export.partition(file, ["layers.0", "layers.1", "layers.2"])
-    assert [(each.made_by, each.read_by) for each in found.crossing] == [(0, (1, 3)), (1, (2,)), (2, (3,))]
+    assert [(each.made_by, each.read_by) for each in found.crossing] == [
+        (0, (1, 3)),
+        (1, (2,)),
+        (2, (3,)),
+    ]
     assert agree(file, found, feeds_of(file, {"x": x(1, 8, seed=3)}))
 
 
@@ -284,14 +351,21 @@ def test_small_constants_and_sizes_are_repeated_and_large_ones_cross():
         node.outputs[0].shape = third.outputs[0].shape = ir.Shape([4, 4])
     for each in (given, first.outputs[0]):
         each.shape = ir.Shape([4, 4])
-    infos = [htp_export.ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "layer", "layer.0", "layer.1")]
+    infos = [
+        htp_export.ModuleInfo(path, "net.Net", 1, "computed")
+        for path in ("", "layer", "layer.0", "layer.1")
+    ]
     made = handmade.model([given], [first, second, third, fourth], [number, table], infos)
     found = htp_export.partition(made, 2)
-    assert [list(stage.model.graph.initializers) for stage in found.stages] == [["number", "table"], ["number"]]
+    assert [list(stage.model.graph.initializers) for stage in found.stages] == [
+        ["number", "table"],
+        ["number"],
+    ]
     assert [each.name for each in found.crossing] == ["table.returned", "b"]
     assert [stage.parameter_bytes for stage in found.stages] == [4 + 64, 0]
     feed = np.arange(16, dtype=np.float32).reshape(4, 4)
-    numbers = (4 + np.arange(16, dtype=np.float32).reshape(4, 4)) + 1  # as handmade.weight has it for "table"
+    # as handmade.weight has it for "table"
+    numbers = (4 + np.arange(16, dtype=np.float32).reshape(4, 4)) + 1
     scale = np.float32(len("number"))
     assert np.array_equal(found.run({"x": feed})["d"], (feed * scale + numbers) * scale + numbers)
 
@@ -314,23 +388,41 @@ def test_shared_work_is_done_once_in_the_first_stage_that_needs_it_and_the_whole
     assert [each.name for each in found.crossing] == ["mask", "layer0"]
     assert [stage.modules for stage in found.stages] == [("layer.0",), ("layer.1",)]
     first = htp_export.load(found.stages[0].model)
-    assert [first.owners_of(node) for node in first.nodes if node.op_type == "Neg"] == [("layer.0",)]
+    assert [first.owners_of(node) for node in first.nodes if node.op_type == "Neg"] == [
+        ("layer.0",)
+    ]
 
 
 def test_a_branch_is_in_one_stage_with_what_it_captures(tmp_path):
     given, condition = value("x"), ir.val("condition", ir.DataType.BOOL, [])
     first = tagged_node("Neg", [given], "first", "a")
-    yes, no = tagged_node("Add", [given, first.outputs[0]], "gate", "yes"), tagged_node("Abs", [given], "gate", "no")
+    yes, no = (
+        tagged_node("Add", [given, first.outputs[0]], "gate", "yes"),
+        tagged_node("Abs", [given], "gate", "no"),
+    )
     gate = tagged_node("If", [condition], "gate", "gated")
     for name, node in (("then_branch", yes), ("else_branch", no)):
-        gate.attributes[name] = ir.AttrGraph(name, ir.Graph([], list(node.outputs), nodes=[node], name=name))
+        gate.attributes[name] = ir.AttrGraph(
+            name, ir.Graph([], list(node.outputs), nodes=[node], name=name)
+        )
     last = tagged_node("Exp", [gate.outputs[0]], "last", "out")
-    infos = [htp_export.ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "first", "gate", "last")]
-    ir.save(handmade.model([given, condition], [first, gate, last], [], infos), tmp_path / "net.onnx")
+    infos = [
+        htp_export.ModuleInfo(path, "net.Net", 1, "computed")
+        for path in ("", "first", "gate", "last")
+    ]
+    ir.save(
+        handmade.model([given, condition], [first, gate, last], [], infos), tmp_path / "net.onnx"
+    )
     found = htp_export.partition(tmp_path / "net.onnx", 3)
-    assert [set(stage.inputs) for stage in found.stages] == [{"x"}, {"condition", "x", "a"}, {"gated"}]
+    assert [set(stage.inputs) for stage in found.stages] == [
+        {"x"},
+        {"condition", "x", "a"},
+        {"gated"},
+    ]
     for way in (True, False):
-        assert agree(tmp_path / "net.onnx", found, {"x": x(2, 4).numpy(), "condition": np.array(way)})
+        assert agree(
+            tmp_path / "net.onnx", found, {"x": x(2, 4).numpy(), "condition": np.array(way)}
+        )
 
 
 def test_functions_go_with_the_stages_that_call_them(exported, tmp_path):
@@ -338,7 +430,11 @@ def test_functions_go_with_the_stages_that_call_them(exported, tmp_path):
     nested = tmp_path / "nested.onnx"
     htp_export.functions(file, "encoder.layer.*", nested)
     found = htp_export.partition(nested, ["encoder", "pooler"], tmp_path / "stages")
-    assert [bool(onnx.load(str(stage.file)).functions) for stage in found.stages] == [False, True, False]
+    assert [bool(onnx.load(str(stage.file)).functions) for stage in found.stages] == [
+        False,
+        True,
+        False,
+    ]
     assert agree(nested, found, inputs)
 
 
@@ -361,11 +457,16 @@ class Again(Holding, fc=nn.Linear(4, 4), act=nn.Tanh(), head=nn.Linear(4, 2)):
 
 def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_named():
     program = htp_export.export(spread(Again()).eval(), (x(1, 4),), verbose=False)
-    with pytest.raises(InputError, match=r"at module 'act': module 'fc' runs before it and after it; stages"):
+    with pytest.raises(
+        InputError, match=r"at module 'act': module 'fc' runs before it and after it; stages"
+    ):
         htp_export.partition(program, ["act"])
     with pytest.raises(InputError, match=r"into 3 stages; stages can begin before 'head'"):
         htp_export.partition(program, 3)
-    assert [stage.modules for stage in htp_export.partition(program, 2).stages] == [("fc", "act"), ("head",)]
+    assert [stage.modules for stage in htp_export.partition(program, 2).stages] == [
+        ("fc", "act"),
+        ("head",),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -378,7 +479,12 @@ def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_n
         (["layer.7"], {}, UnknownModuleError, "nearest: 'layer"),
         (["dropout"], {}, InputError, "'dropout': it has no nodes"),
         ("layer.1", {}, InputError, "a list of modules"),
-        (["layer.1", "layer.1.fc"], {}, InputError, "'layer.1' and 'layer.1.fc' begin at the same place"),
+        (
+            ["layer.1", "layer.1.fc"],
+            {},
+            InputError,
+            "'layer.1' and 'layer.1.fc' begin at the same place",
+        ),
         (2, {"balance": "bananas"}, InputError, "balanced by 'parameters', 'flops' or"),
         (2, {"balance": {"layer.7": 1.0}}, InputError, "'layer.7', which is not in the model"),
         (2, {"balance": {"layer.0": -1.0}}, InputError, r"'layer.0' has -1\.0"),
@@ -386,7 +492,12 @@ def test_no_stage_begins_inside_a_module_that_runs_again_later_and_borders_are_n
         (2, {"balance": {"layer.0": 0.0}}, InputError, "all zero"),
         (2, {"balance": 7}, InputError, "not by int"),
         (2, {"serve": "ray"}, InputError, "name an output folder"),
-        (2, {"serve": "torchserve", "output": "out"}, InputError, "partition: no plug-in 'torchserve'"),
+        (
+            2,
+            {"serve": "torchserve", "output": "out"},
+            InputError,
+            "partition: no plug-in 'torchserve'",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(stages, options, kind, message):
@@ -433,7 +544,9 @@ def parts(weights: list[float], cuts: tuple[int, ...] | list[int]) -> list[float
 def test_cuts_are_the_cheapest_of_those_whose_heaviest_part_is_light_enough(slack):
     draw = random.Random(int(slack * 100))
     for _ in range(300):
-        weights = [draw.choice([0, 0, 1, 2, 5, draw.random() * 10]) for _ in range(draw.randint(2, 8))]
+        weights = [
+            draw.choice([0, 0, 1, 2, 5, draw.random() * 10]) for _ in range(draw.randint(2, 8))
+        ]
         places = sorted(draw.sample(range(1, len(weights)), draw.randint(1, len(weights) - 1)))
         charges = [draw.random() / 10 for _ in places]
         count = draw.randint(2, len(places) + 1)
@@ -445,7 +558,9 @@ def test_cuts_are_the_cheapest_of_those_whose_heaviest_part_is_light_enough(slac
 
         choices = list(itertools.combinations(places, count - 1))
         lightest = min(max(parts(weights, cuts)) for cuts in choices)
-        allowed = [cuts for cuts in choices if max(parts(weights, cuts)) <= lightest * (1 + slack) + 1e-9]
+        allowed = [
+            cuts for cuts in choices if max(parts(weights, cuts)) <= lightest * (1 + slack) + 1e-9
+        ]
         found = balanced_cuts(weights, places, charges, count, slack)
         assert len(found) == count - 1
         assert max(parts(weights, found)) <= lightest * (1 + slack) + 1e-6

@@ -46,8 +46,12 @@ def test_the_manifest_says_what_the_result_says(tmp_path):
     manifest = json.loads((tmp_path / "stages" / "manifest.json").read_text())
     assert manifest == found.to_dict()
     assert manifest["inputs"] == [{"name": "x", "type": "FLOAT", "shape": [2, 4]}]
-    assert manifest["outputs"] == [{"name": "out", "type": "FLOAT", "shape": [2, 4], "stage": 1, "tensor": "out"}]
-    assert [(stage["file"], stage["modules"], stage["parameter_bytes"]) for stage in manifest["stages"]] == [
+    assert manifest["outputs"] == [
+        {"name": "out", "type": "FLOAT", "shape": [2, 4], "stage": 1, "tensor": "out"}
+    ]
+    assert [
+        (stage["file"], stage["modules"], stage["parameter_bytes"]) for stage in manifest["stages"]
+    ] == [
         ("stage0.onnx", ["layer.0"], 64),
         ("stage1.onnx", ["layer.1"], 64),
     ]
@@ -55,12 +59,17 @@ def test_the_manifest_says_what_the_result_says(tmp_path):
         ("mask", 0, [1]),
         ("layer0", 0, [1]),
     ]
-    assert [(each["name"], each["stage"]) for each in manifest["stages"][1]["inputs"]] == [("mask", 0), ("layer0", 0)]
+    assert [(each["name"], each["stage"]) for each in manifest["stages"][1]["inputs"]] == [
+        ("mask", 0),
+        ("layer0", 0),
+    ]
     assert manifest["files"] == ["stage0.onnx", "stage1.onnx"]
     assert manifest["versions"]["opset"] == {"": 20, "pkg": 1}
 
 
-def test_what_is_read_again_is_what_was_written_and_runs_where_the_folder_was_moved(folder, tmp_path):
+def test_what_is_read_again_is_what_was_written_and_runs_where_the_folder_was_moved(
+    folder, tmp_path
+):
     in_memory = htp_export.partition(handmade.encoder(), 2)
     assert htp_export.load_partition(folder) == htp_export.partition(handmade.encoder(), 2, folder)
     shutil.move(folder, tmp_path / "elsewhere")
@@ -72,7 +81,9 @@ def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path):
     htp_export.export(net, (x(2, 64),), tmp_path / "net.onnx", verbose=False, external_data=True)
     found = htp_export.partition(tmp_path / "net.onnx", 2, tmp_path / "stages")
     sizes = {name: len(data) for name, data in contents(tmp_path / "stages").items()}
-    assert [stage.files for stage in found.stages] == [(f"stage{k}.onnx", f"stage{k}.onnx.data") for k in range(2)]
+    assert [stage.files for stage in found.stages] == [
+        (f"stage{k}.onnx", f"stage{k}.onnx.data") for k in range(2)
+    ]
     assert [sizes[f"stage{k}.onnx.data"] for k in range(2)] == [64 * 64 * 4] * 2
     assert sizes["stage0.onnx"] < 64 * 64
     (tmp_path / "net.onnx.data").unlink()  # nothing refers to it
@@ -82,13 +93,21 @@ def test_external_weights_go_beside_the_stage_that_reads_them(tmp_path):
 
 def plug_in(monkeypatch: pytest.MonkeyPatch, write_stages: Any) -> None:
     """Make a plug-in ``engine``."""
-    entry = SimpleNamespace(name="engine", value="engine", load=lambda: SimpleNamespace(write_stages=write_stages))
-    monkeypatch.setattr(discovery, "entry_points", lambda group: [entry] if group == "htp_export.partition" else [])
+    entry = SimpleNamespace(
+        name="engine", value="engine", load=lambda: SimpleNamespace(write_stages=write_stages)
+    )
+    monkeypatch.setattr(
+        discovery, "entry_points", lambda group: [entry] if group == "htp_export.partition" else []
+    )
 
 
 def test_a_new_partition_takes_the_place_of_an_old_one(folder, monkeypatch):
-    def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
-        assert all((new / stage.files[0]).is_file() for stage in partition.stages), "the stages are there already"
+    def write_stages(
+        partition: htp_export.results.Partition, new: Path
+    ) -> htp_export.results.Partition:
+        assert all((new / stage.files[0]).is_file() for stage in partition.stages), (
+            "the stages are there already"
+        )
         (new / "engine.yaml").write_text("engine")
         return partition
 
@@ -115,7 +134,9 @@ def test_a_folder_with_something_else_in_it_is_left_alone(folder):
 
 
 def test_a_failure_leaves_what_was_there_and_nothing_else(folder, monkeypatch):
-    def write_stages(partition: htp_export.results.Partition, new: Path) -> htp_export.results.Partition:
+    def write_stages(
+        partition: htp_export.results.Partition, new: Path
+    ) -> htp_export.results.Partition:
         raise InputError("the engine cannot run it")
 
     plug_in(monkeypatch, write_stages)
@@ -136,7 +157,16 @@ def changed(folder: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../stage0.onnx", "sub/../../stage0.onnx", "/etc/passwd", "C:\\stage0.onnx", "..\\stage0.onnx", "", "a\0b"]
+    "name",
+    [
+        "../stage0.onnx",
+        "sub/../../stage0.onnx",
+        "/etc/passwd",
+        "C:\\stage0.onnx",
+        "..\\stage0.onnx",
+        "",
+        "a\0b",
+    ],
 )
 @pytest.mark.parametrize("place", ["file", "files", "all"])
 def test_files_outside_the_folder_are_not_read(folder, name, place):
@@ -182,13 +212,20 @@ def test_links_out_of_the_folder_are_not_followed(folder):
 )
 def test_a_manifest_that_makes_no_sense_is_refused(folder, change, message):
     changed(folder, change)
-    with pytest.raises(FileError, match=rf"manifest\.json: not the manifest of a partition: .*{message}"):
+    with pytest.raises(
+        FileError, match=rf"manifest\.json: not the manifest of a partition: .*{message}"
+    ):
         htp_export.load_partition(folder)
 
 
 @pytest.mark.parametrize(
     ("text", "problem"),
-    [("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("[]", "not the"), (None, "cannot be read")],
+    [
+        ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        ("[]", "not the"),
+        (None, "cannot be read"),
+    ],
 )
 def test_what_is_no_manifest_is_refused(folder, text, problem):
     (folder / "manifest.json").unlink()
@@ -210,14 +247,29 @@ def model(tmp_path: Path) -> str:
 def test_command_takes_a_number_and_prints_a_table(model, tmp_path, capsys):
     assert main(["partition", model, "2", "-o", str(tmp_path / "stages")]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:3] for line in lines[1:3]] == [["0", "layer.0", "4"], ["1", "layer.1", "3"]]
+    assert [line.split()[:3] for line in lines[1:3]] == [
+        ["0", "layer.0", "4"],
+        ["1", "layer.1", "3"],
+    ]
     assert lines[3:5] == ["2 stages; 2 tensors cross", "  mask: FLOAT[2, 4], from stage 0 to 1"]
 
 
 @pytest.mark.parametrize(
-    "numbers", [{"layer.0": 1, "layer.1": 2}, {"modules": {"layer.0": {"total_ms": 1}, "layer.1": {"total_ms": 2.5}}}]
+    "numbers",
+    [
+        {"layer.0": 1, "layer.1": 2},
+        {"modules": {"layer.0": {"total_ms": 1}, "layer.1": {"total_ms": 2.5}}},
+    ],
 )
 def test_command_balances_by_a_file_of_numbers(model, numbers, tmp_path):
     (tmp_path / "latency.json").write_text(json.dumps(numbers))
-    command = ["partition", model, "2", "-o", str(tmp_path / "stages"), "--balance", str(tmp_path / "latency.json")]
+    command = [
+        "partition",
+        model,
+        "2",
+        "-o",
+        str(tmp_path / "stages"),
+        "--balance",
+        str(tmp_path / "latency.json"),
+    ]
     assert main(command) == 0

@@ -51,7 +51,12 @@ def statuses(result: htp_export.results.PipelineRun) -> list[str]:
     return [step.status for step in result.steps]
 
 
-STEPS_HERE: list[Any] = [{"optimize": {"level": "tolerant"}}, "compare", {"onnxoptimizer": None}, {"inline": {}}]
+STEPS_HERE: list[Any] = [
+    {"optimize": {"level": "tolerant"}},
+    "compare",
+    {"onnxoptimizer": None},
+    {"inline": {}},
+]
 
 
 @pytest.mark.parametrize("external", [False, True])
@@ -73,7 +78,9 @@ def test_each_step_writes_a_file_and_the_result_tells_how_it_was_made(external, 
     assert notes[0].input == content_hash(read_model(exported))
     assert [note.input for note in notes[1:]] == [note.output for note in notes[:-1]]
     assert notes[1].input == notes[1].output
-    assert [content_hash(read_model(file)) for file in files] == [notes[place].output for place in (0, 2, 3)]
+    assert [content_hash(read_model(file)) for file in files] == [
+        notes[place].output for place in (0, 2, 3)
+    ]
     assert content_hash(read_model(output)) == notes[-1].output
     assert {"htp-export", "onnx", "onnxruntime", "onnxoptimizer"} <= set(notes[2].versions)
     assert output.with_name("out.onnx.data").exists() == external
@@ -93,16 +100,25 @@ def test_carry_keeps_the_steps_that_made_the_model_before_the_tool(exported, tmp
     for node in stripped.graph:
         node.metadata_props.clear()
     carried = htp_export.carry(made, stripped, tmp_path / "carried.onnx").model
-    assert read_provenance(read_model(after).metadata_props) == read_provenance(carried.metadata_props) == steps
+    assert (
+        read_provenance(read_model(after).metadata_props)
+        == read_provenance(carried.metadata_props)
+        == steps
+    )
     assert main(["pipeline", str(tmp_path / "carried.onnx"), "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert (said["unchanged"], [note["step"] for note in said["provenance"]]) == (False, ["optimize"])
+    assert (said["unchanged"], [note["step"] for note in said["provenance"]]) == (
+        False,
+        ["optimize"],
+    )
     htp_export.embed_map(made, tmp_path / "mapped.onnx")
     assert read_provenance(htp_export.carry(tmp_path / "mapped.onnx").model.metadata_props) == steps
 
 
 def changed_files(folder: Path, before: dict[str, int]) -> set[str]:
-    return {name for name, modified in modified_files(folder).items() if before.get(name) != modified}
+    return {
+        name for name, modified in modified_files(folder).items() if before.get(name) != modified
+    }
 
 
 def modified_files(folder: Path) -> dict[str, int]:
@@ -120,22 +136,40 @@ def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported, tmp
     assert not changed_files(folder, before)
 
     other = [STEPS_HERE[0], {"compare": {"seed": 3}}, *STEPS_HERE[2:]]
-    assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["kept", "ran", "ran", "ran"]
+    assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == [
+        "kept",
+        "ran",
+        "ran",
+        "ran",
+    ]
     assert changed_files(folder, before) == {"03-onnxoptimizer.onnx", "04-inline.onnx"}
 
     changed = read_model(exported)
-    weight = next(value for value in changed.graph.initializers.values() if value.const_value.size == 160)
+    weight = next(
+        value for value in changed.graph.initializers.values() if value.const_value.size == 160
+    )
     weight.const_value = ir.tensor(weight.const_value.numpy() * 2, name=weight.name)
     write_model(changed, tmp_path / "changed.onnx")
-    assert statuses(htp_export.pipeline(other, tmp_path / "changed.onnx", output, folder=folder)) == ["ran"] * 4
+    assert (
+        statuses(htp_export.pipeline(other, tmp_path / "changed.onnx", output, folder=folder))
+        == ["ran"] * 4
+    )
 
     assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["ran"] * 4
-    assert statuses(htp_export.pipeline(other, exported, output, folder=folder, resume=False)) == ["ran"] * 4
+    assert (
+        statuses(htp_export.pipeline(other, exported, output, folder=folder, resume=False))
+        == ["ran"] * 4
+    )
     (folder / "04-inline.onnx").write_bytes(b"no model")
     damaged = read_model(folder / "03-onnxoptimizer.onnx")
     damaged.graph[0].name = "another"
     write_model(damaged, folder / "03-onnxoptimizer.onnx")
-    assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == ["kept", "ran", "ran", "ran"]
+    assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == [
+        "kept",
+        "ran",
+        "ran",
+        "ran",
+    ]
 
 
 class Branches(Holding, linear=nn.Linear(4, 4)):
@@ -148,7 +182,9 @@ class Branches(Holding, linear=nn.Linear(4, 4)):
 @pytest.mark.torch
 def test_models_with_branches_and_functions_are_known_again(tmp_path):
     file, output = tmp_path / "net.onnx", tmp_path / "out.onnx"
-    htp_export.export(nn.Sequential(nn.Linear(4, 4), Branches()).eval(), (torch.ones(1, 4),), file, verbose=False)
+    htp_export.export(
+        nn.Sequential(nn.Linear(4, 4), Branches()).eval(), (torch.ones(1, 4),), file, verbose=False
+    )
     steps = [{"optimize": {"level": "tolerant"}}, {"functions": {"select": "0"}}]
     result = htp_export.pipeline(steps, file, output)
     assert len(read_model(output).functions) == 1
@@ -189,7 +225,11 @@ def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported, tm
     steps = ["optimize", "float16", strict, "inline"]
     result = htp_export.pipeline(steps, exported, output)
     assert statuses(result) == ["ran", "ran", "failed", "skipped"]
-    assert (result.ok, result.output, result.failed.name if result.failed else "") == (False, None, "compare")
+    assert (result.ok, result.output, result.failed.name if result.failed else "") == (
+        False,
+        None,
+        "compare",
+    )
     assert result.summary == "step 3 (compare) does not hold; 1 skipped; the output is not written"
     assert result.steps[2].summary.startswith("first wrong") or "agree" in result.steps[2].summary
     assert not output.exists()
@@ -204,7 +244,9 @@ def test_the_first_check_that_does_not_hold_stops_it_and_files_stay(exported, tm
 
 def test_a_step_that_fails_is_named_with_its_file_and_the_ones_before_stay(exported, tmp_path):
     output = tmp_path / "out.onnx"
-    with pytest.raises(StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(InputError") as raised:
+    with pytest.raises(
+        StepError, match=r"step 2 \(functions\) failed on .*01-optimize.onnx \(InputError"
+    ) as raised:
         htp_export.pipeline(["optimize", {"functions": {"select": "same"}}], exported, output)
     assert (raised.value.number, raised.value.name) == (2, "functions")
     assert raised.value.file == tmp_path / "out.onnx.steps" / "01-optimize.onnx"
@@ -275,7 +317,13 @@ def test_a_folder_counts_by_the_files_in_it_and_a_precision_by_its_fields(export
     (tmp_path / "adapter" / "weights.bin").write_bytes(b"1")
     assert step.files != before
     assert PipelineStep("functions", {"select": str(tmp_path)}).files == {}
-    steps = [{"quantize": {"plan": {"first": htp_export.Precision("half", "cast", "float16", "float16")}}}]
+    steps = [
+        {
+            "quantize": {
+                "plan": {"first": htp_export.Precision("half", "cast", "float16", "float16")}
+            }
+        }
+    ]
     assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["ran"]
     assert statuses(htp_export.pipeline(steps, exported, tmp_path / "out.onnx")) == ["kept"]
 
@@ -284,8 +332,12 @@ def test_a_check_against_pytorch(exported, tmp_path):
     model, args = example()
     step = PipelineStep("verify", {"model": model, "args": args})
     assert htp_export.pipeline(["optimize", step], exported, tmp_path / "out.onnx").ok
-    with pytest.raises(StepError, match=r"step 1 \(verify\) failed .* was not exported from this Net"):
-        htp_export.pipeline([{"verify": {"model": Net().eval(), "args": args}}], exported, tmp_path / "other.onnx")
+    with pytest.raises(
+        StepError, match=r"step 1 \(verify\) failed .* was not exported from this Net"
+    ):
+        htp_export.pipeline(
+            [{"verify": {"model": Net().eval(), "args": args}}], exported, tmp_path / "other.onnx"
+        )
 
 
 def test_the_hash_is_of_what_a_model_computes_and_of_its_tags(exported, tmp_path):
@@ -329,7 +381,9 @@ steps:
 """
 
 
-def test_the_command_runs_a_file_shows_and_repeats_its_result(exported, tmp_path, monkeypatch, capsys):
+def test_the_command_runs_a_file_shows_and_repeats_its_result(
+    exported, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(ROOT)
     steps, output = tmp_path / "steps.yaml", tmp_path / "out.onnx"
     steps.write_text(YAML.format(model=exported, output=output))
@@ -337,7 +391,8 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(exported, tmp_path
     assert "3 steps" in capsys.readouterr().out
     assert main(["pipeline", str(steps), "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert [step["status"] for step in data["steps"]] == ["kept", "ran", "ran"]  # checks at the end run again
+    # checks at the end run again
+    assert [step["status"] for step in data["steps"]] == ["kept", "ran", "ran"]
     assert data["provenance"][1]["options"] == {"entry": "tests.pipeline.test_pipeline:example"}
     assert main(["pipeline", str(output)]) == 0
     assert capsys.readouterr().out.splitlines() == [
@@ -346,7 +401,21 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(exported, tmp_path
         "compare(tolerances={'second': [0.0001, 0.0001]})",
     ]
     again = tmp_path / "again.onnx"
-    assert main(["pipeline", str(output), "-m", str(exported), "-o", str(again), "--json", "--allow-entry"]) == 0
+    assert (
+        main(
+            [
+                "pipeline",
+                str(output),
+                "-m",
+                str(exported),
+                "-o",
+                str(again),
+                "--json",
+                "--allow-entry",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["same"] is True
     changed = htp_export.optimize(again, passes="eliminate_identity_ops").model
     changed.graph[0].name = "changed"
@@ -358,21 +427,32 @@ def test_the_command_runs_a_file_shows_and_repeats_its_result(exported, tmp_path
 @pytest.mark.parametrize(
     ("text", "status", "message"),
     [
-        ('[{"float16": {}}, {"compare": {"tolerances": {"**": [0, 0]}}}]', 1, "step 2 (compare) does not hold"),
+        (
+            '[{"float16": {}}, {"compare": {"tolerances": {"**": [0, 0]}}}]',
+            1,
+            "step 2 (compare) does not hold",
+        ),
         ("[{functions: {select: same}}]", 1, "step 1 (functions) failed"),
     ],
 )
 def test_exit_statuses_of_the_command(text, status, message, exported, tmp_path, capsys):
     steps = tmp_path / "steps.yaml"
     steps.write_text(text)
-    assert main(["pipeline", str(steps), "-m", str(exported), "-o", str(tmp_path / "out.onnx")]) == status
+    assert (
+        main(["pipeline", str(steps), "-m", str(exported), "-o", str(tmp_path / "out.onnx")])
+        == status
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out.onnx").exists()
 
 
 def test_the_documentation_lists_every_step():
     listed = set(
-        re.findall(r"^\| `([\w.]+)`", (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8"), re.MULTILINE)
+        re.findall(
+            r"^\| `([\w.]+)`",
+            (ROOT / "docs" / "pipeline.md").read_text(encoding="utf-8"),
+            re.MULTILINE,
+        )
     )
     from htp_export.capabilities.carry import adapters
 

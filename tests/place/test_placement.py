@@ -25,7 +25,16 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.parts import PartTensor
 from htp_export.runtime.sessions import entry_of
 from tests.exporting import metadata
-from tests.handmade import branching, called_twice, encoder, model, tagged_node, value, weight, with_function
+from tests.handmade import (
+    branching,
+    called_twice,
+    encoder,
+    model,
+    tagged_node,
+    value,
+    weight,
+    with_function,
+)
 from tests.nets import spread
 
 SETTINGS = "session.layer_assignment_settings"
@@ -34,8 +43,12 @@ OPENVINO = "OpenVINOExecutionProvider"
 CUDA = "CUDAExecutionProvider"
 
 VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
-lists_nodes = pytest.mark.skipif(VERSION < (1, 24), reason="ONNX Runtime says which provider has a node since 1.24")
-reads_devices = pytest.mark.skipif(VERSION < (1, 25), reason="ONNX Runtime reads the devices of nodes since 1.25")
+lists_nodes = pytest.mark.skipif(
+    VERSION < (1, 24), reason="ONNX Runtime says which provider has a node since 1.24"
+)
+reads_devices = pytest.mark.skipif(
+    VERSION < (1, 25), reason="ONNX Runtime reads the devices of nodes since 1.25"
+)
 
 
 class Block(nn.Module):
@@ -61,12 +74,16 @@ class Net(nn.Module):
         return self.head(x)
 
 
-@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
 def file(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp(request.param) / "net.onnx"
     dynamo = request.param == "dynamo"
-    htp_export.export(spread(Net()).eval(), (torch.randn(2, 8),), path, dynamo=dynamo, verbose=False)
+    htp_export.export(
+        spread(Net()).eval(), (torch.randn(2, 8),), path, dynamo=dynamo, verbose=False
+    )
     return path
 
 
@@ -80,19 +97,35 @@ def devices(model: Any) -> dict[str, str | None]:
 
 
 def test_the_last_rule_holds_and_exclusions_take_what_lies_below(file):
-    placed = htp_export.place(file, {".": "cpu", "blocks.*,!blocks.1": "gpu", "blocks.2.norm": "cpu"})
-    expected = {"blocks.0": "gpu", "blocks.1": "cpu", "blocks.3": "gpu", "stem": "cpu", "head": "cpu"}
+    placed = htp_export.place(
+        file, {".": "cpu", "blocks.*,!blocks.1": "gpu", "blocks.2.norm": "cpu"}
+    )
+    expected = {
+        "blocks.0": "gpu",
+        "blocks.1": "cpu",
+        "blocks.3": "gpu",
+        "stem": "cpu",
+        "head": "cpu",
+    }
     assert {path: placed.modules[path].device for path in expected} == expected
-    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.1.fc"].nodes} == {"cpu"}
-    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.norm"].nodes} == {"cpu"}
-    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.fc"].nodes} == {"gpu"}
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.1.fc"].nodes} == {
+        "cpu"
+    }
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.norm"].nodes} == {
+        "cpu"
+    }
+    assert {node.metadata_props["layer_ann"] for node in placed.tagged["blocks.2.fc"].nodes} == {
+        "gpu"
+    }
     assert placed.options == {SETTINGS: "CPUExecutionProvider(=cpu); gpu(=gpu)"}
     assert placed.devices["cpu"].nodes + placed.devices["gpu"].nodes == len(placed.tagged.nodes)
 
 
 def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one():
     """`mask` does the work of both layers; the first of them needs it first."""
-    assert devices(htp_export.place(encoder(), {"layer.0": "gpu", "layer.1": "cpu"}))["mask"] == "gpu"
+    assert (
+        devices(htp_export.place(encoder(), {"layer.0": "gpu", "layer.1": "cpu"}))["mask"] == "gpu"
+    )
     assert devices(htp_export.place(encoder(), {"layer.1": "gpu"}))["mask"] == "gpu"
     placed = htp_export.place(encoder(), {"layer.0": "cpu", "layer.1": "gpu"})
     assert [(c.tensor, c.producer, c.consumers, c.source, c.target) for c in placed.crossings] == [
@@ -109,12 +142,23 @@ def test_a_node_of_several_modules_has_the_device_of_the_first_that_has_one():
 
 def test_calls_of_a_module_belong_to_the_module_all_together():
     placed = htp_export.place(called_twice(), {".": "cpu", "block.fc": "gpu"})
-    assert [name for name, device in devices(placed).items() if device == "gpu"] == ["fc0", "fc1", "fc2", "fc3"]
+    assert [name for name, device in devices(placed).items() if device == "gpu"] == [
+        "fc0",
+        "fc1",
+        "fc2",
+        "fc3",
+    ]
 
 
 def test_branches_have_devices_of_their_own_and_their_tensors_cross():
     placed = htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"})
-    assert devices(placed) == {"minus": "cpu", "gated": "cpu", "yes": "gpu", "no": "cpu", "out": "cpu"}
+    assert devices(placed) == {
+        "minus": "cpu",
+        "gated": "cpu",
+        "yes": "gpu",
+        "no": "cpu",
+        "out": "cpu",
+    }
     crossing = {(each.tensor, each.source, each.target) for each in placed.crossings}
     assert crossing == {("x", "cpu", "gpu"), ("minus", "cpu", "gpu"), ("yes", "gpu", "cpu")}
 
@@ -131,8 +175,12 @@ def test_earlier_devices_are_replaced_and_the_model_given_is_not_changed(file):
     first = htp_export.place(file, {".": "gpu"})
     second = htp_export.place(first, {"head": "cpu"})
     assert set(devices(first).values()) == {"gpu"}
-    assert [device for device in devices(second).values() if device] == ["cpu"] * len(second.tagged["head"].nodes)
-    assert json.loads(second.model.metadata_props["htp.placement"]) == {SETTINGS: "CPUExecutionProvider(=cpu)"}
+    assert [device for device in devices(second).values() if device] == ["cpu"] * len(
+        second.tagged["head"].nodes
+    )
+    assert json.loads(second.model.metadata_props["htp.placement"]) == {
+        SETTINGS: "CPUExecutionProvider(=cpu)"
+    }
 
 
 @reads_devices
@@ -142,14 +190,17 @@ def test_the_annotated_file_computes_the_same(file, tmp_path):
     flat = onnxruntime.InferenceSession(file)
     inputs = {flat.get_inputs()[0].name: np.random.default_rng(0).normal(size=(2, 8)).astype("f")}
     [expected] = flat.run(None, inputs)
-    [got] = onnxruntime.InferenceSession(out, placed.session_options(quiet()), providers=[CPU]).run(None, inputs)
+    [got] = onnxruntime.InferenceSession(out, placed.session_options(quiet()), providers=[CPU]).run(
+        None, inputs
+    )
     assert np.array_equal(expected, got)
     onnx.checker.check_model(onnx.load(out), full_check=True)
 
 
 def quiet() -> onnxruntime.SessionOptions:
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # a device that no provider of the session is, is logged as an error
+    # a device that no provider of the session is, is logged as an error
+    options.log_severity_level = 4
     return options
 
 
@@ -172,7 +223,13 @@ def test_rules_and_budgets_that_mean_nothing_are_refused(plan, budget, problem, 
 
 
 def test_words_for_devices():
-    words = {"GPU": "gpu", "gpu:1": "gpu:1", "gpu:NVIDIA": "gpu:nvidia", "openvino": OPENVINO, CUDA.lower(): CUDA}
+    words = {
+        "GPU": "gpu",
+        "gpu:1": "gpu:1",
+        "gpu:NVIDIA": "gpu:nvidia",
+        "openvino": OPENVINO,
+        CUDA.lower(): CUDA,
+    }
     assert {word: device_named(word) for word in words} == words
     assert device_named("MyOwnExecutionProvider") == "MyOwnExecutionProvider"
 
@@ -207,14 +264,18 @@ def test_a_device_is_filled_with_what_fits_and_no_single_part_does_more():
         items = []
         for number in range(count):
             shared = {draw.choice("ab"): 4} if draw.random() < 0.3 else {}
-            items.append(Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9)))
+            items.append(
+                Item({number: draw.randint(1, 9), **shared}, draw.randint(0, 5), draw.randint(1, 9))
+            )
         tensors = [PartTensor(number - 1, frozenset([number])) for number in range(count)]
         limit, slack = draw.randint(0, 40), draw.choice([0, 0.05, 0.2, 0.5])
         chosen = fill(items, tensors, limit, slack)
         fitting = [item.work for item in items if item.memory <= limit]
         assert bool(chosen) == bool(fitting), seed
         assert not chosen or memory(items, chosen) <= limit, seed
-        assert sum(items[number].work for number in chosen) >= (1 - slack) * max(fitting, default=0), seed
+        assert sum(items[number].work for number in chosen) >= (1 - slack) * max(
+            fitting, default=0
+        ), seed
 
 
 def test_a_budget_takes_neighbouring_blocks(file):
@@ -222,12 +283,19 @@ def test_a_budget_takes_neighbouring_blocks(file):
     block = (8 * 8 + 8 + 8 + 8) * 4
     peak = htp_export.cost(file).peak.bytes
     placed = htp_export.place(file, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 2 * block + peak})
-    on_gpu = [path for path in placed.modules if path.startswith("blocks.") and placed.modules[path].device == "gpu"]
+    on_gpu = [
+        path
+        for path in placed.modules
+        if path.startswith("blocks.") and placed.modules[path].device == "gpu"
+    ]
     blocks = [path for path in on_gpu if path.count(".") == 1]
     assert len(blocks) == 2
     first, second = (int(path.rpartition(".")[2]) for path in blocks)
     assert second == first + 1
-    assert [(each.source, each.target) for each in placed.crossings] == [("cpu", "gpu"), ("gpu", "cpu")]
+    assert [(each.source, each.target) for each in placed.crossings] == [
+        ("cpu", "gpu"),
+        ("gpu", "cpu"),
+    ]
     use = placed.devices["gpu"]
     assert (use.weight_bytes, use.budget) == (2 * block, 2 * block + peak)
     assert use.peak_bytes is not None
@@ -254,10 +322,15 @@ class Skips(nn.Module):
 
 def test_a_budget_chooses_what_trying_every_plan_finds():
     torch.manual_seed(0)
-    tagged = htp_export.load(htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False))
+    tagged = htp_export.load(
+        htp_export.export(spread(Skips()).eval(), (torch.randn(2, 8),), verbose=False)
+    )
     cost = htp_export.cost(tagged)
     blocks = [f"blocks.{number}" for number in range(4)]
-    work = {path: module.flops + module.other_flops + module.nodes for path, module in cost.modules.items()}
+    work = {
+        path: module.flops + module.other_flops + module.nodes
+        for path, module in cost.modules.items()
+    }
     tried = {}
     for size in range(1, 5):
         for chosen in itertools.combinations(blocks, size):
@@ -270,17 +343,23 @@ def test_a_budget_chooses_what_trying_every_plan_finds():
     for budget in (1200, 1700, 2200, 2700):  # every block fits by itself, so that none is divided
         fitting = {chosen: entry for chosen, entry in tried.items() if entry[0] <= budget}
         most = max(entry[2] for entry in fitting.values())
-        good = [(crossing, -done) for _, crossing, done in fitting.values() if done >= round(most * 0.9)]
+        good = [
+            (crossing, -done) for _, crossing, done in fitting.values() if done >= round(most * 0.9)
+        ]
         placed = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": budget})
         on_gpu = [path for path in blocks if placed.modules[path].device == "gpu"]
         assert (len(placed.crossings), -sum(work[path] for path in on_gpu)) == min(good), budget
-    fewer = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700})  # blocks 1 and 3 are divided
-    most_work = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700}, slack=0)
+    # blocks 1 and 3 are divided
+    fewer = htp_export.place(tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700})
+    most_work = htp_export.place(
+        tagged, {".": "cpu", "blocks": "gpu"}, budget={"gpu": 700}, slack=0
+    )
     assert len(fewer.crossings) < len(most_work.crossings)
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("20000", 20_000), (7000, 7000), ("20kb", 20_000)]
+    ("text", "size"),
+    [("4GiB", 4 << 30), ("1.5 MB", 1_500_000), ("20000", 20_000), (7000, 7000), ("20kb", 20_000)],
 )
 def test_without_rules_the_whole_model_may_go_to_the_device(text, size, file):
     everything = htp_export.place(file, budget={"gpu": text})
@@ -299,7 +378,13 @@ def test_branches_go_where_the_node_around_them_goes():
     assert set(devices(everything).values()) == {"gpu"}
     peak = htp_export.cost(branching()).peak.bytes
     placed = htp_export.place(branching(), {".": "cpu", "gate": "gpu"}, budget={"gpu": peak})
-    assert devices(placed) == {"minus": "cpu", "gated": "gpu", "yes": "gpu", "no": "gpu", "out": "cpu"}
+    assert devices(placed) == {
+        "minus": "cpu",
+        "gated": "gpu",
+        "yes": "gpu",
+        "no": "gpu",
+        "out": "cpu",
+    }
     with pytest.raises(InputError, match="outside of branches and loops"):
         htp_export.place(branching(), {".": "cpu", "gate.yes": "gpu"}, budget={"gpu": peak})
 
@@ -309,7 +394,10 @@ def test_a_weight_of_several_blocks_counts_once():
     first = tagged_node("MatMul", [x, shared], "a", "first")
     second = tagged_node("MatMul", [first.outputs[0], shared], "b", "second")
     tied = model(
-        [x], [first, second], [shared], [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b")]
+        [x],
+        [first, second],
+        [shared],
+        [ModuleInfo(path, "net.Any", 1, "computed") for path in ("", "a", "b")],
     )
     for node in (first, second):
         node.outputs[0].shape = ir.Shape([2, 8])
@@ -321,11 +409,19 @@ def test_a_weight_of_several_blocks_counts_once():
 def test_open_dimensions_are_told(tmp_path):
     out = tmp_path / "open.onnx"
     shapes = ({0: torch.export.Dim("batch")},)
-    htp_export.export(spread(Net(blocks=1)).eval(), (torch.randn(2, 8),), out, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(
+        spread(Net(blocks=1)).eval(),
+        (torch.randn(2, 8),),
+        out,
+        dynamic_shapes=shapes,
+        verbose=False,
+    )
     assumed = htp_export.place(out, {".": "cpu", "blocks": "gpu"})
     assert any("batch" in note for note in assumed.notes)
     told = htp_export.place(out, {".": "cpu", "blocks": "gpu"}, dims={"batch": 64})
-    assert [each.bytes for each in told.crossings] == [64 * each.bytes for each in assumed.crossings if each.bytes]
+    assert [each.bytes for each in told.crossings] == [
+        64 * each.bytes for each in assumed.crossings if each.bytes
+    ]
 
 
 # --- what ONNX Runtime does ---------------------------------------------------------------------------------------
@@ -336,7 +432,11 @@ def test_the_nodes_of_each_provider_are_those_that_onnx_runtime_lists(file):
     options = quiet()
     options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
     session = onnxruntime.InferenceSession(file, options, providers=[CPU])
-    listed = [node.name for part in session.get_provider_graph_assignment_info() for node in part.get_nodes()]
+    listed = [
+        node.name
+        for part in session.get_provider_graph_assignment_info()
+        for node in part.get_nodes()
+    ]
     result = htp_export.placement(file)
     assert result.providers == {CPU: len(listed)}
     assert result.modules[""].by_device == {CPU: len(listed)}
@@ -353,7 +453,9 @@ def test_nodes_that_run_elsewhere_than_their_device_are_told(file, tmp_path):
     sound = htp_export.placement(out)
     assert (sound.misplaced, dict(sound.options)) == ((), {SETTINGS: "CPUExecutionProvider(=cpu)"})
     broken = onnx.load(out)
-    node = next(node for node in broken.graph.node if metadata(node)["htp.module"] == "blocks.2.norm")
+    node = next(
+        node for node in broken.graph.node if metadata(node)["htp.module"] == "blocks.2.norm"
+    )
     next(entry for entry in node.metadata_props if entry.key == "layer_ann").value = "gpu"
     found = htp_export.placement(broken)
     assert [(each.modules, each.device, each.provider) for each in found.misplaced] == [
@@ -372,7 +474,10 @@ def test_a_file_sets_no_other_session_option_and_broken_ones_are_refused(file, t
     assert dict(htp_export.placement(placed.model).options) == dict(placed.options)
     for broken in ("[]", "{"):
         props["htp.placement"] = broken
-        with pytest.raises(InputError, match=r"htp\.placement is not a JSON object of session configuration entries"):
+        with pytest.raises(
+            InputError,
+            match=r"htp\.placement is not a JSON object of session configuration entries",
+        ):
             htp_export.placement(placed.model)
 
 
@@ -383,12 +488,18 @@ def test_a_setting_that_onnx_runtime_does_not_accept_is_refused(file, tmp_path, 
     for text in ("x" * (longest + 1), "\ud800"):
         placed.metadata_props["htp.placement"] = json.dumps({SETTINGS: text})
         with pytest.raises(
-            InputError, match=rf"its metadata 'htp\.placement': ONNX Runtime does not accept .*{SETTINGS}"
+            InputError,
+            match=rf"its metadata 'htp\.placement': ONNX Runtime does not accept .*{SETTINGS}",
         ):
             htp_export.placement(placed)
-    onnx.save(changed_metadata(tmp_path / "placed.onnx", SETTINGS, "x" * 9000), tmp_path / "long.onnx")
+    onnx.save(
+        changed_metadata(tmp_path / "placed.onnx", SETTINGS, "x" * 9000), tmp_path / "long.onnx"
+    )
     assert main(["place", str(tmp_path / "long.onnx"), "--show"]) == 2
-    assert "long.onnx: its metadata 'htp.placement': ONNX Runtime does not accept the entry" in capsys.readouterr().err
+    assert (
+        "long.onnx: its metadata 'htp.placement': ONNX Runtime does not accept the entry"
+        in capsys.readouterr().err
+    )
     provider = f"{'X' * longest}ExecutionProvider"
     with pytest.raises(InputError, match="ONNX Runtime does not accept the entry"):
         htp_export.place(file, {".": provider}, tmp_path / "other.onnx")
@@ -418,7 +529,9 @@ def test_options_of_the_user_are_used_and_restored(file):
     placed = htp_export.place(file, {".": "cpu"})
     result = htp_export.placement(placed, session_options=options)
     assert result.options == {SETTINGS: "CPUExecutionProvider(=other)"}
-    assert result.modules[""].by_device == {CPU: len([n for n in placed.tagged.nodes if n.op_type != "Constant"])}
+    assert result.modules[""].by_device == {
+        CPU: len([n for n in placed.tagged.nodes if n.op_type != "Constant"])
+    }
     assert options.optimized_model_filepath == ""
     assert entry_of(options, "session.record_ep_graph_assignment_info") in ("", "0")
 
@@ -460,11 +573,15 @@ def test_copies_between_memories_are_read_from_the_graph_that_runs():
     back = ir.node("MemcpyToHost", work.outputs, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[there, work, back], opset_imports={"": 20})
     assert _remove_copies(ir.Model(graph, ir_version=10)) == {"x", "y"}
-    assert [(node.op_type, node.inputs[0].name, node.outputs[0].name) for node in graph] == [("Relu", "x", "y")]
+    assert [(node.op_type, node.inputs[0].name, node.outputs[0].name) for node in graph] == [
+        ("Relu", "x", "y")
+    ]
     assert [output.name for output in graph.outputs] == ["y"]
 
 
-@pytest.mark.skipif(CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu and a GPU")
+@pytest.mark.skipif(
+    CUDA not in onnxruntime.get_available_providers(), reason="needs onnxruntime-gpu and a GPU"
+)
 def test_cuda_takes_exactly_what_is_placed_there(file, tmp_path):
     out = tmp_path / "placed.onnx"
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
@@ -485,7 +602,9 @@ def test_what_other_steps_leave_of_the_devices(file, tmp_path):
     htp_export.place(file, {".": "cpu", "blocks": "gpu"}, out)
     before = devices(out)
     optimized = devices(htp_export.optimize(out))
-    assert all(device in (None, before[name]) for name, device in optimized.items() if name in before)
+    assert all(
+        device in (None, before[name]) for name, device in optimized.items() if name in before
+    )
     assert {"cpu", "gpu"} <= set(optimized.values())
     options = quiet()
     options.optimized_model_filepath = str(saved)
@@ -497,7 +616,21 @@ def test_what_other_steps_leave_of_the_devices(file, tmp_path):
 def test_commands(file, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.yaml").write_text(".: cpu\nblocks: gpu\n")
-    assert main(["place", str(file), "plan.yaml", "--rule", "blocks.0=cpu", "-o", "placed.onnx", "--json"]) == 0
+    assert (
+        main(
+            [
+                "place",
+                str(file),
+                "plan.yaml",
+                "--rule",
+                "blocks.0=cpu",
+                "-o",
+                "placed.onnx",
+                "--json",
+            ]
+        )
+        == 0
+    )
     placed = json.loads(capsys.readouterr().out)
     found = {path: module["device"] for path, module in placed["modules"].items()}
     assert (found["blocks.0"], found["blocks.1"], found["stem"]) == ("cpu", "gpu", "cpu")
@@ -512,7 +645,9 @@ def test_commands(file, tmp_path, monkeypatch, capsys):
     assert "1.200 kB" in text
     assert "next: htp-export place budget.onnx --show --providers cuda,cpu" in text
     assert main(["place", "placed.onnx", "--show", "--csv"]) == 0
-    assert capsys.readouterr().out.startswith("module,class_name,device,nodes,weight_bytes,crossing_bytes\n")
+    assert capsys.readouterr().out.startswith(
+        "module,class_name,device,nodes,weight_bytes,crossing_bytes\n"
+    )
 
 
 @lists_nodes

@@ -44,7 +44,9 @@ def randoms(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.fixture(scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
 def exporter(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -53,7 +55,9 @@ def exporter(request: pytest.FixtureRequest) -> str:
 def file(exporter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("plan") / "net.onnx"
     torch.manual_seed(0)
-    htp_export.export(Root().eval(), (randoms(2, 8, seed=1),), path, dynamo=exporter == "dynamo", verbose=False)
+    htp_export.export(
+        Root().eval(), (randoms(2, 8, seed=1),), path, dynamo=exporter == "dynamo", verbose=False
+    )
     return path
 
 
@@ -62,7 +66,9 @@ def merged(exporter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two convolutions, each merged with a BatchNorm."""
     path = tmp_path_factory.mktemp("merged") / "net.onnx"
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)
+    )
     spread(net)
     args = (randoms(2, 3, 12, 12, seed=1),)
     htp_export.export(net.eval(), args, path, dynamo=exporter == "dynamo", verbose=False)
@@ -70,23 +76,34 @@ def merged(exporter: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(file: Path, plan: dict[str, Any]) -> dict[str, Any]:
-    return {str(node.name): value for node, value in assigned(htp_export.load(file), plan).nodes.items()}
+    return {
+        str(node.name): value for node, value in assigned(htp_export.load(file), plan).nodes.items()
+    }
 
 
 def named(file: Path, path: str) -> set[str]:
     return {str(node.name) for node in htp_export.load(file)[path].nodes}
 
 
-@pytest.mark.parametrize("plan", [{"a": "int8"}, {"a": "int8", "b": "fp32"}, {".": "fp32", "a": "int8"}], ids=str)
+@pytest.mark.parametrize(
+    "plan", [{"a": "int8"}, {"a": "int8", "b": "fp32"}, {".": "fp32", "a": "int8"}], ids=str
+)
 def test_all_capabilities_cover_the_same_nodes(plan, file):
     tagged = htp_export.load(file)
     region = named(file, "a")
-    assert {tagged[path].class_name.rpartition(".")[2] for path in ("a", "shared")} == {"Caller", "Sequential"}
+    assert {tagged[path].class_name.rpartition(".")[2] for path in ("a", "shared")} == {
+        "Caller",
+        "Sequential",
+    }
     assert {name for name, value in values(file, plan).items() if value == "int8"} == region
 
     devices = {"int8": "gpu", "fp32": "cpu"}
-    placed = htp_export.place(file, {selector: devices[value] for selector, value in plan.items()}).tagged
-    assert {str(node.name) for node in placed.nodes if node.metadata_props.get("layer_ann") == "gpu"} == region
+    placed = htp_export.place(
+        file, {selector: devices[value] for selector, value in plan.items()}
+    ).tagged
+    assert {
+        str(node.name) for node in placed.nodes if node.metadata_props.get("layer_ann") == "gpu"
+    } == region
 
     planned: Any = htp_export.export_plan(file, plan, to="ort").content
     assert set(planned["steps"][0]["arguments"]["nodes_to_quantize"]) == region
@@ -99,7 +116,12 @@ def test_all_capabilities_cover_the_same_nodes(plan, file):
     assert quantized.modules[""].changed == quantized.modules["a"].changed
     assert not [note for note in quantized.notes if "different" in note]
 
-    modules = {path for node in tagged["a"].nodes if node.op_type == "Gemm" for path in tagged.index.works[node].doing}
+    modules = {
+        path
+        for node in tagged["a"].nodes
+        if node.op_type == "Gemm"
+        for path in tagged.index.works[node].doing
+    }
     assert modules == {"a.lin", "shared.0"}
     pruned = htp_export.prune(file, {"a": 0.5}).modules
     assert {path for path in (*modules, "b.lin") if pruned[path].zeros_after} == modules
@@ -112,11 +134,16 @@ def test_all_capabilities_cover_the_same_nodes(plan, file):
 def test_sensitivity_and_search_measure_the_region(file):
     pytest.importorskip("optuna")
     data = _data(file)
-    whole = htp_export.sensitivity(file, ["fp16"], data=data, select="a", all_but=False).modules["a"]["fp16"]
+    whole = htp_export.sensitivity(file, ["fp16"], data=data, select="a", all_but=False).modules[
+        "a"
+    ]["fp16"]
     made = htp_export.quantize(file, {"a": "fp16"}).tagged
     assert whole.alone == _measured(file, made, data)
     found = htp_export.search(file, {"a": ["fp16", "fp32"]}, data=data, trials=2)
-    assert {tuple(trial.plan.items()) for trial in found.trials} >= {(("a", "fp16"),), (("a", "fp32"),)}
+    assert {tuple(trial.plan.items()) for trial in found.trials} >= {
+        (("a", "fp16"),),
+        (("a", "fp32"),),
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,7 +159,9 @@ def test_sensitivity_and_search_measure_the_region(file):
     ],
     ids=str,
 )
-def test_a_module_that_is_called_has_the_value_of_its_caller_unless_a_rule_names_it(plan, expected, file):
+def test_a_module_that_is_called_has_the_value_of_its_caller_unless_a_rule_names_it(
+    plan, expected, file
+):
     tagged = htp_export.load(file)
     found = assigned(tagged, plan).nodes
     nodes = {
@@ -147,11 +176,15 @@ def test_modules_have_values_where_all_their_calls_have_them(file):
     tagged = htp_export.load(file)
     assert assigned(tagged, {"a": 2}).modules == {"a": 2, "a.lin": 2}
     both = assigned(tagged, {"a": 2, "b": 2})
-    assert both.modules == dict.fromkeys(["shared", "shared.0", "shared.1", "a", "a.lin", "b", "b.lin"], 2)
+    assert both.modules == dict.fromkeys(
+        ["shared", "shared.0", "shared.1", "a", "a.lin", "b", "b.lin"], 2
+    )
     assert "shared.0" in assigned(tagged, {"a": 2}).named["a"]
 
 
-@pytest.mark.parametrize("net", ["two_parents", "child_of_two_parents", "called_from_outside", "conv_bn_relu"])
+@pytest.mark.parametrize(
+    "net", ["two_parents", "child_of_two_parents", "called_from_outside", "conv_bn_relu"]
+)
 def test_a_rule_for_one_module_covers_its_region(net, exporter, shared_files):
     tagged = htp_export.load(shared_files.net(net, exporter))
     for path in tagged:
@@ -199,7 +232,9 @@ def test_what_search_returns_was_measured(which, space, options, file, merged):
     for trial in found.trials:
         made = htp_export.quantize(model, dict(trial.plan), data=data).tagged
         again = _measured(model, made, data)
-        assert {"error": again.error, "size": again.bytes} == pytest.approx(dict(trial.values), rel=1e-6), trial.plan
+        assert {"error": again.error, "size": again.bytes} == pytest.approx(
+            dict(trial.values), rel=1e-6
+        ), trial.plan
 
 
 def _data(file: Path) -> list[dict[str, Array]]:

@@ -26,7 +26,9 @@ def _tagged(nodes: dict[str, list[str]], fates: dict[str, str] | None = None) ->
     model = ir.Model(ir.Graph([first], [value], nodes=made, opset_imports={"": 20}), ir_version=10)
     tagged = load(model)
     classes = {path: "torch.nn.Linear" if path.endswith("fc") else "net.Block" for path in tagged}
-    infos = [ModuleInfo(path, classes[path], 1, (fates or {}).get(path, "computed")) for path in tagged]
+    infos = [
+        ModuleInfo(path, classes[path], 1, (fates or {}).get(path, "computed")) for path in tagged
+    ]
     return TaggedModel(model, Hierarchy(infos), "htp")
 
 
@@ -101,7 +103,9 @@ def test_rules_are_typed_with_an_equals_sign_and_the_last_of_equal_selectors_hol
 
 def test_a_plan_file_is_an_ordered_mapping_in_yaml_or_json(tmp_path):
     yaml_file, json_file = tmp_path / "plan.yaml", tmp_path / "plan.json"
-    yaml_file.write_text('"**": int8\n1.10: 0.5\nlm_head: {precision: int4, block_size: 64}\n', encoding="utf-8")
+    yaml_file.write_text(
+        '"**": int8\n1.10: 0.5\nlm_head: {precision: int4, block_size: 64}\n', encoding="utf-8"
+    )
     json_file.write_text('{"b": "int8", "a": 0.5}', encoding="utf-8")
     read = {"**": "int8", "1.10": 0.5, "lm_head": {"precision": "int4", "block_size": 64}}
     assert list(read_plan(yaml_file).items()) == list(read.items())
@@ -141,7 +145,10 @@ def test_a_precision_is_a_name_with_other_fields_or_a_dataclass():
         ({"block_size": 32}, "has no name"),
         ({"precision": "int4", "blocksize": 32}, "has no field 'blocksize'; nearest: 'block_size'"),
         ({"precision": "int4", "block_size": 24}, "block_size is 24"),
-        ({"precision": "int4", "algorithm": "best"}, "algorithm is 'best', and can be default, rtn"),
+        (
+            {"precision": "int4", "algorithm": "best"},
+            "algorithm is 'best', and can be default, rtn",
+        ),
         ({"precision": "int8", "weight": "int4"}, "weight is 'int4', and can be int8"),
         ({"precision": "int8", "weight": "uint8"}, "no int8 with uint8 weights"),
         ({"precision": "int8", "bits": 4}, "int8 has 8 bits, not 4"),

@@ -25,7 +25,16 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     copy = shutil.copytree(ROOT / "examples" / "clip_plugin", folder / "source")
     options = ["--no-deps", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
-    pip = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "installed"), str(copy)]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        *options,
+        "--target",
+        str(folder / "installed"),
+        str(copy),
+    ]
     subprocess.run(pip, check=True, capture_output=True)
     return folder / "installed"
 
@@ -45,7 +54,19 @@ def run(site: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_its_command_is_one_of_the_program(site, file):
-    ended = run(site, "clip", file, "0", "--low", "-0.1", "--high", "0.1", "-o", file.with_name("out.onnx"), "--json")
+    ended = run(
+        site,
+        "clip",
+        file,
+        "0",
+        "--low",
+        "-0.1",
+        "--high",
+        "0.1",
+        "-o",
+        file.with_name("out.onnx"),
+        "--json",
+    )
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["modules"] == {"0": {"tensors": ["linear"]}}
     tagged = htp_export.load(file.with_name("out.onnx"))
@@ -55,10 +76,14 @@ def test_its_command_is_one_of_the_program(site, file):
 
     x = np.random.default_rng(0).standard_normal((2, 4)).astype("float32")
     session = onnxruntime.InferenceSession(file.with_name("out.onnx"))
-    parameters = {name: value.const_value.numpy() for name, value in tagged.model.graph.initializers.items()}
+    parameters = {
+        name: value.const_value.numpy() for name, value in tagged.model.graph.initializers.items()
+    }
     hidden = np.clip(x @ parameters["0.weight"].T + parameters["0.bias"], -0.1, 0.1)
     expected = np.maximum(hidden, 0) @ parameters["2.weight"].T + parameters["2.bias"]
-    np.testing.assert_allclose(session.run(None, {session.get_inputs()[0].name: x})[0], expected, atol=1e-6)
+    np.testing.assert_allclose(
+        session.run(None, {session.get_inputs()[0].name: x})[0], expected, atol=1e-6
+    )
 
 
 def test_the_help_lists_it_below_its_heading(site):
@@ -87,14 +112,21 @@ def test_its_errors_are_those_of_the_program(site, file):
         ("EXAMPLE = ''", "has no wrong_command"),
     ],
 )
-def test_a_package_that_is_broken_is_named_and_harms_no_other_command(tmp_path, file, source, problem):
+def test_a_package_that_is_broken_is_named_and_harms_no_other_command(
+    tmp_path, file, source, problem
+):
     (tmp_path / "wrong.py").write_text(source, encoding="utf-8")
     info = tmp_path / "wrong-1.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wrong\nVersion: 1\n", encoding="utf-8")
-    (info / "entry_points.txt").write_text("[htp_export.commands]\nwrong = wrong\ntree = wrong\n", encoding="utf-8")
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: wrong\nVersion: 1\n", encoding="utf-8"
+    )
+    (info / "entry_points.txt").write_text(
+        "[htp_export.commands]\nwrong = wrong\ntree = wrong\n", encoding="utf-8"
+    )
     ended = run(tmp_path, "wrong")
     assert ended.returncode == 2
     assert problem in ended.stderr
     assert run(tmp_path, "--help").returncode == 0
-    assert "Linear" in run(tmp_path, "tree", file).stdout  # ours, although the package has one of that name
+    # ours, although the package has one of that name
+    assert "Linear" in run(tmp_path, "tree", file).stdout

@@ -30,7 +30,8 @@ class Block(nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width, elementwise_affine=False)  # else its last operation keeps the name
+        # else its last operation keeps the name
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
         self.wide, self.act = nn.Linear(width, 4 * width), nn.GELU()
         self.back = nn.Linear(4 * width, width)
 
@@ -49,7 +50,12 @@ def exported(model: nn.Module, *args: torch.Tensor, dynamo: bool, **kwargs: torc
 
     file = io.BytesIO()
     program = htp_export.export(
-        spread(model).eval(), args, None if dynamo else file, kwargs=kwargs, dynamo=dynamo, verbose=False
+        spread(model).eval(),
+        args,
+        None if dynamo else file,
+        kwargs=kwargs,
+        dynamo=dynamo,
+        verbose=False,
     )
     return program if dynamo else onnx.load_from_string(file.getvalue())
 
@@ -62,7 +68,11 @@ class TestOpenvino:
         report = htp_export.profile(
             exported(Blocks(), torch.randn(4, 64, 256), dynamo=dynamo), engine="openvino", runs=5
         )
-        assert (report.engine, report.providers, report.unattributed) == ("openvino", ("OpenVINO CPU",), ())
+        assert (report.engine, report.providers, report.unattributed) == (
+            "openvino",
+            ("OpenVINO CPU",),
+            (),
+        )
         assert_adds_up(report)
         assert report.end_to_end_ms > 0
         owners: dict[str, set[tuple[str, ...]]] = {}
@@ -95,7 +105,10 @@ class TestOpenvino:
     def test_the_command_draws_it(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
         htp_export.load(encoder()).save("net.onnx")
-        assert main(["profile", "net.onnx", "--engine", "openvino", "--runs", "2", "--threads", "1"]) == 0
+        assert (
+            main(["profile", "net.onnx", "--engine", "openvino", "--runs", "2", "--threads", "1"])
+            == 0
+        )
         assert "ms under the profiler" in capsys.readouterr().out
         assert main(["profile", "net.onnx", "--engine", "openvino", "--runs", "2", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
@@ -108,7 +121,9 @@ def chain(*ops: str) -> ir.Model:
     nodes = [ir.node(op, [values[k]], outputs=[values[k + 1]], name=op) for k, op in enumerate(ops)]
     for node in nodes:
         node.metadata_props["htp.module"] = node.op_type.lower()
-    return ir.Model(ir.Graph(values[:1], values[-1:], nodes=nodes, opset_imports={"": 20}), ir_version=10)
+    return ir.Model(
+        ir.Graph(values[:1], values[-1:], nodes=nodes, opset_imports={"": 20}), ir_version=10
+    )
 
 
 def test_inserted_nodes_belong_to_their_consumers_and_without_to_their_producers():
@@ -140,12 +155,17 @@ def test_inserted_nodes_belong_to_their_consumers_and_without_to_their_producers
 
 def test_where_openvino_is_not_installed_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "openvino", None)
-    with pytest.raises(InputError, match=r"needs OpenVINO; install it with: pip install 'htp-export\[openvino\]'"):
+    with pytest.raises(
+        InputError, match=r"needs OpenVINO; install it with: pip install 'htp-export\[openvino\]'"
+    ):
         htp_export.profile(encoder(), engine="openvino")
 
 
 def test_options_of_onnx_runtime_are_refused():
-    with pytest.raises(InputError, match="providers, session_options, memory and timing are for engine='onnxruntime'"):
+    with pytest.raises(
+        InputError,
+        match="providers, session_options, memory and timing are for engine='onnxruntime'",
+    ):
         htp_export.profile(encoder(), engine="openvino", memory=True)
     with pytest.raises(InputError, match="engine_options and measured are for other engines"):
         htp_export.profile(encoder(), engine_options={"x": 1})

@@ -33,11 +33,15 @@ from tests.nets import spread, x
 def parsed(text: str) -> dict[str, list[Any]]:
     """Protobuf's text format: field → its values; messages as such dictionaries, strings without their escapes."""
     tokens = re.findall(r'"(?:[^"\\\n]|\\.)*"|[\w.+-]+|[{}\[\]:,]', text)
-    assert "".join(tokens) == re.sub(r'\s+(?=(?:[^"]*"[^"]*")*[^"]*$)', "", text), "something that is no token"
+    assert "".join(tokens) == re.sub(r'\s+(?=(?:[^"]*"[^"]*")*[^"]*$)', "", text), (
+        "something that is no token"
+    )
 
     def scalar(token: str) -> Any:
         if token.startswith('"'):
-            raw = re.sub(rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), token[1:-1].encode())
+            raw = re.sub(
+                rb"\\(\d{3})", lambda octal: bytes([int(octal[1], 8)]), token[1:-1].encode()
+            )
             return raw.decode()
         return int(token) if re.fullmatch(r"-?\d+", token) else token
 
@@ -65,8 +69,13 @@ def parsed(text: str) -> dict[str, list[Any]]:
 
 def configurations(folder: Path) -> dict[str, dict[str, list[Any]]]:
     """Model of a repository → its configuration; its name has to be its folder's."""
-    found = {file.parent.name: parsed(file.read_text()) for file in (folder / "triton").glob("*/config.pbtxt")}
-    assert all(each["name"] == [name] and each["max_batch_size"] == [0] for name, each in found.items())
+    found = {
+        file.parent.name: parsed(file.read_text())
+        for file in (folder / "triton").glob("*/config.pbtxt")
+    }
+    assert all(
+        each["name"] == [name] and each["max_batch_size"] == [0] for name, each in found.items()
+    )
     return found
 
 
@@ -102,7 +111,10 @@ def test_triton_repository_has_a_model_for_each_stage_and_an_ensemble(tmp_path):
     assert models.keys() == {"Net", "Net_stage0", "Net_stage1"}
     assert models["Net"]["platform"] == ["ensemble"]
     assert models["Net_stage0"]["backend"] == ["onnxruntime"]
-    assert tensors(models["Net_stage0"]["output"]) == {"mask": ("TYPE_FP32", [2, 4]), "layer0": ("TYPE_FP32", [2, 4])}
+    assert tensors(models["Net_stage0"]["output"]) == {
+        "mask": ("TYPE_FP32", [2, 4]),
+        "layer0": ("TYPE_FP32", [2, 4]),
+    }
     check_ensemble(models["Net"], models)
 
 
@@ -113,10 +125,19 @@ def test_triton_has_the_data_of_the_stages_which_refer_to_it(tmp_path):
     found = htp_export.load_partition(tmp_path / "stages")
     for number, stage in enumerate(found.stages):
         version = tmp_path / "stages" / "triton" / f"Sequential_stage{number}" / "1"
-        assert {file.name for file in version.iterdir()} == {"model.onnx", f"stage{number}.onnx.data"}
-        assert stage.files == (f"stage{number}.onnx", f"triton/Sequential_stage{number}/1/stage{number}.onnx.data")
+        assert {file.name for file in version.iterdir()} == {
+            "model.onnx",
+            f"stage{number}.onnx.data",
+        }
+        assert stage.files == (
+            f"stage{number}.onnx",
+            f"triton/Sequential_stage{number}/1/stage{number}.onnx.data",
+        )
         assert (version / f"stage{number}.onnx.data").stat().st_nlink == 1
-        one, other = (onnx.load(file) for file in (tmp_path / "stages" / stage.files[0], version / "model.onnx"))
+        one, other = (
+            onnx.load(file)
+            for file in (tmp_path / "stages" / stage.files[0], version / "model.onnx")
+        )
         assert list(one.graph.initializer) == list(other.graph.initializer)
         assert one.graph.initializer[0].raw_data
     given = x(2, 64)
@@ -131,7 +152,9 @@ def test_triton_has_open_sizes_as_minus_one_and_no_tensors_without_dimensions(tm
     first.attributes["keepdims"] = ir.AttrInt64("keepdims", 0)
     second = tagged_node("Mul", [first.outputs[0], number], "second", "b")
     first.outputs[0].shape = second.outputs[0].shape = ir.Shape([])
-    infos = [htp_export.ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "first", "second")]
+    infos = [
+        htp_export.ModuleInfo(path, "net.Net", 1, "computed") for path in ("", "first", "second")
+    ]
     made = handmade.model([given, number], [first, second], [], infos)
     htp_export.partition(made, 2, tmp_path / "stages", serve="triton")
     models = configurations(tmp_path / "stages")
@@ -150,7 +173,9 @@ def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path):
     model = handmade.encoder()
     model.graph.inputs[0].name = NASTY
     model.graph.name = "../../evil"
-    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace("net.Net", "../../evil")
+    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace(
+        "net.Net", "../../evil"
+    )
     htp_export.partition(model, 2, tmp_path / "stages", serve="triton")
     models = configurations(tmp_path / "stages")
     assert all(re.fullmatch(r"[\w-]+", name) for name in models)
@@ -159,10 +184,15 @@ def test_names_of_tensors_cannot_break_out_of_triton_files(tmp_path):
     check_ensemble(ensemble, models)
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(ir.DataType.FLOAT8E4M3FN, [2]), (ir.DataType.FLOAT, None)])
+@pytest.mark.parametrize(
+    ("kind", "shape"), [(ir.DataType.FLOAT8E4M3FN, [2]), (ir.DataType.FLOAT, None)]
+)
 def test_triton_is_not_given_what_it_does_not_have(kind, shape, tmp_path):
     model = handmade.encoder()
-    model.graph.inputs[0].type, model.graph.inputs[0].shape = ir.TensorType(kind), shape and ir.Shape(shape)
+    model.graph.inputs[0].type, model.graph.inputs[0].shape = (
+        ir.TensorType(kind),
+        shape and ir.Shape(shape),
+    )
     with pytest.raises(InputError, match=r"tensor 'x' is .*: Triton needs"):
         htp_export.partition(model, 2, tmp_path / "stages", serve="triton")
     assert list(tmp_path.iterdir()) == []
@@ -182,16 +212,29 @@ def test_ray_program_is_the_same_for_every_model_and_needs_nothing_of_ours(tmp_p
     imported = {each.names[0].name for each in ast.walk(tree) if isinstance(each, ast.Import)}
     imported |= {str(each.module) for each in ast.walk(tree) if isinstance(each, ast.ImportFrom)}
     own = {"__future__", "asyncio", "json", "pathlib", "sys", "typing"}
-    assert imported == {*own, "onnxruntime", "numpy", "ray", "ray.exceptions", "starlette.responses"}
+    assert imported == {
+        *own,
+        "onnxruntime",
+        "numpy",
+        "ray",
+        "ray.exceptions",
+        "starlette.responses",
+    }
 
 
 def test_ray_is_not_given_tensors_that_numpy_does_not_have(tmp_path):
     model = handmade.encoder()
-    values = [*model.graph.inputs, *model.graph.initializers.values(), *(node.outputs[0] for node in model.graph)]
+    values = [
+        *model.graph.inputs,
+        *model.graph.initializers.values(),
+        *(node.outputs[0] for node in model.graph),
+    ]
     for each in values:
         each.type = ir.TensorType(ir.DataType.BFLOAT16)
         if each.const_value is not None:
-            each.const_value = ir.tensor(each.const_value.numpy().astype(ml_dtypes.bfloat16), name=each.name)
+            each.const_value = ir.tensor(
+                each.const_value.numpy().astype(ml_dtypes.bfloat16), name=each.name
+            )
     with pytest.raises(InputError, match="which numpy arrays cannot carry"):
         htp_export.partition(model, 2, tmp_path / "stages", serve="ray")
 
@@ -247,7 +290,10 @@ class Request:
 def test_ray_program_chains_the_stages_and_answers_requests(served, tmp_path):
     app, found, inputs = served
     folder = str(tmp_path / "stages")
-    stages = [Handle(app.Stage(folder, number, ["CPUExecutionProvider"])) for number in range(len(found.stages))]
+    stages = [
+        Handle(app.Stage(folder, number, ["CPUExecutionProvider"]))
+        for number in range(len(found.stages))
+    ]
     pipeline = app.Pipeline(folder, *stages)
     expected = found.run(inputs)
 
@@ -272,14 +318,23 @@ ROW = [[1, 2.5, 3, 4]] * 2
         (b"[" * 100_000, "the body is no JSON"),
         (b"[]", "no object with the inputs of the model: ids, input"),
         ({"input": ROW}, "no object with the inputs of the model: ids, input"),
-        ({"ids": [1], "input": ROW, "more": 1}, "no object with the inputs of the model: ids, input"),
-        ({"ids": [1], "input": [[1, 2], [3]]}, "input 'input' is no FLOAT, or no nested lists of it of equal lengths"),
+        (
+            {"ids": [1], "input": ROW, "more": 1},
+            "no object with the inputs of the model: ids, input",
+        ),
+        (
+            {"ids": [1], "input": [[1, 2], [3]]},
+            "input 'input' is no FLOAT, or no nested lists of it of equal lengths",
+        ),
         ({"ids": [1], "input": [["1"] * 4] * 2}, "input 'input' is no FLOAT"),
         ({"ids": [1], "input": None}, "input 'input' is no FLOAT"),
         ({"ids": [1.5], "input": ROW}, "input 'ids' is no INT8"),
         ({"ids": [True], "input": ROW}, "input 'ids' is no INT8"),
         ({"ids": [300], "input": ROW}, "input 'ids' has numbers that INT8 does not have"),
-        ({"ids": [1], "input": [[1, 2]] * 2}, r"input 'input' has the shape \[2, 2\], and the model takes \['n', 4\]"),
+        (
+            {"ids": [1], "input": [[1, 2]] * 2},
+            r"input 'input' has the shape \[2, 2\], and the model takes \['n', 4\]",
+        ),
         ({"ids": [1], "input": 3}, r"input 'input' has the shape \[\]"),
         ({"ids": [1, 2, 3], "input": ROW}, "n is 3 and, in input 'input', 2"),
     ],
@@ -289,7 +344,9 @@ def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, messa
     app = program(tmp_path / "stages")
     entries = [("ids", "INT8", ["n"]), ("input", "FLOAT", ["n", 4])]
     inputs = [{"name": name, "type": kind, "shape": shape} for name, kind, shape in entries]
-    (tmp_path / "manifest.json").write_text(json.dumps({"inputs": inputs, "outputs": [], "stages": []}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({"inputs": inputs, "outputs": [], "stages": []})
+    )
     pipeline = app.Pipeline(str(tmp_path))
     taken = pipeline.inputs_of(json.dumps({"ids": [1, -2], "input": ROW}).encode())
     assert {name: (array.dtype.name, array.tolist()) for name, array in taken.items()} == {
@@ -305,7 +362,10 @@ def replicas(deployment: str) -> list[int]:
     found = []
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):  # a process that has ended
-            if folder.name.isdigit() and f"ServeReplica:stages:{deployment}" in (folder / "cmdline").read_text():
+            if (
+                folder.name.isdigit()
+                and f"ServeReplica:stages:{deployment}" in (folder / "cmdline").read_text()
+            ):
                 found.append(int(folder.name))
     return found
 
@@ -324,7 +384,9 @@ def answer_over_http(body: Any) -> tuple[int, Any]:
 @pytest.mark.filterwarnings("ignore")  # of Ray's own code and what it depends on
 def test_ray_serves_the_stages(served):
     ray = pytest.importorskip("ray", reason="Ray is not installed: pip install 'htp-export[serve]'")
-    serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install 'htp-export[serve]'")
+    serve = pytest.importorskip(
+        "ray.serve", reason="Ray Serve is not installed: pip install 'htp-export[serve]'"
+    )
     app, found, inputs = served
     body = {name: array.tolist() for name, array in inputs.items()}
     ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
@@ -343,5 +405,8 @@ def test_ray_serves_the_stages(served):
         ray.shutdown()
     assert all(np.array_equal(answer[name], array) for name, array in found.run(inputs).items())
     assert over_http == (200, {name: array.tolist() for name, array in answer.items()})
-    assert refused == (400, {"error": "input 'input' is no FLOAT, or no nested lists of it of equal lengths"})
+    assert refused == (
+        400,
+        {"error": "input 'input' is no FLOAT, or no nested lists of it of equal lengths"},
+    )
     assert after_deaths == [over_http] * 3, "requests wait until another replica is there"

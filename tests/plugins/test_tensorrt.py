@@ -58,7 +58,13 @@ def times(**ms: float) -> list[dict[str, Any]]:
     return [
         {"count": 50},
         *(
-            {"name": name, "timeMs": 50 * each, "averageMs": each, "medianMs": each, "percentage": 1.0}
+            {
+                "name": name,
+                "timeMs": 50 * each,
+                "averageMs": each,
+                "medianMs": each,
+                "percentage": 1.0,
+            }
             for name, each in ms.items()
         ),
     ]
@@ -68,11 +74,15 @@ def times(**ms: float) -> list[dict[str, Any]]:
 def read(tmp_path):
     """Profile the model from layers (names or objects) and times; without times, every layer takes 1 ms."""
 
-    def profile(layers: list[Any], given: Any = None, made: ir.Model | None = None) -> htp_export.results.Profile:
+    def profile(
+        layers: list[Any], given: Any = None, made: ir.Model | None = None
+    ) -> htp_export.results.Profile:
         names = [layer if isinstance(layer, str) else layer["Name"] for layer in layers]
         info = {"Layers": layers, "Bindings": ["x", "y"]}
         (tmp_path / "layers.json").write_text(json.dumps(info))
-        (tmp_path / "times.json").write_text(json.dumps(times(**dict.fromkeys(names, 1.0)) if given is None else given))
+        (tmp_path / "times.json").write_text(
+            json.dumps(times(**dict.fromkeys(names, 1.0)) if given is None else given)
+        )
         files = (tmp_path / "layers.json", tmp_path / "times.json")
         return htp_export.profile(made or model(), engine="tensorrt", measured=files)
 
@@ -94,7 +104,10 @@ class TestNames:
             ("PWN(/block/act/Sigmoid)", ("block.act",)),
             ("PWN(PWN(/block/act/Sigmoid), /block/act/Mul)", ("block.act",)),
             ("PWN(PWN(/block/act/Sigmoid), PWN(/block/act/Mul))", ("block.act",)),
-            (f"{CONV1} + PWN(PWN(/block/act/Sigmoid), PWN(/block/act/Mul))", ("block.conv1", "block.act")),
+            (
+                f"{CONV1} + PWN(PWN(/block/act/Sigmoid), PWN(/block/act/Mul))",
+                ("block.conv1", "block.act"),
+            ),
             ("/block/conv2/Conv + /block/Add", ("block.conv2", "block")),
             (f"{CONV1} || /block/conv2/Conv", ("block.conv1", "block.conv2")),
             ("2-layer MLP: /fc/MatMul + /head/Exp -> /head/Softmax", ("fc", "head")),
@@ -133,7 +146,12 @@ class TestNames:
         made = model()
         made.graph[1].name, made.graph[2].name = f"{CONV1}_1", f"{CONV1}_10"
         report = read([CONV1, f"{CONV1}_1", f"{CONV1}_10", f"{CONV1}_2"], made=made)
-        assert owners(report) == [("block.conv1",), ("block.act",), ("block.act",), ("block.conv1",)]
+        assert owners(report) == [
+            ("block.conv1",),
+            ("block.act",),
+            ("block.act",),
+            ("block.conv1",),
+        ]
 
     def test_nodes_without_names_are_told_by_their_outputs(self, read):
         made = model()
@@ -172,7 +190,9 @@ class TestTimes:
         assert [kernel.ms for kernel in read([CONV1, CONV1], given).kernels] == [1, 2]
 
 
-def layer(name: str, inputs: list[str], outputs: list[str], metadata: str = "", kind: str = "kgen") -> dict[str, Any]:
+def layer(
+    name: str, inputs: list[str], outputs: list[str], metadata: str = "", kind: str = "kgen"
+) -> dict[str, Any]:
     """A layer as ``--profilingVerbosity=detailed`` writes it."""
 
     def tensors(names: list[str]) -> list[dict[str, Any]]:
@@ -191,7 +211,9 @@ def layer(name: str, inputs: list[str], outputs: list[str], metadata: str = "", 
 
 class TestDetailedLayers:
     def test_metadata_tells_what_a_kernel_of_myelin_was_made_of(self, read):
-        metadata = "[ONNX Layer: /fc/MatMul]\x1e[ONNX Layer: /head/Exp]\x1f[ONNX Layer: /head/Softmax]"
+        metadata = (
+            "[ONNX Layer: /fc/MatMul]\x1e[ONNX Layer: /head/Exp]\x1f[ONNX Layer: /head/Softmax]"
+        )
         report = read([layer("__myl_FcExpSoft_myl0_3", ["__mye12"], ["__mye13"], metadata)])
         assert owners(report) == [("fc", "head")]
         assert report.modules["head"].by_op == {"kgen": 0.5}
@@ -199,7 +221,10 @@ class TestDetailedLayers:
     def test_names_with_brackets_in_metadata(self, read):
         made = model()
         made.graph[0].name = "layers[0]/Conv"
-        report = read([layer("k", [], [], "[ONNX Layer: layers[0]/Conv]\x1f[ONNX Layer: /fc/MatMul]")], made=made)
+        report = read(
+            [layer("k", [], [], "[ONNX Layer: layers[0]/Conv]\x1f[ONNX Layer: /fc/MatMul]")],
+            made=made,
+        )
         assert owners(report) == [("block.conv1", "fc")]
 
     def test_without_names_the_tensors_tell_and_nodes_of_other_layers_do_not_count(self, read):
@@ -210,7 +235,13 @@ class TestDetailedLayers:
             layer("/fc/MatMul", ["e"], ["g"]),
             layer("__myl_c", ["g"], ["y"]),
         ]
-        assert owners(read(layers)) == [("block.conv1",), ("block.act",), ("block.conv2", "block"), ("fc",), ("head",)]
+        assert owners(read(layers)) == [
+            ("block.conv1",),
+            ("block.act",),
+            ("block.conv2", "block"),
+            ("fc",),
+            ("head",),
+        ]
 
     def test_an_inserted_layer_belongs_to_its_consumers_and_at_the_end_to_its_producers(self, read):
         layers = [
@@ -228,9 +259,16 @@ class TestRegions:
         assert owners(report) == [("block.conv1", "block.act", "block.conv2", "block"), ("fc",)]
 
     def test_an_end_may_be_joined_or_unknown(self, read):
-        report = read(["{ForeignNode[/Flatten + /fc/MatMul...(Unnamed Layer* 4183) [Shuffle]]}", CONV1])
+        report = read(
+            ["{ForeignNode[/Flatten + /fc/MatMul...(Unnamed Layer* 4183) [Shuffle]]}", CONV1]
+        )
         assert owners(report) == [("", "fc", "head"), ("block.conv1",)]
-        report = read(["{ForeignNode[ONNXTRT_ShapeShuffle_342_output[Constant].../block/act/Mul]}", "/fc/MatMul"])
+        report = read(
+            [
+                "{ForeignNode[ONNXTRT_ShapeShuffle_342_output[Constant].../block/act/Mul]}",
+                "/fc/MatMul",
+            ]
+        )
         assert owners(report) == [("block.conv1", "block.act"), ("fc",)]
         report = read(["{ForeignNode[one...(Unnamed Layer* 3) [Shuffle]]}", "/fc/MatMul"])
         assert owners(report) == [(), ("fc",)]
@@ -253,14 +291,38 @@ class TestWrongFiles:
         ("layers", "given", "message"),
         [
             ('{"Layers": ["a"', "[]", r"layers\.json: is not JSON: .*line 1 column 16"),
-            ('{"Layers": ["g"]}', '[{"count": 1},\n{"name"', r"times\.json: is not JSON: .*line 2 column 8"),
+            (
+                '{"Layers": ["g"]}',
+                '[{"count": 1},\n{"name"',
+                r"times\.json: is not JSON: .*line 2 column 8",
+            ),
             ("[]", "[]", r"layers\.json: is not what trtexec --exportLayerInfo writes: TypeError"),
             ('{"Layers": ["g", {"LayerType": "x"}]}', "[]", "--exportLayerInfo writes: KeyError"),
-            ('{"Layers": [{"Name": "g", "Inputs": ["x"]}]}', "[]", "--exportLayerInfo writes: TypeError"),
-            ('{"Layers": ["g"]}', "{}", r"times\.json: is not what trtexec --exportProfile writes: .* a time"),
-            ('{"Layers": ["g"]}', '[{"count": 1}, {"averageMs": 1}]', "--exportProfile writes: KeyError"),
-            ('{"Layers": ["g"]}', '[{"count": 1}, {"name": "g", "percentage": 3}]', "--exportProfile writes: KeyError"),
-            ('{"Layers": ["g"]}', '[{"count": 1}, {"name": "g", "averageMs": NaN}]', "a number from 0 up"),
+            (
+                '{"Layers": [{"Name": "g", "Inputs": ["x"]}]}',
+                "[]",
+                "--exportLayerInfo writes: TypeError",
+            ),
+            (
+                '{"Layers": ["g"]}',
+                "{}",
+                r"times\.json: is not what trtexec --exportProfile writes: .* a time",
+            ),
+            (
+                '{"Layers": ["g"]}',
+                '[{"count": 1}, {"averageMs": 1}]',
+                "--exportProfile writes: KeyError",
+            ),
+            (
+                '{"Layers": ["g"]}',
+                '[{"count": 1}, {"name": "g", "percentage": 3}]',
+                "--exportProfile writes: KeyError",
+            ),
+            (
+                '{"Layers": ["g"]}',
+                '[{"count": 1}, {"name": "g", "averageMs": NaN}]',
+                "a number from 0 up",
+            ),
             (
                 '{"Layers": ["g"]}',
                 '[{"count": 1}, {"name": "z", "averageMs": 1}]',
@@ -275,7 +337,9 @@ class TestWrongFiles:
     )
     def test_they_are_refused_with_the_place(self, tmp_path, layers, given, message):
         with pytest.raises(FileError, match=message):
-            htp_export.profile(model(), engine="tensorrt", measured=self.write(tmp_path, layers, given))
+            htp_export.profile(
+                model(), engine="tensorrt", measured=self.write(tmp_path, layers, given)
+            )
 
     def test_options_of_a_run_are_refused(self, tmp_path):
         files = self.write(tmp_path, '{"Layers": ["g"]}', json.dumps(times(g=1)))
@@ -300,10 +364,33 @@ class TestCommandLine:
         Path("times.json").write_text(json.dumps(times(**{CONV1: 1, "/fc/MatMul": 3})))
         assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json"]) == 0
         assert "4.000 ms a run in the layers of TensorRT" in capsys.readouterr().out
-        assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json", "--json"]) == 0
+        assert (
+            main(
+                ["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json", "--json"]
+            )
+            == 0
+        )
         result = json.loads(capsys.readouterr().out)
-        assert (result["modules"]["fc"]["total_ms"], result["engine"], result["timing"]) == (3, "tensorrt", "layers")
+        assert (result["modules"]["fc"]["total_ms"], result["engine"], result["timing"]) == (
+            3,
+            "tensorrt",
+            "layers",
+        )
         assert main(["profile", "net.onnx", *READ, "times.json", "--measured", "layers.json"]) == 2
         assert "times.json: is not what trtexec --exportLayerInfo writes" in capsys.readouterr().err
-        assert main(["profile", "net.onnx", *READ, "layers.json", "--measured", "times.json", "--threads", "1"]) == 2
+        assert (
+            main(
+                [
+                    "profile",
+                    "net.onnx",
+                    *READ,
+                    "layers.json",
+                    "--measured",
+                    "times.json",
+                    "--threads",
+                    "1",
+                ]
+            )
+            == 2
+        )
         assert "--threads: the engine tensorrt has no such option" in capsys.readouterr().err

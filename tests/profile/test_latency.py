@@ -24,7 +24,12 @@ from tests.handmade import encoder, with_function
 from tests.nets import Holding, spread
 
 SLOW = pytest.mark.slow
-OTHERS = (("bert", "torchscript"), ("gpt2", "dynamo"), ("resnet", "dynamo"), ("resnet", "torchscript"))
+OTHERS = (
+    ("bert", "torchscript"),
+    ("gpt2", "dynamo"),
+    ("resnet", "dynamo"),
+    ("resnet", "torchscript"),
+)
 BOTH = pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=SLOW)])
 
 
@@ -34,10 +39,17 @@ def small(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     ids = torch.arange(12).reshape(1, 12)
     words = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if name == "bert":
-        sizes = {"hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100}
+        sizes = {
+            "hidden_size": 32,
+            "num_attention_heads": 2,
+            "intermediate_size": 64,
+            "vocab_size": 100,
+        }
         return tf.BertModel(tf.BertConfig(num_hidden_layers=1, **sizes)), words
     if name == "gpt2":
-        config = tf.GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=32, use_cache=False)
+        config = tf.GPT2Config(
+            n_layer=1, n_embd=32, n_head=2, vocab_size=100, n_positions=32, use_cache=False
+        )
         return tf.GPT2LMHeadModel(config), {**words, "position_ids": ids}
     config = tf.ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 2], num_labels=3)
     return tf.ResNetForImageClassification(config), {"pixel_values": torch.randn(1, 3, 32, 32)}
@@ -54,7 +66,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], P
         model, kwargs = small(name)
         path = folder / f"{name}_{exporter}.onnx"
         dynamo = exporter == "dynamo"
-        htp_export.export(spread(model).eval(), (), path, kwargs=kwargs, dynamo=dynamo, verbose=False)
+        htp_export.export(
+            spread(model).eval(), (), path, kwargs=kwargs, dynamo=dynamo, verbose=False
+        )
         return path
 
     return file
@@ -84,7 +98,9 @@ class TestRealModels:
             *(pytest.param(name, exporter, marks=SLOW) for name, exporter in OTHERS),
         ],
     )
-    def test_all_kernels_of_an_optimised_model_belong_to_modules_and_times_add_up(self, exported, name, exporter):
+    def test_all_kernels_of_an_optimised_model_belong_to_modules_and_times_add_up(
+        self, exported, name, exporter
+    ):
         report = htp_export.profile(exported(name, exporter), runs=3)
         assert report.unattributed == ()
         assert report.kernels_ms > 0
@@ -92,13 +108,18 @@ class TestRealModels:
         assert_adds_up(report)
         assert set(report.modules) == set(htp_export.load(exported(name, exporter)).paths)
 
-    @pytest.mark.parametrize("level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED"])
+    @pytest.mark.parametrize(
+        "level", ["ORT_DISABLE_ALL", "ORT_ENABLE_BASIC", "ORT_ENABLE_EXTENDED"]
+    )
     def test_less_optimisation_loses_no_kernel_either(self, exported, level):
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = getattr(onnxruntime.GraphOptimizationLevel, level)
         report = htp_export.profile(exported("bert"), runs=1, session_options=options)
         assert report.unattributed == ()
-        fused = {kernel.op_type for kernel in report.kernels} & {"SkipLayerNormalization", "FusedMatMul"}
+        fused = {kernel.op_type for kernel in report.kernels} & {
+            "SkipLayerNormalization",
+            "FusedMatMul",
+        }
         assert bool(fused) == (level == "ORT_ENABLE_EXTENDED")
         assert_adds_up(report)
 
@@ -116,17 +137,26 @@ class TestRealModels:
         assert report.modules[output].fused_ms == 0
 
     @BOTH
-    def test_a_convolution_that_adds_and_clips_belongs_to_the_block_and_its_activation_too(self, exported, exporter):
+    def test_a_convolution_that_adds_and_clips_belongs_to_the_block_and_its_activation_too(
+        self, exported, exporter
+    ):
         report = htp_export.profile(exported("resnet", exporter), runs=1)
         block = "resnet.encoder.stages.1.layers.1"
-        parts = {f"{block}.layer.2.convolution", f"{block}.layer.2.normalization", block, f"{block}.activation"}
+        parts = {
+            f"{block}.layer.2.convolution",
+            f"{block}.layer.2.normalization",
+            block,
+            f"{block}.activation",
+        }
         mine = [kernel for kernel in report.kernels if parts & {*kernel.owners}]
         assert parts <= {path for kernel in mine for path in kernel.owners}
         # Whatever this machine's kernels are, none of them reaches into another block.
         for kernel in mine:
             assert all(path == "resnet.pooler" or path.startswith(block) for path in kernel.owners)
 
-    def test_nothing_is_written_beside_the_file_and_nothing_is_left(self, exported, tmp_path, monkeypatch):
+    def test_nothing_is_written_beside_the_file_and_nothing_is_left(
+        self, exported, tmp_path, monkeypatch
+    ):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         path = exported("bert")
         before = {each: each.stat().st_mtime_ns for each in path.parent.iterdir()}
@@ -151,9 +181,12 @@ def test_the_heavy_module_comes_first_and_calls_are_counted():
     assert {module.path for module in order[:2]} == {"wide", "back"}
     assert (report.modules["small"].calls, report.modules["small"].kernels) == (2, 2)
     shares = report.by_path("share")
-    assert shares == {path: pytest.approx(m.total_ms / report.kernels_ms) for path, m in report.modules.items()}
+    assert shares == {
+        path: pytest.approx(m.total_ms / report.kernels_ms) for path, m in report.modules.items()
+    }
     assert shares[""] == pytest.approx(
-        sum(shares[path] for path in ("small", "wide", "back")) + report.modules[""].self_ms / report.kernels_ms
+        sum(shares[path] for path in ("small", "wide", "back"))
+        + report.modules[""].self_ms / report.kernels_ms
     )
 
 
@@ -181,7 +214,15 @@ g (float[64, 64] x, int64 n, bool c) => (float[64, 64] y) <bool go = {1}> {
 
 
 def test_work_in_loops_and_branches_belongs_to_its_own_module_and_is_counted_as_often_as_it_ran():
-    owners = {"r": "loop", "k2": "loop", "m": "loop.step", "o": "loop", "u": "loop.yes", "v": "loop.no", "y": ""}
+    owners = {
+        "r": "loop",
+        "k2": "loop",
+        "m": "loop.step",
+        "o": "loop",
+        "u": "loop.yes",
+        "v": "loop.no",
+        "y": "",
+    }
     feed = {"x": np.ones((64, 64), np.float32), "n": np.asarray(5, np.int64), "c": np.asarray(True)}
     report = htp_export.profile(tagged(LOOP, **owners), feed, runs=3)
     assert_adds_up(report)
@@ -232,11 +273,15 @@ def test_what_belongs_to_no_module_is_listed_with_its_time():
 
 def test_torch_scopes_are_taken_with_a_warning_and_no_tags_are_refused(tmp_path, caplog):
     net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1)).eval()
-    torch.onnx.export(net, (torch.randn(2, 4),), tmp_path / "plain.onnx", verbose=False, dynamo=True)
+    torch.onnx.export(
+        net, (torch.randn(2, 4),), tmp_path / "plain.onnx", verbose=False, dynamo=True
+    )
     report = htp_export.profile(tmp_path / "plain.onnx", runs=1)
     assert report.modules["1"].by_op.keys() == {"Softmax"}
     assert "not exact" in caplog.text
-    bare = tagged('<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[2] y) { y = Neg(x) }')
+    bare = tagged(
+        '<ir_version: 10, opset_import: ["": 20]> g (float[2] x) => (float[2] y) { y = Neg(x) }'
+    )
     with pytest.raises(UntaggedModelError, match=r"export it with htp_export\.export"):
         htp_export.profile(bare)
 
@@ -258,9 +303,18 @@ class TestInputs:
     def test_bfloat16_runs_from_torch_and_at_random(self):
         text = '<ir_version: 10, opset_import: ["": 20]> g (bfloat16[4] x) => (float[4] y) { y = Cast<to = 1>(x) }'
         model = tagged(text, y="act")
-        assert htp_export.profile(model, {"x": torch.ones(4, dtype=torch.bfloat16)}, runs=1).modules["act"].kernels == 1
+        assert (
+            htp_export.profile(model, {"x": torch.ones(4, dtype=torch.bfloat16)}, runs=1)
+            .modules["act"]
+            .kernels
+            == 1
+        )
         assert htp_export.profile(model, runs=1).modules["act"].kernels == 1
-        array = Inputs.of(model).feed({"x": torch.tensor([1.5, 2, 3, 4], dtype=torch.bfloat16)}).arrays["x"]
+        array = (
+            Inputs.of(model)
+            .feed({"x": torch.tensor([1.5, 2, 3, 4], dtype=torch.bfloat16)})
+            .arrays["x"]
+        )
         assert array.astype(np.float32).tolist() == [1.5, 2, 3, 4]
 
     def test_no_random_value_can_be_made_of_strings(self):
@@ -284,7 +338,17 @@ class TestCommandLine:
     def test_shows_the_tree_with_times_to_a_depth_and_in_an_order(self, file, capsys):
         assert main(["profile", file, "--runs", "2", "--warmup", "0", "--threads", "1"]) == 0
         lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
-        assert lines[0].split() == ["module", "class", "total", "ms", "self", "ms", "share", "kernels", "mostly"]
+        assert lines[0].split() == [
+            "module",
+            "class",
+            "total",
+            "ms",
+            "self",
+            "ms",
+            "share",
+            "kernels",
+            "mostly",
+        ]
         names = [line.strip("│├└─ ").split()[0] for line in lines[1:6]]
         assert names == ["(root)", "layer.0", "fc", "layer.1", "fc"]
         assert "ms a run, median of 2" in lines[-2]
@@ -305,9 +369,17 @@ class TestCommandLine:
         assert main(["profile", file, "--runs", "1", "--memory"]) == 0
         output = capfd.readouterr()
         assert "allocated for the outputs of kernels" in output.out
-        assert "already exists" not in output.err  # ONNX Runtime's warning of an option that is set again
-        assert main(["profile", file, "--runs", "1", "--memory", "--optimization", "disable", "--json"]) == 0
+        # ONNX Runtime's warning of an option that is set again
+        assert "already exists" not in output.err
+        assert (
+            main(
+                ["profile", file, "--runs", "1", "--memory", "--optimization", "disable", "--json"]
+            )
+            == 0
+        )
         result = json.loads(capfd.readouterr().out)
-        assert result["memory"]["allocated_bytes"] == sum(kernel["bytes"] for kernel in result["memory"]["kernels"])
+        assert result["memory"]["allocated_bytes"] == sum(
+            kernel["bytes"] for kernel in result["memory"]["kernels"]
+        )
         assert result["modules"]["layer.0"]["estimated_bytes"] > 0
         assert result["modules"][""]["allocated_bytes"] == result["memory"]["allocated_bytes"]

@@ -18,7 +18,13 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.profile import latency, measurements, onnxruntime_engine
-from htp_export.capabilities.profile.measurements import Entry, Kernel, Measurement, consistent, entry_kernels
+from htp_export.capabilities.profile.measurements import (
+    Entry,
+    Kernel,
+    Measurement,
+    consistent,
+    entry_kernels,
+)
 from htp_export.command.main import main
 from htp_export.errors import InputError
 from htp_export.model.tagged import TaggedModel
@@ -32,15 +38,33 @@ from tests.profile.test_latency import assert_adds_up
 CUDA, CPU = "CUDAExecutionProvider", "CPUExecutionProvider"
 
 
-def node(name: str, start: int, duration: int, provider: str = CUDA, index: int = 0) -> dict[str, Any]:
+def node(
+    name: str, start: int, duration: int, provider: str = CUDA, index: int = 0
+) -> dict[str, Any]:
     arguments = {"op_name": name.partition("_")[0], "node_index": str(index), "provider": provider}
-    return {"cat": "Node", "name": f"{name}_kernel_time", "ts": start, "dur": duration, "tid": 1, "args": arguments}
+    return {
+        "cat": "Node",
+        "name": f"{name}_kernel_time",
+        "ts": start,
+        "dur": duration,
+        "tid": 1,
+        "args": arguments,
+    }
 
 
 def on_device(name: str, start: int, duration: int, parent: str | None) -> dict[str, Any]:
     """The event of a kernel on a device; without a parent where ONNX Runtime did not find it."""
-    arguments = {"stream": "7"} | ({"op_name": "x", "parent_name": f"{parent}_kernel_time"} if parent else {})
-    return {"cat": "Kernel", "name": name, "ts": start, "dur": duration, "tid": -1, "args": arguments}
+    arguments = {"stream": "7"} | (
+        {"op_name": "x", "parent_name": f"{parent}_kernel_time"} if parent else {}
+    )
+    return {
+        "cat": "Kernel",
+        "name": name,
+        "ts": start,
+        "dur": duration,
+        "tid": -1,
+        "args": arguments,
+    }
 
 
 def session(name: str, start: int, duration: int) -> dict[str, Any]:
@@ -85,8 +109,14 @@ class TestTraces:
             ("MatMul_a", "Softmax_b", "Reshape_c", "Shape_d", "memcpy"), 2
         )
 
-    def test_without_those_of_known_nodes_the_times_are_those_of_launches_and_it_says_so(self, tmp_path):
-        unknown = [event for event in run_of(0, 1, device=True) if "parent_name" not in event.get("args", {})]
+    def test_without_those_of_known_nodes_the_times_are_those_of_launches_and_it_says_so(
+        self, tmp_path
+    ):
+        unknown = [
+            event
+            for event in run_of(0, 1, device=True)
+            if "parent_name" not in event.get("args", {})
+        ]
         for events in (run_of(0, 1, device=False), unknown):
             trace = read(tmp_path, events)
             assert trace.timing == "launches"
@@ -110,7 +140,10 @@ class TestTraces:
             session("model_run", 0, 99),
         ]
         trace = read(tmp_path, inner)
-        times = {key.label: (list(each), [holder.label for holder in key.holders]) for key, each in trace.times.items()}
+        times = {
+            key.label: (list(each), [holder.label for holder in key.holders])
+            for key, each in trace.times.items()
+        }
         assert times == {"Loop_l": ([0], []), "MatMul_i": ([0.024], ["Loop_l"])}
 
     def test_a_run_on_the_cpu_has_kernels(self, tmp_path):
@@ -149,7 +182,13 @@ class TestTraces:
         assert next(iter(cut_short.times.values())) == [0.006]
 
 
-class Net(Holding, small=nn.Linear(64, 64), wide=nn.Linear(64, 4096), back=nn.Linear(4096, 64), act=nn.ReLU()):
+class Net(
+    Holding,
+    small=nn.Linear(64, 64),
+    wide=nn.Linear(64, 4096),
+    back=nn.Linear(4096, 64),
+    act=nn.ReLU(),
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.small(self.act(self.back(self.wide(self.small(x)))))
 
@@ -164,14 +203,20 @@ class TestModulesAlone:
     def test_every_module_with_nodes_of_its_own_runs_alone_and_says_so(self, program):
         report = htp_export.profile(program, runs=3, timing="modules")
         assert report.timing == "modules"
-        assert {kernel.name: (kernel.op_type, kernel.owners, kernel.launches) for kernel in report.kernels} == {
+        assert {
+            kernel.name: (kernel.op_type, kernel.owners, kernel.launches)
+            for kernel in report.kernels
+        } == {
             "small": ("module", ("small",), 2),
             "wide": ("module", ("wide",), 1),
             "back": ("module", ("back",), 1),
             "act": ("module", ("act",), 1),
         }
         assert_adds_up(report)
-        order = sorted((module for module in report.modules.values() if module.path), key=lambda each: -each.self_ms)
+        order = sorted(
+            (module for module in report.modules.values() if module.path),
+            key=lambda each: -each.self_ms,
+        )
         assert {module.path for module in order[:2]} == {"wide", "back"}
         assert "each module ran alone, with its inputs on the device" in str(report)
         assert "ms in modules alone" in report.summary
@@ -188,12 +233,16 @@ class TestModulesAlone:
                 return self.pick(self.first(x).argmax(-1))
 
         made = htp_export.export(spread(Places()).eval(), (torch.randn(3, 4),), verbose=False)
-        report = htp_export.profile(made, {"x": np.ones((3, 4), np.float32)}, runs=1, timing="modules")
+        report = htp_export.profile(
+            made, {"x": np.ones((3, 4), np.float32)}, runs=1, timing="modules"
+        )
         assert {"first", "pick"} <= {kernel.name for kernel in report.kernels}
 
     def test_own_times_are_differences_and_at_least_0(self, monkeypatch):
         alone = {"layer.0": 5.0, "layer.0.fc": 2.0, "layer.1": 1.0, "layer.1.fc": 2.0, "": 9.0}
-        monkeypatch.setattr(onnxruntime_engine, "_time", lambda tagged, part, *rest: alone[part.path])
+        monkeypatch.setattr(
+            onnxruntime_engine, "_time", lambda tagged, part, *rest: alone[part.path]
+        )
         report = htp_export.profile(encoder(), runs=1, timing="modules")
         own = {kernel.name: kernel.ms for kernel in report.kernels}
         assert own == {"(root)": 2, "layer.0": 3, "layer.0.fc": 2, "layer.1": 0, "layer.1.fc": 2}
@@ -206,7 +255,9 @@ class TestModulesAlone:
         assert "gate.yes" not in {kernel.name for kernel in report.kernels}
         assert any(line.startswith("gate.yes did not run alone: ") for line in report.notes)
 
-    def test_the_command_takes_it_and_an_unknown_way_is_refused(self, tmp_path, monkeypatch, capsys):
+    def test_the_command_takes_it_and_an_unknown_way_is_refused(
+        self, tmp_path, monkeypatch, capsys
+    ):
         monkeypatch.chdir(tmp_path)
         htp_export.load(encoder()).save("net.onnx")
         assert main(["profile", "net.onnx", "--runs", "1", "--timing", "modules", "--json"]) == 0
@@ -223,14 +274,18 @@ class TestWhichTimesAProfileTakes:
         monkeypatch.setattr(traces, "QUEUED", frozenset({CPU}))
 
     @pytest.mark.usefixtures("queued")
-    def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(self, program, monkeypatch):
+    def test_launches_that_explain_a_run_stay_and_are_said_to_be_launches(
+        self, program, monkeypatch
+    ):
         monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: True)
         report = htp_export.profile(program, runs=2)
         assert report.timing == "launches"
         assert "this ONNX Runtime does not measure kernels on the device" in str(report)
 
     @pytest.mark.usefixtures("queued")
-    def test_launches_that_do_not_give_way_to_modules_alone_unless_kernels_are_asked_for(self, program, monkeypatch):
+    def test_launches_that_do_not_give_way_to_modules_alone_unless_kernels_are_asked_for(
+        self, program, monkeypatch
+    ):
         monkeypatch.setattr(onnxruntime_engine, "_explain", lambda kernels, run_ms: False)
         assert htp_export.profile(program, runs=2).timing == "modules"
         assert htp_export.profile(program, runs=2, timing="kernels").timing == "launches"
@@ -250,7 +305,9 @@ class TestWhichTimesAProfileTakes:
 # --- times that fit together, engines of other packages, and budgets for modules ---
 
 
-def measurement(kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any) -> Measurement:
+def measurement(
+    kernels: float, profiled: float, plain: float, launches: int = 1, **facts: Any
+) -> Measurement:
     kernel = Kernel("k", "Gemm", "CPUExecutionProvider", kernels, launches)
     return Measurement([kernel], [profiled] * 3, [plain] * 3, **facts)
 
@@ -275,7 +332,10 @@ def test_a_contradiction_that_stays_is_said_with_the_smallest():
     taken, count = measured(WORSE, BAD, WORSE, GOOD)
     (said,) = taken.notes
     assert (taken.kernels, count) == (BAD.kernels, 3)
-    assert "contradict each other in each of 3 measurements: 30.000 ms in kernels, 1.000 ms a run" in said
+    assert (
+        "contradict each other in each of 3 measurements: 30.000 ms in kernels, 1.000 ms a run"
+        in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,17 +357,29 @@ def test_profile_measures_again_in_a_new_session(monkeypatch):
     monkeypatch.setattr(measurements, "_MOST", 0.0)
     opened: list[Any] = []
     monkeypatch.setattr(
-        onnxruntime_engine, "ProfiledSession", lambda *given: opened.append(1) or ProfiledSession(*given)
+        onnxruntime_engine,
+        "ProfiledSession",
+        lambda *given: opened.append(1) or ProfiledSession(*given),
     )
-    assert "contradict each other in each of 3 measurements" in str(htp_export.profile(encoder(), runs=1))
+    assert "contradict each other in each of 3 measurements" in str(
+        htp_export.profile(encoder(), runs=1)
+    )
     assert len(opened) == 3
 
 
 def test_an_engine_of_another_package_says_what_it_ran(monkeypatch):
-    def measure(tagged: TaggedModel, feed: Any, runs: int, warmup: int, **facts: Any) -> Measurement:
-        entries = [Entry(Kernel(str(node.name), node.op_type, "npu", 2.0, 1), [node]) for node in tagged.nodes]
+    def measure(
+        tagged: TaggedModel, feed: Any, runs: int, warmup: int, **facts: Any
+    ) -> Measurement:
+        entries = [
+            Entry(Kernel(str(node.name), node.op_type, "npu", 2.0, 1), [node])
+            for node in tagged.nodes
+        ]
         return Measurement(
-            entry_kernels(entries, tagged), providers=("npu",), runs=runs, notes=(f"{facts['options']}",)
+            entry_kernels(entries, tagged),
+            providers=("npu",),
+            runs=runs,
+            notes=(f"{facts['options']}",),
         )
 
     engine = SimpleNamespace(measure=measure)
@@ -323,7 +395,13 @@ def test_an_engine_of_another_package_says_what_it_ran(monkeypatch):
 # --- budgets of modules: which hold, what is over, and the exit status ---
 
 
-MS = dict(zip((name for name, _ in NODES.values()), (4.0, 1.0, 1.0, 2.0, 1.0, 0.0, 6.0, 2.0, 3.0), strict=True))
+MS = dict(
+    zip(
+        (name for name, _ in NODES.values()),
+        (4.0, 1.0, 1.0, 2.0, 1.0, 0.0, 6.0, 2.0, 3.0),
+        strict=True,
+    )
+)
 MEASURED = ["--engine", "tensorrt", "--measured", "layers.json", "--measured", "times.json"]
 
 
@@ -332,7 +410,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model whose modules take 20 ms: block 9 (conv1 4, act 2, conv2 2), fc 6, head 5."""
     monkeypatch.chdir(tmp_path)
     ir.save(model(), "net.onnx")
-    Path("layers.json").write_text(json.dumps({"Layers": list(MS), "Bindings": ["x", "y"]}), encoding="utf-8")
+    Path("layers.json").write_text(
+        json.dumps({"Layers": list(MS), "Bindings": ["x", "y"]}), encoding="utf-8"
+    )
     Path("times.json").write_text(json.dumps(times(**MS)), encoding="utf-8")
 
 
@@ -360,13 +440,22 @@ def test_modules_that_take_longer_than_their_budget(budgets, over):
 
 @pytest.mark.parametrize("budget", ["5", "5 seconds", "-1ms", "100%", "", -1.0, float("nan")])
 def test_a_budget_is_a_time_or_a_share(budget):
-    with pytest.raises(InputError, match=r"budget .* of 'fc': write a time or a share below 100 %, such as 5ms or 20%"):
+    with pytest.raises(
+        InputError,
+        match=r"budget .* of 'fc': write a time or a share below 100 %, such as 5ms or 20%",
+    ):
         profile().over({"fc": budget})
 
 
 def test_the_command_ends_with_status_1_if_a_module_is_over_and_names_it(capsys):
-    assert main(["profile", "net.onnx", *MEASURED, "--budget", "block.*=4ms", "--budget", "fc=30%"]) == 0
-    assert main(["profile", "net.onnx", *MEASURED, "--budget", "block.*=4ms", "--budget", "fc=29%"]) == 1
+    assert (
+        main(["profile", "net.onnx", *MEASURED, "--budget", "block.*=4ms", "--budget", "fc=30%"])
+        == 0
+    )
+    assert (
+        main(["profile", "net.onnx", *MEASURED, "--budget", "block.*=4ms", "--budget", "fc=29%"])
+        == 1
+    )
     shown = capsys.readouterr()
     assert shown.err.endswith("htp-export: error: over budget: fc takes 6.000 of 5.800 ms\n")
     assert "block" in shown.out

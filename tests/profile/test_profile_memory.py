@@ -59,11 +59,15 @@ g (float[20, 30] x, float[30, 50] w) => (float[50, 20] y) {
 
 
 class TestAgainstACountOfOurOwn:
-    def test_every_kernel_has_the_bytes_of_its_outputs_in_blocks_and_none_where_it_writes_over_its_input(self):
+    def test_every_kernel_has_the_bytes_of_its_outputs_in_blocks_and_none_where_it_writes_over_its_input(
+        self,
+    ):
         model = tagged(CHAIN, a="product", b="soft", c="top", d="soft.act", y="turn", e="top")
         feed = {"x": np.ones((20, 30), np.float32), "w": np.ones((30, 50), np.float32)}
         sizes = sizes_of(model, feed)
-        report = htp_export.profile(model, feed, runs=1, warmup=0, session_options=as_written(), memory=True)
+        report = htp_export.profile(
+            model, feed, runs=1, warmup=0, session_options=as_written(), memory=True
+        )
         assert report.memory is not None
         assert {kernel.op_type: kernel.bytes for kernel in report.memory.kernels} == {
             "MatMul": blocks(sizes["a"]),
@@ -86,12 +90,18 @@ class TestAgainstACountOfOurOwn:
         for path, module in report.modules.items():
             assert module.memory is not None
             assert module.memory.estimated_bytes == expected.modules[path].activation_bytes
-            assert module.memory.self_estimated_bytes == expected.modules[path].self_activation_bytes
+            assert (
+                module.memory.self_estimated_bytes == expected.modules[path].self_activation_bytes
+            )
 
-    def test_what_a_fusion_never_makes_is_not_allocated_and_the_estimate_is_said_to_be_off(self, tmp_path):
+    def test_what_a_fusion_never_makes_is_not_allocated_and_the_estimate_is_said_to_be_off(
+        self, tmp_path
+    ):
         net = nn.Sequential(nn.Linear(64, 64), nn.Conv1d(5, 5, 1), nn.GELU()).eval()
         x = torch.randn(1, 5, 64)
-        htp_export.export(spread(net), (x,), tmp_path / "net.onnx", opset_version=17, dynamo=False, verbose=False)
+        htp_export.export(
+            spread(net), (x,), tmp_path / "net.onnx", opset_version=17, dynamo=False, verbose=False
+        )
         report = htp_export.profile(tmp_path / "net.onnx", runs=1, memory=True)
         made = 5 * 64 * 4  # MatMul, Add, Conv, and the five nodes of Gelu; Conv and Gelu stay
         gelu = report.modules["2"].memory
@@ -100,7 +110,9 @@ class TestAgainstACountOfOurOwn:
         assert report.memory is not None
         assert report.memory.off[0] == "2"
         assert "1" not in report.memory.off
-        assert "off in 2 of 4 modules, most in 2: 1.280 kB allocated, 6.400 kB estimated" in str(report)
+        assert "off in 2 of 4 modules, most in 2: 1.280 kB allocated, 6.400 kB estimated" in str(
+            report
+        )
 
 
 SUBGRAPHS = """
@@ -119,8 +131,20 @@ g (float[64, 64] x, int64 n, bool c) => (float[64, 64] y) <bool go = {1}> {
 
 class TestNames:
     def test_nodes_in_loops_and_branches_count_once_and_belong_to_their_modules(self):
-        owners = {"r": "loop", "k2": "loop", "m": "loop.step", "o": "loop", "u": "loop.yes", "v": "loop.no", "y": "end"}
-        feed = {"x": np.ones((64, 64), np.float32), "n": np.asarray(5, np.int64), "c": np.asarray(True)}
+        owners = {
+            "r": "loop",
+            "k2": "loop",
+            "m": "loop.step",
+            "o": "loop",
+            "u": "loop.yes",
+            "v": "loop.no",
+            "y": "end",
+        }
+        feed = {
+            "x": np.ones((64, 64), np.float32),
+            "n": np.asarray(5, np.int64),
+            "c": np.asarray(True),
+        }
         report = htp_export.profile(tagged(SUBGRAPHS, **owners), feed, runs=1, memory=True)
         sizes = {path: module.memory for path, module in report.modules.items()}
         whole = 64 * 64 * 4
@@ -134,7 +158,9 @@ class TestNames:
         text = '<ir_version: 10, opset_import: ["": 20]> g (float[9, 9] x) => (float[9, 9] y, float[9, 9] z) {\n'
         text += "  a = MatMul(x, x) LONG = MatMul(a, a) y = MatMul(LONG, x) z = MatMul(y, LONG)\n}"
         long = "a_tensor_name_of_more_than_sixteen_bytes"
-        model = tagged(text.replace("LONG", long), a="first", y="third", z="fourth", **{long: "second"})
+        model = tagged(
+            text.replace("LONG", long), a="first", y="third", z="fourth", **{long: "second"}
+        )
         assert {model.graph.node[0].name, model.graph.node[1].name} == {""}
         model.graph.node[2].name = "a,b_" + "long" * 30
         report = htp_export.profile(model, runs=1, memory=True)
@@ -174,6 +200,12 @@ def test_session_options_of_the_user_record_nothing_afterwards(tmp_path, monkeyp
     options = onnxruntime.SessionOptions()
     htp_export.profile(encoder(), runs=1, memory=True, session_options=options)
     assert options.get_session_config_entry("session.collect_node_memory_stats_to_file") == ""
-    assert (options.enable_mem_pattern, options.enable_mem_reuse, options.optimized_model_filepath) == (True, True, "")
-    onnxruntime.InferenceSession(htp_export.load(encoder()).save(tmp_path / "net.onnx") or "net.onnx", options)
+    assert (
+        options.enable_mem_pattern,
+        options.enable_mem_reuse,
+        options.optimized_model_filepath,
+    ) == (True, True, "")
+    onnxruntime.InferenceSession(
+        htp_export.load(encoder()).save(tmp_path / "net.onnx") or "net.onnx", options
+    )
     assert sorted(file.name for file in Path().iterdir()) == ["net.onnx"]

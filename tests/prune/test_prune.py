@@ -27,16 +27,27 @@ def encode(self: Any, words: torch.Tensor) -> torch.Tensor:
 
 def encoder() -> nn.Module:
     """Products of two and three dimensions, a convolution, a table, norms and biases."""
-    before = {"table": nn.Embedding(11, 6), "conv": nn.Conv1d(6, 8, 3, padding=1), "norm": nn.LayerNorm(8)}
+    before = {
+        "table": nn.Embedding(11, 6),
+        "conv": nn.Conv1d(6, 8, 3, padding=1),
+        "norm": nn.LayerNorm(8),
+    }
     return composed(encode, **before, fc=nn.Linear(8, 10), pool=nn.Linear(10, 5))
 
 
 def tied(count: int = 9, width: int = 6) -> nn.Module:
     """A table whose weight is that of the last layer too."""
-    table, fc, head = nn.Embedding(count, width), nn.Linear(width, width), nn.Linear(width, count, bias=False)
+    table, fc, head = (
+        nn.Embedding(count, width),
+        nn.Linear(width, width),
+        nn.Linear(width, count, bias=False),
+    )
     head.weight = table.weight
     return composed(
-        lambda self, words: self.head(torch.relu(self.fc(self.table(words)))), table=table, fc=fc, head=head
+        lambda self, words: self.head(torch.relu(self.fc(self.table(words)))),
+        table=table,
+        fc=fc,
+        head=head,
     )
 
 
@@ -67,10 +78,14 @@ def test_weights_are_those_that_torch_prunes(exporter, tmp_path):
 @BOTH
 def test_a_share_of_all_weights_together_is_that_of_torch(exporter, tmp_path):
     model, file = made(encoder, exporter, tmp_path)
-    result = htp_export.prune(file, {"**": 0.6, "table": 0}, tmp_path / "pruned.onnx", scope="global")
+    result = htp_export.prune(
+        file, {"**": 0.6, "table": 0}, tmp_path / "pruned.onnx", scope="global"
+    )
     pruned = [(model.get_submodule(path), "weight") for path in ("conv", "fc", "pool")]
     torch_prune.global_unstructured(pruned, torch_prune.L1Unstructured, amount=0.6)
-    assert [result.modules[p].sparsity for p in ("conv", "fc", "pool")] == [sparsity(m.weight) for m, _ in pruned]
+    assert [result.modules[p].sparsity for p in ("conv", "fc", "pool")] == [
+        sparsity(m.weight) for m, _ in pruned
+    ]
     assert len({sparsity(m.weight) for m, _ in pruned}) > 1
     assert result.modules["table"].zeros_after == 0
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
@@ -87,7 +102,9 @@ def test_two_of_four_neighbours_stay_along_the_axis_that_is_summed(exporter, tmp
             rows = torch.nn.functional.pad(rows, (0, -rows.shape[1] % 4))
             smallest = rows.abs().reshape(-1, 4).argsort(dim=1)[:, :2]
             kept = torch.ones(rows.numel() // 4, 4).scatter(1, smallest, 0.0).reshape(rows.shape)
-            kept = kept[:, : weight.shape[1]].reshape(weight.transpose(1, -1).shape).transpose(1, -1)
+            kept = (
+                kept[:, : weight.shape[1]].reshape(weight.transpose(1, -1).shape).transpose(1, -1)
+            )
             weight.mul_(kept)
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
 
@@ -116,7 +133,8 @@ def test_a_seed_says_which_elements_go_at_random(tmp_path):
     def zeros(seed: int, scope: Any = "local") -> bytes:
         pruned = htp_export.prune(file, {"**": 0.5}, method="random", seed=seed, scope=scope)
         return b"".join(
-            (value.const_value.numpy() == 0).tobytes() for value in pruned.model.graph.initializers.values()
+            (value.const_value.numpy() == 0).tobytes()
+            for value in pruned.model.graph.initializers.values()
         )
 
     assert zeros(3) == zeros(3) != zeros(4)
@@ -135,17 +153,29 @@ def test_a_tied_weight_is_pruned_and_counted_once(exporter, tmp_path):
     assert htp_export.verify(model, tmp_path / "pruned.onnx", (), words()).ok
     counts = {path: (row.weights_after, row.zeros_after) for path, row in result.modules.items()}
     assert counts == {"": (90, 27), "table": (54, 27), "fc": (36, 0), "head": (54, 27)}
-    with pytest.raises(InputError, match=r"shared by modules with different values.*'table': 0\.2, 'head': 0.5"):
+    with pytest.raises(
+        InputError, match=r"shared by modules with different values.*'table': 0\.2, 'head': 0.5"
+    ):
         htp_export.prune(file, {"table": 0.2, "head": 0.5})
 
 
 def test_a_model_in_memory_and_the_other_weights_stay_as_they_were(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     tagged = htp_export.load(file)
-    before = {name: value.const_value.numpy().copy() for name, value in tagged.model.graph.initializers.items()}
+    before = {
+        name: value.const_value.numpy().copy()
+        for name, value in tagged.model.graph.initializers.items()
+    }
     pruned = htp_export.prune(tagged, {"fc": 0.5}).model.graph.initializers
-    assert all(np.array_equal(before[n], v.const_value.numpy()) for n, v in tagged.model.graph.initializers.items())
-    changed = [name for name, value in pruned.items() if not np.array_equal(before[name], value.const_value.numpy())]
+    assert all(
+        np.array_equal(before[n], v.const_value.numpy())
+        for n, v in tagged.model.graph.initializers.items()
+    )
+    changed = [
+        name
+        for name, value in pruned.items()
+        if not np.array_equal(before[name], value.const_value.numpy())
+    ]
     assert [before[name].size for name in changed] == [80]
 
 
@@ -154,13 +184,18 @@ def test_external_weights_stay_external(tmp_path):
     htp_export.load(file).save(tmp_path / "external.onnx", external_data="weights.bin")
     htp_export.prune(tmp_path / "external.onnx", {"fc": 0.5}, tmp_path / "pruned.onnx")
     assert (tmp_path / "pruned.onnx.data").stat().st_size > 0
-    assert htp_export.prune(tmp_path / "pruned.onnx", {"fc": 0.5}).modules["fc"].sparsity_before == 0.5
+    assert (
+        htp_export.prune(tmp_path / "pruned.onnx", {"fc": 0.5}).modules["fc"].sparsity_before == 0.5
+    )
 
 
 def test_a_result_is_a_table_and_plain_data(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     result = htp_export.prune(file, {"**": 0.5, "fc": "1:4"})
-    assert result.summary == "55.9% of 340 weights are zero or removed; 1.516 kB of weights before, 1.516 kB after"
+    assert (
+        result.summary
+        == "55.9% of 340 weights are zero or removed; 1.516 kB of weights before, 1.516 kB after"
+    )
     assert result.plan["fc"] == "1:4"
     assert result.plan["pool"] == "0.5"
     data = json.loads(json.dumps(result.to_dict()))
@@ -174,7 +209,11 @@ def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path):
     _, file = made(encoder, "dynamo", tmp_path)
     cast = htp_export.quantize(file, {"fc": "fp16"})
     pruned = htp_export.prune(cast.model, {"fc": 0.5})
-    assert [pruned.modules[path].precision for path in ("", "fc", "conv")] == ["mixed", "fp16", "fp32"]
+    assert [pruned.modules[path].precision for path in ("", "fc", "conv")] == [
+        "mixed",
+        "fp16",
+        "fp32",
+    ]
     assert {path for path, module in pruned.modules.items() if module.precision is None} == {
         path for path, module in pruned.modules.items() if not module.bytes_after
     }
@@ -183,9 +222,13 @@ def test_results_of_prune_and_quantize_have_the_same_attributes(tmp_path):
         assert (module.precision, module.ratio, module.sparsity) == ("fp16", ratio, sparsity)
         assert module.bytes_after == 180
         assert (module.calls, module.fate) == (1, "computed")
-        assert {"precision", "sparsity", "bytes_before", "bytes_after", "ratio"} <= result.to_dict()["modules"][
-            ""
-        ].keys()
+        assert {
+            "precision",
+            "sparsity",
+            "bytes_before",
+            "bytes_after",
+            "ratio",
+        } <= result.to_dict()["modules"][""].keys()
         assert "tags" in result.to_dict()
 
 
@@ -224,11 +267,19 @@ class TestCutoff:
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize("count", [1, 5, 499, 700, 1000])
     def test_is_that_of_sorting(self, wide, count):
-        numbers = np.random.default_rng(5).normal(size=1000).astype(np.float64 if wide else np.float32).round(2)
+        numbers = (
+            np.random.default_rng(5)
+            .normal(size=1000)
+            .astype(np.float64 if wide else np.float32)
+            .round(2)
+        )
         keys = keys_of(numbers, wide)
         cutoff = find_cutoff(lambda: [keys[:400], keys[400:]], count, wide=wide)
         ordered = np.sort(keys)
-        assert cutoff == (int(ordered[count - 1]), int(np.count_nonzero(ordered[:count] == ordered[count - 1])))
+        assert cutoff == (
+            int(ordered[count - 1]),
+            int(np.count_nonzero(ordered[:count] == ordered[count - 1])),
+        )
 
 
 class TestCommand:
@@ -239,7 +290,10 @@ class TestCommand:
         command = ["prune", "model.onnx", "plan.yaml", "--rule", "pool=0.2", "-o", "pruned.onnx"]
         assert main([*command, "--json"]) == 0
         written = json.loads(capsys.readouterr().out)
-        assert {path: said for path, said in written["plan"].items() if said != "0.5"} == {"fc": "2:4", "pool": "0.2"}
+        assert {path: said for path, said in written["plan"].items() if said != "0.5"} == {
+            "fc": "2:4",
+            "pool": "0.2",
+        }
         onnx.checker.check_model("pruned.onnx")
         assert main([*command, "--in-place"]) == 0
         out = capsys.readouterr().out
@@ -248,9 +302,20 @@ class TestCommand:
 
     def test_alike_modules_are_one_line(self, tmp_path, monkeypatch, capsys):
         monkeypatch.chdir(tmp_path)
-        layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))).eval()
+        layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(6))
+        ).eval()
         htp_export.export(layers, (torch.randn(2, 8),), "net.onnx", verbose=False)
-        command = ["prune", "net.onnx", "--rule", ".=0.5", "-o", "pruned.onnx", "--force", "--in-place"]
+        command = [
+            "prune",
+            "net.onnx",
+            "--rule",
+            ".=0.5",
+            "-o",
+            "pruned.onnx",
+            "--force",
+            "--in-place",
+        ]
         lines = {}
         for more in ([], ["--no-fold"], ["--depth", "1", "--select", "2"]):
             assert main([*command, *more]) == 0

@@ -23,7 +23,12 @@ class Fused(Holding, heads=HEADS, qkv=nn.Linear(WIDTH, 3 * WIDTH), proj=nn.Linea
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         batch, places, _ = x.shape
-        return self.projected(x).reshape(batch, places, 3, self.heads, SIZE).permute(2, 0, 3, 1, 4).unbind(0)
+        return (
+            self.projected(x)
+            .reshape(batch, places, 3, self.heads, SIZE)
+            .permute(2, 0, 3, 1, 4)
+            .unbind(0)
+        )
 
     def projected(self, x: torch.Tensor) -> torch.Tensor:
         return self.qkv(x)
@@ -67,7 +72,9 @@ class Relative(Fused):
         self.register_buffer("index", places[:, None] - places[None, :] + PLACES - 1)
 
     def bias(self) -> torch.Tensor:
-        return self.table[self.index.view(-1)].view(PLACES, PLACES, -1).permute(2, 0, 1).contiguous()
+        return (
+            self.table[self.index.view(-1)].view(PLACES, PLACES, -1).permute(2, 0, 1).contiguous()
+        )
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return super().scores(q, k) + self.bias().unsqueeze(0)
@@ -83,7 +90,10 @@ class Beit(Relative):
     def __init__(self) -> None:
         super().__init__()
         self.qkv = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(WIDTH))
+        self.q_bias, self.v_bias = (
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Parameter(torch.randn(WIDTH)),
+        )
         self.register_buffer("k_bias", torch.zeros(WIDTH))
 
     def projected(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,7 +117,9 @@ class Swin(Relative):
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         scores = super().scores(q, k)
         windows = scores.shape[0] // 2
-        scores = scores.view(windows, 2, self.heads, PLACES, PLACES) + self.mask.unsqueeze(1).unsqueeze(0)
+        scores = scores.view(windows, 2, self.heads, PLACES, PLACES) + self.mask.unsqueeze(
+            1
+        ).unsqueeze(0)
         return scores.view(-1, self.heads, PLACES, PLACES)
 
 
@@ -141,7 +153,9 @@ QUICK = ((Fused, False), (Swin, True), (Batched, True))
 def test_heads_of_a_fused_projection_are_cut(attention, is_open, exporter, tmp_path):
     torch.manual_seed(0)
     parts = {"norm": nn.LayerNorm(WIDTH), "attention": attention(), "head": nn.Linear(WIDTH, 5)}
-    model: Any = spread(composed(lambda self, x: self.head(x + self.attention(self.norm(x))), **parts)).eval()
+    model: Any = spread(
+        composed(lambda self, x: self.head(x + self.attention(self.norm(x))), **parts)
+    ).eval()
     kwargs = {"x": x(4 if is_open else 2, PLACES, WIDTH)}
     file = export(model, kwargs, exporter, tmp_path, **(open_batch(exporter) if is_open else {}))
     result = htp_export.prune(file, {"attention": "heads:0.5"}, tmp_path / "cut.onnx")

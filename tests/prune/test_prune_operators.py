@@ -18,7 +18,17 @@ from tests.extract.test_cutting import run_file
 from tests.nets import EXPORTERS, composed, x
 from tests.prune.test_prune_structured import export
 from tests.random_tokens import repeated
-from tools.prune_models import MODELS, Recurrent, compared, kept_of, masked, outputs_of, shrink, shuffled, spread
+from tools.prune_models import (
+    MODELS,
+    Recurrent,
+    compared,
+    kept_of,
+    masked,
+    outputs_of,
+    shrink,
+    shuffled,
+    spread,
+)
 
 SWEPT = (("gru", "dynamo"), ("rnn", "dynamo"))  # as the LSTM, with fewer gates
 
@@ -68,10 +78,26 @@ NETS: dict[str, tuple[Callable[[], Any], Callable[[], torch.Tensor], list[str]]]
         lambda: x(2, 1, 4, 4),
         ["first", "second"],
     ),
-    "strides": (lambda: convolved(strided, first=(1, 6), second=(6, 2)), lambda: x(2, 1, 4, 4), ["first"]),
-    "lstm": (lambda: Recurrent(nn.LSTM, 2, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
-    "gru": (lambda: Recurrent(nn.GRU, 1, True), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
-    "rnn": (lambda: Recurrent(nn.RNN, 1, False), lambda: torch.randint(0, 30, (2, 5)), ["embed", "rnn"]),
+    "strides": (
+        lambda: convolved(strided, first=(1, 6), second=(6, 2)),
+        lambda: x(2, 1, 4, 4),
+        ["first"],
+    ),
+    "lstm": (
+        lambda: Recurrent(nn.LSTM, 2, True),
+        lambda: torch.randint(0, 30, (2, 5)),
+        ["embed", "rnn"],
+    ),
+    "gru": (
+        lambda: Recurrent(nn.GRU, 1, True),
+        lambda: torch.randint(0, 30, (2, 5)),
+        ["embed", "rnn"],
+    ),
+    "rnn": (
+        lambda: Recurrent(nn.RNN, 1, False),
+        lambda: torch.randint(0, 30, (2, 5)),
+        ["embed", "rnn"],
+    ),
 }
 
 
@@ -93,7 +119,11 @@ def test_operators_that_repeat_channels(name, exporter, tmp_path):
     written = onnx.load(tmp_path / "cut.onnx")
     onnx.checker.check_model(written, full_check=True)
     kept = kept_of(model, written)
-    before = {name: p.shape[axis] for name, p in model.named_parameters() for axis in [int("embed" in name)]}
+    before = {
+        name: p.shape[axis]
+        for name, p in model.named_parameters()
+        for axis in [int("embed" in name)]
+    }
     after = {name: len(kept[name][int("embed" in name)]) for name in before}
     weights = {name.split(".")[0] for name in before if after[name] < before[name]}
     assert sorted(weights) == cut
@@ -107,16 +137,26 @@ def multi_query(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention of two heads that share keys and values, which are expanded to sizes that are open."""
     batch, length, _ = x.shape
     query = self.query(x).view(batch, length, 2, 4).transpose(1, 2)
-    key, value = (repeated(layer(x).view(batch, length, 1, 4).transpose(1, 2), 2) for layer in (self.key, self.value))
+    key, value = (
+        repeated(layer(x).view(batch, length, 1, 4).transpose(1, 2), 2)
+        for layer in (self.key, self.value)
+    )
     made = (query @ key.transpose(2, 3)).softmax(-1) @ value
     return self.out(made.transpose(1, 2).reshape(batch, length, 8))
 
 
 @BOTH
 def test_a_head_of_those_that_share_expanded_keys_is_cut(exporter, tmp_path):
-    layers = {"query": nn.Linear(6, 8), "key": nn.Linear(6, 4), "value": nn.Linear(6, 4), "out": nn.Linear(8, 6)}
+    layers = {
+        "query": nn.Linear(6, 8),
+        "key": nn.Linear(6, 4),
+        "value": nn.Linear(6, 4),
+        "out": nn.Linear(8, 6),
+    }
     model, given = spread(composed(multi_query, **layers)), x(2, 5, 6)
-    file = export(model, {"x": given}, exporter, tmp_path, **open_sizes(exporter, x={0: "batch", 1: "length"}))
+    file = export(
+        model, {"x": given}, exporter, tmp_path, **open_sizes(exporter, x={0: "batch", 1: "length"})
+    )
     htp_export.prune(file, {"**": "channels:0.5"}, tmp_path / "cut.onnx")
     written = onnx.load(tmp_path / "cut.onnx")
     kept = kept_of(model, written)
@@ -128,7 +168,9 @@ def test_a_head_of_those_that_share_expanded_keys_is_cut(exporter, tmp_path):
 def test_indices_of_channels_are_those_of_the_channels_that_stay(tmp_path):
     torch.manual_seed(0)
     parts = {"up": nn.Linear(4, 6), "down": nn.Linear(4, 2), "order": [5, 0, 2, 5]}
-    model: Any = spread(composed(lambda self, x: self.down(self.up(x)[:, torch.tensor(self.order)]), **parts))
+    model: Any = spread(
+        composed(lambda self, x: self.down(self.up(x)[:, torch.tensor(self.order)]), **parts)
+    )
     with torch.no_grad():
         model.up.weight[[2, 3]] *= 0.01
     file = export(model, {"x": x(2, 4)}, "dynamo", tmp_path)
@@ -161,11 +203,15 @@ def test_what_cannot_be_cut_stays_and_is_listed(tmp_path, capsys):
         {"up": 0.5, "down": "channels:0.5"},
         {"up": "channels:0.5", "sums": "rank:9"},
     ):
-        with pytest.raises(RuleError, match=r"(cannot be cut, at CumSum|reach output|keeps its rank)"):
+        with pytest.raises(
+            RuleError, match=r"(cannot be cut, at CumSum|reach output|keeps its rank)"
+        ):
             htp_export.prune(file, strict, strict=True)
     for alone in ("sums", "down"):
         with pytest.raises(InputError, match=f"rule .{alone}.: weight .*its channels"):
-            htp_export.prune(file, {"up": "channels:0.5", alone: "channels:0.25"}, tmp_path / "cut.onnx")
+            htp_export.prune(
+                file, {"up": "channels:0.5", alone: "channels:0.25"}, tmp_path / "cut.onnx"
+            )
     assert not (tmp_path / "cut.onnx").exists()
     command = ["prune", str(file), "--rule", "**=channels:0.5", "-o", str(tmp_path / "cut.onnx")]
     assert main([*command, "--strict"]) == 2

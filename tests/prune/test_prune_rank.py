@@ -112,18 +112,31 @@ def test_tags_parameters_and_numbers(model, file, tmp_path):
     result = htp_export.prune(file, {"twice": "rank:4", "head": "rank:3"})
     after = result.tagged
     for path, calls in (("twice", 2), ("head", 1)):
-        products = [[n for n in t[path].nodes if n.op_type in ("MatMul", "Gemm")] for t in (before, after)]
+        products = [
+            [n for n in t[path].nodes if n.op_type in ("MatMul", "Gemm")] for t in (before, after)
+        ]
         assert len(products[1]) == 2 * len(products[0]) == 2 * calls
         assert all(after.owners_of(node) == (path,) for node in products[1])
         assert after[path].calls == before[path].calls == calls
         for call in range(calls if calls > 1 else 0):
-            assert len([n for n in after[path].call(call).nodes if n.op_type in ("MatMul", "Gemm")]) == 2
+            assert (
+                len([n for n in after[path].call(call).nodes if n.op_type in ("MatMul", "Gemm")])
+                == 2
+            )
     changed = {id(node) for path in ("twice", "head") for node in after[path].nodes}
     assert [n.name for n in before.nodes if before.owners_of(n) not in (("twice",), ("head",))] == [
         n.name for n in after.nodes if id(n) not in changed
     ]
-    assert after.parameters["twice"].shapes == {"weight_a": (4, 20), "weight_b": (20, 4), "bias": (20,)}
-    assert after.parameters["head"].shapes == {"weight_a": (3, 24), "weight_b": (30, 3), "bias": (30,)}
+    assert after.parameters["twice"].shapes == {
+        "weight_a": (4, 20),
+        "weight_b": (20, 4),
+        "bias": (20,),
+    }
+    assert after.parameters["head"].shapes == {
+        "weight_a": (3, 24),
+        "weight_b": (30, 3),
+        "bias": (30,),
+    }
     assert after.parameters["plain"].shapes == {"weight": (36, 20)}
     module = result.modules["twice"]
     assert (module.weights_before, module.weights_after) == (400, 160)
@@ -135,14 +148,20 @@ def test_tags_parameters_and_numbers(model, file, tmp_path):
     for node in after.nodes:
         for value in node.outputs:
             assert (
-                value.shape is None or inferred.shape(value) is None or len(value.shape) == len(inferred.shape(value))
+                value.shape is None
+                or inferred.shape(value) is None
+                or len(value.shape) == len(inferred.shape(value))
             )
 
 
 def test_what_cannot_have_a_rank_is_said(model, file, tmp_path):
-    with pytest.raises(InputError, match=r"rule 'conv': .* keeps its rank: Conv does not multiply with a matrix"):
+    with pytest.raises(
+        InputError, match=r"rule 'conv': .* keeps its rank: Conv does not multiply with a matrix"
+    ):
         htp_export.prune(file, {"conv": "rank:2"})
-    with pytest.raises(InputError, match=r"rule 'table': .* Gather does not multiply with a matrix"):
+    with pytest.raises(
+        InputError, match=r"rule 'table': .* Gather does not multiply with a matrix"
+    ):
         htp_export.prune(file, {"table": "rank:2"})
     with pytest.raises(InputError, match="rank 10 of a matrix of 20 by 20 saves no bytes"):
         htp_export.prune(file, {"twice": "rank:50%"})
@@ -163,20 +182,27 @@ def test_a_tied_table_keeps_its_rank(tmp_path):
 def test_a_matrix_that_is_added_as_well_keeps_its_rank(tmp_path):
     torch.manual_seed(0)
     net = composed(lambda self, x: self.fc(x) + self.fc.weight, fc=nn.Linear(20, 20))
-    file = exported_to(tmp_path / "net.onnx", spread(net).eval(), {"x": torch.randn(20, 20)}, "dynamo")
+    file = exported_to(
+        tmp_path / "net.onnx", spread(net).eval(), {"x": torch.randn(20, 20)}, "dynamo"
+    )
     with pytest.raises(InputError, match="keeps its rank: it is also read in other ways"):
         htp_export.prune(file, {"fc": "rank:2"})
 
 
 def test_pruned_channels_and_a_rank_in_one_plan(model, file, tmp_path):
     result = htp_export.prune(file, {"conv": "channels:0.5", "head": "rank:2"})
-    assert result.tagged.parameters["head"].shapes == {"weight_a": (2, 12), "weight_b": (30, 2), "bias": (30,)}
+    assert result.tagged.parameters["head"].shapes == {
+        "weight_a": (2, 12),
+        "weight_b": (30, 2),
+        "bias": (30,),
+    }
     assert outputs(result.tagged, tmp_path).shape == (2, 30)
 
 
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize(
-    ("operator", "flags"), [("MatMul", (0, 0)), ("Gemm", (0, 0)), ("Gemm", (1, 0)), ("Gemm", (0, 1)), ("Gemm", (1, 1))]
+    ("operator", "flags"),
+    [("MatMul", (0, 0)), ("Gemm", (0, 0)), ("Gemm", (1, 0)), ("Gemm", (0, 1)), ("Gemm", (1, 1))],
 )
 def test_products_from_both_sides_and_transposed_ones(operator, place, flags, tmp_path):
     generator = np.random.default_rng(0)
@@ -186,20 +212,30 @@ def test_products_from_both_sides_and_transposed_ones(operator, place, flags, tm
     x_shape = x_shape[::-1] if flags[1 - place] else x_shape
     x = generator.standard_normal(x_shape).astype(np.float32)
     given = ir.val("x", ir.DataType.FLOAT, x_shape)
-    matrix = ir.Value(name="w", const_value=ir.tensor(weight), type=ir.TensorType(ir.DataType.FLOAT))
+    matrix = ir.Value(
+        name="w", const_value=ir.tensor(weight), type=ir.TensorType(ir.DataType.FLOAT)
+    )
     matrix.shape = ir.Shape(weight.shape)
-    attributes = {"transA": flags[0], "transB": flags[1], "alpha": 0.5} if operator == "Gemm" else {}
+    attributes = (
+        {"transA": flags[0], "transB": flags[1], "alpha": 0.5} if operator == "Gemm" else {}
+    )
     inputs = [matrix, given] if place == 0 else [given, matrix]
-    product = ir.node(operator, inputs, attributes, metadata_props={"htp.module": "fc"}, name="product")
+    product = ir.node(
+        operator, inputs, attributes, metadata_props={"htp.module": "fc"}, name="product"
+    )
     result = product.outputs[0]
     result.name, result.type = "y", ir.TensorType(ir.DataType.FLOAT)
     result.shape = ir.Shape([6, 18] if place else [14, 6])
-    graph = ir.Graph([given], [result], nodes=[product], initializers=[matrix], opset_imports={"": 20}, name="g")
+    graph = ir.Graph(
+        [given], [result], nodes=[product], initializers=[matrix], opset_imports={"": 20}, name="g"
+    )
     tagged = htp_export.load(ir.Model(graph, ir_version=10))
     made = htp_export.prune(tagged, {"fc": "rank:2"}).model
     ir.save(tagged.model, tmp_path / "whole.onnx")
     ir.save(made, tmp_path / "low.onnx")
-    [expected], [found] = (run_file(tmp_path / name, {"x": x}) for name in ("whole.onnx", "low.onnx"))
+    [expected], [found] = (
+        run_file(tmp_path / name, {"x": x}) for name in ("whole.onnx", "low.onnx")
+    )
     assert [node.op_type for node in made.graph] == [operator] * 2
     assert "w" not in made.graph.initializers
     assert tuple(made.graph[0].outputs[0].shape) == ((6, 2) if place else (2, 6))
@@ -214,18 +250,48 @@ def test_a_rank_twice_has_names_of_its_own(file, tmp_path):
     assert outputs(twice, tmp_path).shape == (2, 30)
 
 
-@pytest.mark.parametrize("value", ["rank:0", "rank:0%", "rank:150%", "rank:", "rank:x", "rank:0.5", "rank:-3"])
+@pytest.mark.parametrize(
+    "value", ["rank:0", "rank:0%", "rank:150%", "rank:", "rank:x", "rank:0.5", "rank:-3"]
+)
 def test_values_that_are_no_rank(value):
     with pytest.raises(InputError, match="write the rank"):
         sparsity_of(value)
 
 
 def test_the_command(file, tmp_path, capsys):
-    assert main(["prune", str(file), "--rule", "head=rank:25%", "-o", str(tmp_path / "low.onnx"), "--json"]) == 0
+    assert (
+        main(
+            [
+                "prune",
+                str(file),
+                "--rule",
+                "head=rank:25%",
+                "-o",
+                str(tmp_path / "low.onnx"),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert list(json.loads(capsys.readouterr().out)["ranks"].values()) == [6]
     assert (
-        main(["quantize", str(tmp_path / "low.onnx"), "--rule", "head=int8-dynamic", "-o", str(tmp_path / "q.onnx")])
+        main(
+            [
+                "quantize",
+                str(tmp_path / "low.onnx"),
+                "--rule",
+                "head=int8-dynamic",
+                "-o",
+                str(tmp_path / "q.onnx"),
+            ]
+        )
         == 0
     )
     quantized = htp_export.load(tmp_path / "q.onnx")
-    assert sum(node.op_type in ("MatMulInteger", "DynamicQuantizeMatMul") for node in quantized["head"].nodes) == 2
+    assert (
+        sum(
+            node.op_type in ("MatMulInteger", "DynamicQuantizeMatMul")
+            for node in quantized["head"].nodes
+        )
+        == 2
+    )

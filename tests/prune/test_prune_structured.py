@@ -19,11 +19,17 @@ from tests.prune.test_prune import words
 from tests.truth import untagged
 
 # Tests that hold what prune does, whoever exported: with the other exporter they are slow.
-DYNAMO = pytest.mark.parametrize("exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)])
-TORCHSCRIPT = pytest.mark.parametrize("exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)])
+DYNAMO = pytest.mark.parametrize(
+    "exporter", ["dynamo", pytest.param("torchscript", marks=pytest.mark.slow)]
+)
+TORCHSCRIPT = pytest.mark.parametrize(
+    "exporter", ["torchscript", pytest.param("dynamo", marks=pytest.mark.slow)]
+)
 
 
-def export(model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path, **options: Any) -> Path:
+def export(
+    model: nn.Module, kwargs: dict[str, Any], exporter: str, folder: Path, **options: Any
+) -> Path:
     return exported_to(folder / "net.onnx", model, kwargs, exporter, **options)
 
 
@@ -37,10 +43,15 @@ def smallest(weight: torch.Tensor, amount: float, groups: int | None = None) -> 
 def keep(module: nn.Module, channels: torch.Tensor) -> None:
     """Leave some channels of all tensors of a layer."""
     with torch.no_grad():
-        for name, tensor in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for name, tensor in [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]:
             if tensor.dim():
                 left = tensor.index_select(0, channels)
-                setattr(module, name, nn.Parameter(left) if isinstance(tensor, nn.Parameter) else left)
+                setattr(
+                    module, name, nn.Parameter(left) if isinstance(tensor, nn.Parameter) else left
+                )
 
 
 def checked(model: nn.Module, kwargs: dict[str, Any], file: Path) -> None:
@@ -79,7 +90,8 @@ def test_channels_are_cut_through_the_graph(exporter, tmp_path):
     model, kwargs = spread(convolutions()).eval(), {"x": x(2, 3, 4, 4)}
     file = export(model, kwargs, exporter, tmp_path)
     before = htp_export.load(file)
-    weight = torch.tensor(before["first"].nodes[0].inputs[1].const_value.numpy())  # the norm is folded into it
+    # the norm is folded into it
+    weight = torch.tensor(before["first"].nodes[0].inputs[1].const_value.numpy())
     plan = {"first": "channels:0.25", "point": "channels:0.5", "side": "channels:0.5"}
     result = htp_export.prune(file, plan, tmp_path / "cut.onnx")
     smaller = copy.deepcopy(model)
@@ -100,11 +112,17 @@ def test_channels_are_cut_through_the_graph(exporter, tmp_path):
     checked(smaller, kwargs, tmp_path / "cut.onnx")
     assert result.modules["first"].sparsity == 0.25
     assert result.modules["first"].bytes_after < result.modules["first"].bytes_before
-    assert result.modules[""].weights_after == sum(p.numel() for n, p in smaller.named_parameters() if p.dim() > 1)
+    assert result.modules[""].weights_after == sum(
+        p.numel() for n, p in smaller.named_parameters() if p.dim() > 1
+    )
     written = htp_export.load(tmp_path / "cut.onnx")
     assert [node.name for node in written.nodes] == [node.name for node in before.nodes]
     shapes = {name: tuple(p.shape) for name, p in smaller.named_parameters()}
-    said = {f"{p}.{n}": shape for p, held in written.parameters.items() for n, shape in held.shapes.items()}
+    said = {
+        f"{p}.{n}": shape
+        for p, held in written.parameters.items()
+        for n, shape in held.shapes.items()
+    }
     assert said == shapes
 
 
@@ -146,14 +164,18 @@ def stacked(count: int = 3, heads: int = 4, groups: int = 4) -> Any:
 @pytest.fixture(scope="module")
 def two_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    return export(spread(stacked(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers"))
+    return export(
+        spread(stacked(2)).eval(), words(), "torchscript", tmp_path_factory.mktemp("layers")
+    )
 
 
 def without_heads(attention: Any, groups: list[int]) -> None:
     """Cut heads out of an attention module, by groups of those that share keys."""
     times, size = attention.heads // attention.groups, attention.size
     stay = torch.tensor([g * size + i for g in groups for i in range(size)])
-    rows = torch.tensor([(g * times + h) * size + i for g in groups for h in range(times) for i in range(size)])
+    rows = torch.tensor(
+        [(g * times + h) * size + i for g in groups for h in range(times) for i in range(size)]
+    )
     for module, indices in ((attention.q, rows), (attention.k, stay), (attention.v, stay)):
         keep(module, indices)
     attention.out.weight = nn.Parameter(attention.out.weight[:, rows])
@@ -188,7 +210,9 @@ def test_heads_are_cut(is_open, groups, exporter, tmp_path):
 def test_channels_of_a_hidden_layer_and_of_the_whole_stream(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(1)).eval()
-    file = export(model, words(), exporter, tmp_path, **open_sizes(exporter, words={0: "batch", 1: "length"}))
+    file = export(
+        model, words(), exporter, tmp_path, **open_sizes(exporter, words={0: "batch", 1: "length"})
+    )
     plan = {"layers.*.up": "channels:0.25", "embed": "channels:0.5"}
     htp_export.prune(file, plan, tmp_path / "cut.onnx")
     stream = smallest(model.embed.weight.T, 0.5)
@@ -214,14 +238,17 @@ def test_residual_blocks_are_removed(exporter, tmp_path):
     torch.manual_seed(0)
     model = spread(stacked(4)).eval()
     file = export(model, words(), exporter, tmp_path)
-    result = htp_export.prune(file, {"layers.1": "drop", "layers.2": "drop", "head": 0.5}, tmp_path / "cut.onnx")
+    result = htp_export.prune(
+        file, {"layers.1": "drop", "layers.2": "drop", "head": 0.5}, tmp_path / "cut.onnx"
+    )
     torch_prune.l1_unstructured(model.head, "weight", 0.5)
     wanted = model(**words())
     for number in (1, 2):
         model.layers[number] = nn.Identity()
     assert not torch.allclose(wanted, model(**words()))
     [found] = run_file(
-        tmp_path / "cut.onnx", {onnx.load(tmp_path / "cut.onnx").graph.input[0].name: words()["words"].numpy()}
+        tmp_path / "cut.onnx",
+        {onnx.load(tmp_path / "cut.onnx").graph.input[0].name: words()["words"].numpy()},
     )
     assert torch.allclose(torch.tensor(found), model(**words()), atol=1e-5)
     assert result.removed == ("layers.1", "layers.2")
@@ -242,7 +269,10 @@ def test_a_block_whose_output_is_that_of_the_model_is_removed(tmp_path):
     htp_export.prune(file, {"1": "drop"}, tmp_path / "cut.onnx")
     [found] = run_file(tmp_path / "cut.onnx", {"input": kwargs["input"].numpy()})
     assert torch.allclose(torch.tensor(found), model[0](kwargs["input"]), atol=1e-5)
-    names = [[value.name for value in onnx.load(each).graph.output] for each in (file, tmp_path / "cut.onnx")]
+    names = [
+        [value.name for value in onnx.load(each).graph.output]
+        for each in (file, tmp_path / "cut.onnx")
+    ]
     assert names[0] == names[1]
 
 
@@ -260,13 +290,16 @@ def test_a_share_of_all_channels_leaves_one_of_each_and_random_ones_are_seeded(t
     def rows(seed: int) -> bytes:
         pruned = htp_export.prune(file, {"layers.0.up": "channels:0.5"}, method="random", seed=seed)
         return b"".join(
-            pruned.model.graph.initializers[name].const_value.numpy().tobytes() for name in sorted(pruned.cut)
+            pruned.model.graph.initializers[name].const_value.numpy().tobytes()
+            for name in sorted(pruned.cut)
         )
 
     assert rows(1) == rows(1) != rows(2)
 
 
-@pytest.mark.parametrize(("scope", "left"), [("local", ["1 of 16", "1 of 16"]), ("global", ["2 of 32"])])
+@pytest.mark.parametrize(
+    ("scope", "left"), [("local", ["1 of 16", "1 of 16"]), ("global", ["2 of 32"])]
+)
 def test_a_share_that_cannot_be_reached_is_said(scope, left, two_layers):
     result = htp_export.prune(two_layers, {"layers.*.up": "channels:1.0"}, scope=scope)
     said = [f"channels:1 leaves {count} channels, as one of each has to stay" for count in left]
@@ -281,7 +314,11 @@ def test_a_share_that_cannot_be_reached_is_said(scope, left, two_layers):
         ({"head": "channels:0.5"}, "its channels reach output"),
         ({"layers.0.up": "heads:0.5"}, "there are no attention heads to cut"),
         (
-            {"layers.0.up": "channels:0.5", "layers.0.down": "channels:0.25", "embed": "channels:0.5"},
+            {
+                "layers.0.up": "channels:0.5",
+                "layers.0.down": "channels:0.25",
+                "embed": "channels:0.5",
+            },
             "of which the plan also",
         ),
         ({"layers.0.attention": "drop"}, "is no residual block"),
@@ -302,7 +339,8 @@ def test_the_node_that_stops_a_cut_is_named(tmp_path):
     net = composed(lambda self, x: self.down(self.up(x).cumsum(1)), **parts)
     file = export(spread(net).eval(), {"x": x(2, 4)}, "dynamo", tmp_path)
     with pytest.raises(
-        InputError, match=r"'up\.weight' of 'up': its channels cannot be cut, at CumSum.* of ''; the value 0"
+        InputError,
+        match=r"'up\.weight' of 'up': its channels cannot be cut, at CumSum.* of ''; the value 0",
     ):
         htp_export.prune(file, {"up": "channels:0.5"})
 
@@ -313,7 +351,12 @@ def gpt2() -> tuple[nn.Module, dict[str, Any], str, str, int]:
 
     model = GPT2Model(GPT2Config(n_embd=16, n_layer=2, n_head=4, vocab_size=30, n_positions=16))
     ids = torch.tensor([[3, 7, 1, 9, 2]])
-    kwargs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False, "return_dict": False}
+    kwargs = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "use_cache": False,
+        "return_dict": False,
+    }
     return model, kwargs, "h.0.attn", "h.0.attn.c_proj", 0
 
 
@@ -339,17 +382,26 @@ def test_heads_of_merged_projections_are_cut(make, exporter, tmp_path):
     for head in range(4):  # a head that is left out gives nothing
         smaller = copy.deepcopy(model)
         with torch.no_grad():
-            smaller.get_submodule(output).weight.index_fill_(axis, torch.arange(4 * head, 4 * head + 4), 0.0)
+            smaller.get_submodule(output).weight.index_fill_(
+                axis, torch.arange(4 * head, 4 * head + 4), 0.0
+            )
             wanted = smaller(**kwargs)
-        same.append(torch.allclose(found, wanted if isinstance(wanted, torch.Tensor) else wanted[0], atol=1e-4))
+        same.append(
+            torch.allclose(
+                found, wanted if isinstance(wanted, torch.Tensor) else wanted[0], atol=1e-4
+            )
+        )
     assert same.count(True) == 1
 
 
 @BOTH
 def test_the_shape_of_a_square_matrix_is_cut_at_its_axis(exporter, tmp_path):
     torch.manual_seed(0)
-    model = spread(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))).eval()
-    file = export(model, {"input": x(2, 5, 6)}, exporter, tmp_path)  # three dimensions: matrices are transposed
+    model = spread(
+        nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+    ).eval()
+    # three dimensions: matrices are transposed
+    file = export(model, {"input": x(2, 5, 6)}, exporter, tmp_path)
     after = htp_export.prune(file, {"2": "channels:0.5"}).tagged
     assert after.parameters["2"].shapes == {"weight": (4, 8), "bias": (4,)}
     assert after.parameters["4"].shapes == {"weight": (3, 4), "bias": (3,)}

@@ -13,7 +13,9 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("net")
     torch.manual_seed(0)
     given = (torch.from_numpy(IDS),)
-    return {each: written(Net(), given, folder / f"{each}.onnx", each, ["ids"]) for each in EXPORTERS}
+    return {
+        each: written(Net(), given, folder / f"{each}.onnx", each, ["ids"]) for each in EXPORTERS
+    }
 
 
 @pytest.fixture(scope="session")

@@ -58,7 +58,11 @@ def ranges_alone(file: Path, method: str, *, symmetric: bool) -> dict[str, tuple
 
 
 def scales(result: htp_export.results.Quantized) -> list[float]:
-    return [float(n.inputs[1].const_value.numpy()) for n in result.model.graph if n.op_type == "QuantizeLinear"]
+    return [
+        float(n.inputs[1].const_value.numpy())
+        for n in result.model.graph
+        if n.op_type == "QuantizeLinear"
+    ]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
@@ -67,7 +71,9 @@ def test_ranges_are_those_of_onnx_runtime_on_all_runs_at_once(method, symmetric,
     file = tmp_path / "net.onnx"
     onnx.save(ir.to_proto(net()), file)
     alone = ranges_alone(file, method, symmetric=symmetric)
-    calibration = Calibration(file, ["MatMul", "Relu"], method, symmetric, False, dict.fromkeys(alone, ""))
+    calibration = Calibration(
+        file, ["MatMul", "Relu"], method, symmetric, False, dict.fromkeys(alone, "")
+    )
     for order in (RUNS, RUNS[::-1]):
         found = calibration.ranges(lambda order=order: nullcontext(iter(order))).bounds
         assert {name: (low.item(), high.item()) for name, (low, high) in found.items()} == alone
@@ -89,19 +95,29 @@ def test_results_are_as_near_as_those_of_onnx_runtime_in_any_order(precision, me
         calibrate_method=quantization.CalibrationMethod[CALIBRATIONS[method]],
     )
     plan = {".": {"precision": precision, "calibration": method}}
-    ours = [htp_export.quantize(net(), plan, data=order) for order in (RUNS, RUNS[::-1], iter(RUNS[3:] + RUNS[:3]))]
+    ours = [
+        htp_export.quantize(net(), plan, data=order)
+        for order in (RUNS, RUNS[::-1], iter(RUNS[3:] + RUNS[:3]))
+    ]
     assert scales(ours[0]) == scales(ours[1]) == scales(ours[2])
     whole = {"x": np.concatenate([run["x"] for run in RUNS])}
     [expected] = results(net(), whole)
-    error, alone = (distance(results(each, whole)[0], expected) for each in (ours[0].model, tmp_path / "alone.onnx"))
+    error, alone = (
+        distance(results(each, whole)[0], expected)
+        for each in (ours[0].model, tmp_path / "alone.onnx")
+    )
     assert error < 1.5 * alone < 0.05
 
 
 def test_search_and_sensitivity_measure_the_same_in_any_order():
-    minmax, entropy = ({"precision": "u8s8", "calibration": way, "name": way} for way in ("minmax", "entropy"))
+    minmax, entropy = (
+        {"precision": "u8s8", "calibration": way, "name": way} for way in ("minmax", "entropy")
+    )
     errors = []
     for order in (RUNS, RUNS[::-1]):
-        rows = htp_export.sensitivity(net(), [minmax, entropy], data=order, select="a", all_but=False).modules["a"]
+        rows = htp_export.sensitivity(
+            net(), [minmax, entropy], data=order, select="a", all_but=False
+        ).modules["a"]
         found = htp_export.search(net(), {"a": ["fp32", entropy]}, data=order, trials=2, seed=0)
         [trial] = [each for each in found.trials if each.plan.get("a") != "fp32"][:1]
         errors += [rows["entropy"].alone.error, trial.values["error"]]
@@ -112,11 +128,16 @@ def test_search_and_sensitivity_measure_the_same_in_any_order():
 @pytest.mark.parametrize("method", _WAYS)
 @pytest.mark.parametrize("place", [0, 2])
 def test_nan_in_any_run_is_refused_with_the_run_and_the_first_tensor(method, place):
-    model = tagged_graph("g (float[N,2] x) => (float[N,2] y) { a = MatMul(x,w) y = Relu(a) }", w=[[1.0, 2], [-1, 0]])
+    model = tagged_graph(
+        "g (float[N,2] x) => (float[N,2] y) { a = MatMul(x,w) y = Relu(a) }", w=[[1.0, 2], [-1, 0]]
+    )
     runs = [{"x": drawn(seed, 3, 2)} for seed in range(3)]
     runs[place]["x"][0] = np.inf  # minus itself
     plan = {".": {"precision": "u8s8", "calibration": method}}
-    with pytest.raises(InputError, match=f"data, run {place}: the model computes NaN in 'a'; its range is not known"):
+    with pytest.raises(
+        InputError,
+        match=f"data, run {place}: the model computes NaN in 'a'; its range is not known",
+    ):
         htp_export.quantize(model, plan, data=runs)
 
 
@@ -125,14 +146,19 @@ def test_tensors_without_elements_in_some_runs_have_the_ranges_of_the_others(met
     """As an empty cache has none in the first step of a decoder."""
     text = "g (float[N,4] x, float[P,4] p) => (float[Q,4] y) { k = MatMul(x,w) y = Concat<axis=0>(p,k) }"
     model = tagged_graph(text, w=drawn(0, 4, 4))
-    full, empty = {"x": drawn(1, 3, 4), "p": drawn(2, 5, 4)}, {"x": drawn(3, 3, 4), "p": np.zeros((0, 4), np.float32)}
+    full, empty = (
+        {"x": drawn(1, 3, 4), "p": drawn(2, 5, 4)},
+        {"x": drawn(3, 3, 4), "p": np.zeros((0, 4), np.float32)},
+    )
     plan = {".": {"precision": "u8s8", "calibration": method}}
     both = [htp_export.quantize(model, plan, data=runs) for runs in ([full, empty], [empty, full])]
     assert scales(both[0]) == scales(both[1])
     assert not both[0].kept
     alone = htp_export.quantize(model, plan, data=[empty])
     assert [each.node for each in alone.kept] == ["y"]
-    assert alone.notes == ("1 node stays in fp32: the data have no values of p, whose range is not known",)
+    assert alone.notes == (
+        "1 node stays in fp32: the data have no values of p, whose range is not known",
+    )
     assert alone.modules["y"].precision == "fp32"
 
 

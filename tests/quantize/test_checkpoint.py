@@ -62,7 +62,11 @@ def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module
     settings = CASES[case]
     for path in ("first", "second"):
         module = net.get_submodule(path)
-        group = min(settings["group"], module.in_features) if case != "gptq in groups of 48" or path == "first" else 64
+        group = (
+            min(settings["group"], module.in_features)
+            if case != "gptq in groups of 48" or path == "first"
+            else 64
+        )
         packed, weight = pack(generator, *module.weight.shape, **{**settings, "group": group})
         module.weight = nn.Parameter(weight)
         tensors |= {f"{path}.{name}": tensor for name, tensor in packed.items()}
@@ -85,7 +89,9 @@ def checkpoint(folder: Path, case: str, **changes: Any) -> tuple[Path, nn.Module
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The net with other weights; not to be written to."""
     folder = tmp_path_factory.mktemp("packed")
-    return {each: written(small_net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS}
+    return {
+        each: written(small_net(), (X,), folder / f"{each}.onnx", each, ["x"]) for each in EXPORTERS
+    }
 
 
 def numbers_of(file: Path) -> dict[str, Any]:
@@ -125,12 +131,18 @@ def product_of_unit(file: Path, module: str) -> Any:
 def test_the_file_has_the_numbers_of_the_checkpoint(case, files, tmp_path):
     source, net = checkpoint(tmp_path / "source", case)
     result = htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
-    numbers = numbers_of(tmp_path / "made.onnx") if "nf4" not in case else dict.fromkeys(("first", "second"))
+    numbers = (
+        numbers_of(tmp_path / "made.onnx")
+        if "nf4" not in case
+        else dict.fromkeys(("first", "second"))
+    )
     assert set(numbers) == {"first", "second"}
     for path, weight in numbers.items():
         if weight is None:  # MatMulBnb4 multiplies with the unit matrix
             weight = product_of_unit(tmp_path / "made.onnx", path)
-        np.testing.assert_array_equal(weight, net.get_submodule(path).weight.detach().numpy(), strict=True)
+        np.testing.assert_array_equal(
+            weight, net.get_submodule(path).weight.detach().numpy(), strict=True
+        )
     session = onnxruntime.InferenceSession(tmp_path / "made.onnx")
     [made] = session.run(None, {session.get_inputs()[0].name: X.numpy()})
     torch.testing.assert_close(torch.from_numpy(made), net(X), rtol=1e-5, atol=1e-4)
@@ -169,7 +181,11 @@ def test_recipes_and_places_are_those_of_the_parameters(files, awq_source):
         for name, value in made.model.graph.initializers.items()
         if value.const_value is not None and name.startswith("first.weight_")
     }
-    assert set(recipes) == {"first.weight_levels", "first.weight_scales", "first.weight_zero_points"}
+    assert set(recipes) == {
+        "first.weight_levels",
+        "first.weight_scales",
+        "first.weight_zero_points",
+    }
     assert set(recipes.values()) == {'["computed","first.weight","awq"]'}
     [*held] = htp_export.nodes(made).parameters["first.weight"].initializers
     assert [(each.name, each.how) for each in held] == [("first.weight_levels", ("quantized",))]
@@ -178,14 +194,32 @@ def test_recipes_and_places_are_those_of_the_parameters(files, awq_source):
 @pytest.mark.parametrize(
     ("case", "changes", "problem"),
     [
-        ("gptq", {"first.scales": torch.zeros(2, 64)}, "module 'first': 'scales' has shape [2, 64]"),
-        ("gptq", {"first.qweight": torch.zeros(12, dtype=torch.int32)}, "'qweight' is missing or is no matrix"),
-        ("gptq", {"first.g_idx": torch.zeros(96, dtype=torch.int32)}, "g_idx does not give each group 32 inputs"),
+        (
+            "gptq",
+            {"first.scales": torch.zeros(2, 64)},
+            "module 'first': 'scales' has shape [2, 64]",
+        ),
+        (
+            "gptq",
+            {"first.qweight": torch.zeros(12, dtype=torch.int32)},
+            "'qweight' is missing or is no matrix",
+        ),
+        (
+            "gptq",
+            {"first.g_idx": torch.zeros(96, dtype=torch.int32)},
+            "g_idx does not give each group 32 inputs",
+        ),
         ("gptq", {"norm.weight": torch.zeros(7)}, "the parameters make a tensor of float32 [7]"),
-        ("awq", {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)}, "module 'first': 'qzeros' has shape [3, 8]"),
+        (
+            "awq",
+            {"first.qweight": torch.zeros(96, 7, dtype=torch.int32)},
+            "module 'first': 'qzeros' has shape [3, 8]",
+        ),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_is_refused_and_named(case, changes, problem, files, tmp_path):
+def test_a_checkpoint_that_does_not_fit_is_refused_and_named(
+    case, changes, problem, files, tmp_path
+):
     source, _ = checkpoint(tmp_path / "source", case, **changes)
     with pytest.raises(htp_export.errors.HtpExportError) as refused:
         htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
@@ -199,7 +233,9 @@ def with_state(folder: Path, **changes: Any) -> Path:
     source, _ = checkpoint(folder / "source", case)
     state = json.loads(bytes(load_file(source / "model.safetensors")[name].tolist()))
     text = json.dumps(state | changes).replace('"HUGE"', "9" * 500)
-    changed, _ = checkpoint(folder / "changed", case, **{name: torch.tensor([*text.encode()], dtype=torch.uint8)})
+    changed, _ = checkpoint(
+        folder / "changed", case, **{name: torch.tensor([*text.encode()], dtype=torch.uint8)}
+    )
     return changed
 
 
@@ -216,9 +252,13 @@ def with_state(folder: Path, **changes: Any) -> Path:
         ({"nested_offset": "HUGE"}, "a number has 500 digits"),
     ],
 )
-def test_a_state_of_bitsandbytes_with_other_numbers_is_refused_and_named(changes, problem, files, tmp_path):
+def test_a_state_of_bitsandbytes_with_other_numbers_is_refused_and_named(
+    changes, problem, files, tmp_path
+):
     source = with_state(tmp_path, **changes)
-    with pytest.raises(htp_export.errors.HtpExportError, match=f"module 'first': .*{re.escape(problem)}"):
+    with pytest.raises(
+        htp_export.errors.HtpExportError, match=f"module 'first': .*{re.escape(problem)}"
+    ):
         htp_export.quantize(files["dynamo"], output=tmp_path / "made.onnx", weights=source)
 
 
@@ -245,7 +285,9 @@ def test_a_parameter_that_is_missing_and_a_layer_that_is_unknown_are_named(files
 def test_zero_points_of_floats_are_refused_in_operators_of_onnx(files, tmp_path):
     source, _ = checkpoint(tmp_path / "source", "bitsandbytes nf4")
     plan = {".": {"precision": "checkpoint", "format": "qdq"}}
-    with pytest.raises(htp_export.errors.InputError, match=r"'first.weight' of .* has a table of numbers"):
+    with pytest.raises(
+        htp_export.errors.InputError, match=r"'first.weight' of .* has a table of numbers"
+    ):
         htp_export.quantize(files["dynamo"], plan, weights=source)
 
 
@@ -256,7 +298,12 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
     """A Llama whose layer is packed, and the model with the same numbers."""
 
     generator, tensors = np.random.default_rng(0), {}
-    model = load_model("llama", task="text-generation", random_weights=True, overrides={**TEXT, "num_hidden_layers": 1})
+    model = load_model(
+        "llama",
+        task="text-generation",
+        random_weights=True,
+        overrides={**TEXT, "num_hidden_layers": 1},
+    )
     model.config.use_cache = False
     for name, parameter in model.named_parameters():
         path = name.rpartition(".")[0]
@@ -268,21 +315,45 @@ def packed_decoder(folder: Path, method: str) -> tuple[Path, nn.Module]:
             tensors[name] = parameter.detach().half()
             parameter.data = tensors[name].float()
     quantization = {"quant_method": method, "bits": 4, "group_size": 16}
-    return written_checkpoint(folder, tensors, quantization, {**model.config.to_dict(), "dtype": "float16"}), model
+    return written_checkpoint(
+        folder, tensors, quantization, {**model.config.to_dict(), "dtype": "float16"}
+    ), model
 
 
 @pytest.mark.parametrize("method", ["gptq", pytest.param("awq", marks=pytest.mark.slow)])
 def test_a_quantized_folder_is_exported_with_its_weights_and_verified(method, tmp_path, capsys):
     folder, model = packed_decoder(tmp_path / "packed", method)
     file = tmp_path / "int4.onnx"
-    assert main(["export", str(folder), "--task", "text-generation", "-o", str(file), "--verify", "--json"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(folder),
+                "--task",
+                "text-generation",
+                "-o",
+                str(file),
+                "--verify",
+                "--json",
+            ]
+        )
+        == 0
+    )
     said = json.loads(capsys.readouterr().out)
     assert said["verify"]["ok"]
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["int4.onnx", "int4.onnx.data", "packed"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "int4.onnx",
+        "int4.onnx.data",
+        "packed",
+    ]
     kinds = [node.op_type for node in onnx.load(file, load_external_data=False).graph.node]
     assert kinds.count("MatMulNBits") == 7
     ids = torch.arange(12).reshape(2, 6)
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(2, 6)}
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(6).expand(2, 6),
+    }
     assert htp_export.verify(model, file, kwargs=call).ok
 
 
@@ -291,15 +362,42 @@ def test_a_gguf_file_is_exported_with_its_blocks_and_verified(tied, tmp_path, ca
     from transformers import LlamaForCausalLM
 
     source, file = written_gguf(tmp_path / "model.gguf", tied=tied), tmp_path / "made.onnx"
-    assert main(["export", str(source), "--task", "text-generation", "-o", str(file), "--verify", "--json"]) == 0
+    assert (
+        main(
+            [
+                "export",
+                str(source),
+                "--task",
+                "text-generation",
+                "-o",
+                str(file),
+                "--verify",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["verify"]["ok"]
-    nodes = [node for node in onnx.load(file, load_external_data=False).graph.node if node.op_type == "MatMulNBits"]
-    kept = {next(entry.value for entry in node.metadata_props if entry.key == "htp.module") for node in nodes}
+    nodes = [
+        node
+        for node in onnx.load(file, load_external_data=False).graph.node
+        if node.op_type == "MatMulNBits"
+    ]
+    kept = {
+        next(entry.value for entry in node.metadata_props if entry.key == "htp.module")
+        for node in nodes
+    }
     assert {path.rpartition(".")[2] for path in kept} == {
         *("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"),  # up_proj is Q5_0
         *(("lm_head",) if tied else ()),
     }
-    model = LlamaForCausalLM.from_pretrained(tmp_path, gguf_file=source.name, use_cache=False).eval()
+    model = LlamaForCausalLM.from_pretrained(
+        tmp_path, gguf_file=source.name, use_cache=False
+    ).eval()
     ids = torch.arange(12).reshape(2, 6)
-    call = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": torch.arange(6).expand(2, 6)}
+    call = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "position_ids": torch.arange(6).expand(2, 6),
+    }
     assert htp_export.verify(model, file, kwargs=call).ok

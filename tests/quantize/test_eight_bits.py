@@ -21,7 +21,9 @@ from tests.quantized import assert_others_are_the_same, assert_predicted, assert
 def convolutions() -> nn.Module:
     """One that ends on a BatchNorm, one in groups, a transposed one, and a table whose rows have 40 elements."""
     return composed(
-        lambda self, ids: self.last(self.second(torch.relu(self.norm(self.first(self.table(ids)))))),
+        lambda self, ids: self.last(
+            self.second(torch.relu(self.norm(self.first(self.table(ids)))))
+        ),
         table=nn.Embedding(30, 40),
         first=nn.Conv1d(7, 12, 3),
         norm=nn.BatchNorm1d(12),
@@ -30,10 +32,14 @@ def convolutions() -> nn.Module:
     )
 
 
-def exported(model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynamo: bool = True) -> Path:
+def exported(
+    model: nn.Module, array: np.ndarray[Any, Any], file: Path, *, dynamo: bool = True
+) -> Path:
     model = spread(model.eval())
     names = {} if dynamo else {"input_names": ["input"]}
-    htp_export.export(model, (torch.from_numpy(array),), file, dynamo=dynamo, verbose=False, **names)
+    htp_export.export(
+        model, (torch.from_numpy(array),), file, dynamo=dynamo, verbose=False, **names
+    )
     return file
 
 
@@ -50,7 +56,10 @@ def test_weights_of_convolutions_and_tables_have_8_bits(tmp_path, symmetric):
     assert_tagged(file, made, "**,!second")
     # Levels of one byte, and a scale for each of 12 channels; for 30 rows of two blocks each, and their zero points.
     weights = {path: result.modules[path].bytes_after for path in ("table", "first")}
-    assert weights == {"table": 1200 + 60 * (4 if symmetric else 5), "first": 7 * 12 * 3 + 12 * 4 + 12 * 4}
+    assert weights == {
+        "table": 1200 + 60 * (4 if symmetric else 5),
+        "first": 7 * 12 * 3 + 12 * 4 + 12 * 4,
+    }
     name = htp_export.load(file).model.graph.inputs[0].name
     [expected], [found] = outputs(file, {name: ids}), outputs(made, {name: ids})
     assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
@@ -60,7 +69,9 @@ def test_a_table_that_is_tied_to_a_product_stays_for_it(tmp_path, net):
     result = htp_export.quantize(net, {"table": "int8-weights"})
     before = htp_export.load(net)["table"]
     assert [node.op_type for node in result.tagged["table"].nodes] == ["GatherBlockQuantized"]
-    assert result.modules["table"].bytes_after < 0.35 * sum(p.nbytes for p in [before.nodes[0].inputs[0].const_value])
+    assert result.modules["table"].bytes_after < 0.35 * sum(
+        p.nbytes for p in [before.nodes[0].inputs[0].const_value]
+    )
 
 
 def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path):
@@ -81,14 +92,20 @@ def test_an_lstm_is_computed_in_integers_and_a_gru_stays(tmp_path):
 
 
 def test_files_that_do_not_say_the_shapes_of_tensors_are_quantized(tmp_path):
-    net = composed(lambda self, x: self.fc(self.conv(x)), conv=nn.Conv1d(4, 4, 3, padding=1), fc=nn.Linear(8, 3))
+    net = composed(
+        lambda self, x: self.fc(self.conv(x)),
+        conv=nn.Conv1d(4, 4, 3, padding=1),
+        fc=nn.Linear(8, 3),
+    )
     x = np.ones((2, 4, 8), np.float32)
     proto = onnx.load(exported(net, x, tmp_path / "net.onnx"))
     del proto.graph.value_info[:]
     onnx.save(proto, tmp_path / "bare.onnx")
     htp_export.quantize(tmp_path / "bare.onnx", "int8-dynamic", tmp_path / "small.onnx")
     name = proto.graph.input[0].name
-    found, expected = (outputs(tmp_path / each, {name: x})[0] for each in ("small.onnx", "net.onnx"))
+    found, expected = (
+        outputs(tmp_path / each, {name: x})[0] for each in ("small.onnx", "net.onnx")
+    )
     assert np.allclose(found, expected, atol=0.1)
 
 
@@ -103,10 +120,16 @@ def test_an_lstm_that_is_called_twice_has_its_integers_once(tmp_path):
     assert 0 < np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize(("shape", "weight"), [((5, 16), (3, 16, 8)), ((3, 5, 16), (3, 16, 8)), ((5, 8, 16), (16,))])
+@pytest.mark.parametrize(
+    ("shape", "weight"), [((5, 16), (3, 16, 8)), ((3, 5, 16), (3, 16, 8)), ((5, 8, 16), (16,))]
+)
 def test_several_matrices_at_once_and_a_vector_are_multiplied_in_integers(shape, weight, tmp_path):
     experts = nn.ParameterList([torch.randn(weight)])
-    net = composed(lambda self, x: self.head(torch.tanh(x @ self.experts[0])), experts=experts, head=nn.Linear(8, 4))
+    net = composed(
+        lambda self, x: self.head(torch.tanh(x @ self.experts[0])),
+        experts=experts,
+        head=nn.Linear(8, 4),
+    )
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     file, made = exported(net, x, tmp_path / "experts.onnx"), tmp_path / "made.onnx"
     result = htp_export.quantize(file, "int8-dynamic", made)
@@ -138,11 +161,16 @@ print(json.dumps([peak.own - before, result.modules[""].bytes_before, result.mod
 """
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere")
-@pytest.mark.parametrize("precision", ["int4", pytest.param("int8-dynamic", marks=pytest.mark.slow)])
+@pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="memory is counted otherwise elsewhere"
+)
+@pytest.mark.parametrize(
+    "precision", ["int4", pytest.param("int8-dynamic", marks=pytest.mark.slow)]
+)
 def test_quantizing_weights_holds_a_few_of_them_and_not_the_model(tmp_path, precision):
     command = [sys.executable, "-c", _QUANTIZE, str(tmp_path), precision]
     done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
     peak, before, after = json.loads(done.stdout.splitlines()[-1])
     assert after < 0.26 * before
-    assert peak < 0.6 * before  # seven of twelve weights; what is computed of one takes up to six times its bytes
+    # seven of twelve weights; what is computed of one takes up to six times its bytes
+    assert peak < 0.6 * before

@@ -22,7 +22,9 @@ def drawn(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng((seed, *shape)).standard_normal(shape).astype(np.float32)
 
 
-def quantized(model: Any, precision: Any, feed: dict[str, Any], limit: float = 0.05) -> htp_export.results.Quantized:
+def quantized(
+    model: Any, precision: Any, feed: dict[str, Any], limit: float = 0.05
+) -> htp_export.results.Quantized:
     """The result, whose model is as near to the original as rounding allows, also with ONNX Runtime's optimizations."""
     result = htp_export.quantize(model, precision, data=feed)
     [expected] = results(model, feed)
@@ -80,7 +82,9 @@ class TestBiases:
             False,
         )
         assert kept.reason in result.notes
-        assert kept.reason.startswith("the bias of Gemm 'a' of 'a' stays in fp32: its shape is [5, 6]")
+        assert kept.reason.startswith(
+            "the bias of Gemm 'a' of 'a' stays in fp32: its shape is [5, 6]"
+        )
         assert result.modules["a"].precision == "int8"
         bias = result.model.graph.initializers["b"].const_value
         assert np.array_equal(bias.numpy(), constants["b"])
@@ -89,27 +93,46 @@ class TestBiases:
     @pytest.mark.parametrize("groups", [2, 4])
     def test_that_of_a_transposed_convolution_in_groups_stays_in_fp32(self, groups, tmp_path):
         torch.manual_seed(0)
-        layers = nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.ConvTranspose2d(8, 8, 4, stride=2, groups=groups)
-        file = written(nn.Sequential(*layers), (torch.randn(1, 3, 8, 8),), tmp_path / "net.onnx", "dynamo", ["x"])
+        layers = (
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(8, 8, 4, stride=2, groups=groups),
+        )
+        file = written(
+            nn.Sequential(*layers),
+            (torch.randn(1, 3, 8, 8),),
+            tmp_path / "net.onnx",
+            "dynamo",
+            ["x"],
+        )
         name = htp_export.load(file).model.graph.inputs[0].name
         feed = {str(name): drawn(1, 3, 8, 8)}
         result = quantized(file, "u8s8", feed)
         assert [(kept.modules, kept.whole) for kept in result.kept] == [(("2",), False)]
-        assert {path: row.precision for path, row in result.modules.items()} == dict.fromkeys(("", *"012"), "u8s8")
+        assert {path: row.precision for path, row in result.modules.items()} == dict.fromkeys(
+            ("", *"012"), "u8s8"
+        )
         assert_predicted(result, file, "u8s8", data=None)
 
     @pytest.mark.parametrize("read", ["Conv(x,w,b)", "ConvTranspose(x,w,b)"])
     def test_one_that_32_bits_do_not_hold_keeps_its_node(self, read):
         """ONNX Runtime warns of it, and clips."""
-        text = f"g (float[2,4,6,6] x) => (float[a,b,c,d] y) {{ a = {read} r = Relu(a) y = Conv(r,v) }}"
-        model = tagged_graph(text, w=drawn(4, 4, 3, 3) * np.float32(1e-9), b=drawn(4) * 100, v=drawn(4, 4, 1, 1))
+        text = (
+            f"g (float[2,4,6,6] x) => (float[a,b,c,d] y) {{ a = {read} r = Relu(a) y = Conv(r,v) }}"
+        )
+        model = tagged_graph(
+            text, w=drawn(4, 4, 3, 3) * np.float32(1e-9), b=drawn(4) * 100, v=drawn(4, 4, 1, 1)
+        )
         result = quantized(model, "uint8", FEED)
         assert [kept.node for kept in result.kept] == ["a", "r"]  # a Relu stays with its producer
         operator = read.partition("(")[0]
         assert result.notes == (
             f"2 nodes stay in fp32: ONNX Runtime would clip the bias of {operator} 'a' of 'a' to int32",
         )
-        assert {path: result.modules[path].precision for path in ("a", "y")} == {"a": "fp32", "y": "uint8"}
+        assert {path: result.modules[path].precision for path in ("a", "y")} == {
+            "a": "fp32",
+            "y": "uint8",
+        }
         assert result.operators == {"uint8": {"Conv": 1}}
         refused(model, "uint8", FEED, "would clip the bias")
 
@@ -130,7 +153,10 @@ SHARED = {
     ),
     "a table and a product as it is": (
         "g (int64[6] i) => (float[6,8] y) { e = Gather(t,i) m = MatMul(e,t) k = Gather(t,j) y = Add(m,k) }",
-        {"t": drawn(8, 8) * np.linspace(0.1, 5, 8, dtype=np.float32)[:, None], "j": np.array([7, 6, 5, 4, 3, 2])},
+        {
+            "t": drawn(8, 8) * np.linspace(0.1, 5, 8, dtype=np.float32)[:, None],
+            "j": np.array([7, 6, 5, 4, 3, 2]),
+        },
     ),
     "products of both directions": (
         "g (float[4,4] x) => (float[4,4] y) { a = Gemm<transB=1>(x,w,b) y = Gemm(a,w,b) }",
@@ -151,19 +177,26 @@ SHARED = {
 }
 
 
-_BOTH = itertools.product(SHARED, ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4"))
+_BOTH = itertools.product(
+    SHARED, ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4")
+)
 
 
 @pytest.mark.parametrize(
     ("case", "precision"),
-    [each for each in _BOTH if each != ("a convolution and its transpose", "int4")],  # which have no such weights
+    # which have no such weights
+    [each for each in _BOTH if each != ("a convolution and its transpose", "int4")],
 )
 def test_a_constant_that_nodes_read_in_several_ways_is_right_in_each(case, precision):
     """Tools have one scale, or one layout, for each constant."""
     text, constants = SHARED[case]
     model = tagged_graph(text, 21, **constants)
     given = model.graph.inputs[0]
-    feed = {str(given.name): drawn(*given.shape.numpy()) if given.name == "x" else np.array([0, 3, 1, 1, 5, 2])}
+    feed = {
+        str(given.name): drawn(*given.shape.numpy())
+        if given.name == "x"
+        else np.array([0, 3, 1, 1, 5, 2])
+    }
     result = quantized(model, precision, feed, 0.2 if precision == "int4" else 0.05)
     assert not result.kept
     predicted = htp_export.quantize(model, precision, dry_run=True).modules
@@ -186,7 +219,12 @@ def test_a_node_whose_results_would_be_clipped_stays_alone(precision):
         {"node": "r", "operator": "Resize", "modules": ["r"], "precision": precision, "whole": True,
          "reason": kept.reason}
     ]  # fmt: skip
-    refused(model, precision, FEED, f"{precision}, strict: Resize 'r' of 'r' stays as it is: results of Resize")
+    refused(
+        model,
+        precision,
+        FEED,
+        f"{precision}, strict: Resize 'r' of 'r' stays as it is: results of Resize",
+    )
 
 
 @pytest.mark.parametrize("precision", ["int8", "u8s8", "uint8"])
@@ -225,7 +263,11 @@ class TestFailures:
         before = getattr(kind, function)
 
         def fails(own: Any, *arguments: Any) -> Any:
-            node, graph = (arguments[0], arguments[1][0]) if arguments else (own.node, own.quantizer.model.model.graph)
+            node, graph = (
+                (arguments[0], arguments[1][0])
+                if arguments
+                else (own.node, own.quantizer.model.model.graph)
+            )
             matrix = next(tensor for tensor in graph.initializer if tensor.name == node.input[1])
             if list(matrix.dims) == shape:
                 raise ValueError(f"no such shape in {node.name}")
@@ -235,25 +277,43 @@ class TestFailures:
 
     @pytest.mark.parametrize(
         ("precision", "method"),
-        [("u8s8", "static"), ("int8-dynamic", "dynamic"), ("int4", "weights"), ("int8-weights", "weights")],
+        [
+            ("u8s8", "static"),
+            ("int8-dynamic", "dynamic"),
+            ("int4", "weights"),
+            ("int8-weights", "weights"),
+        ],
     )
     def test_is_told_and_the_others_are_quantized(self, precision, method, monkeypatch):
-        text = "g (float[3,8] x) => (float[3,4] y) { a = MatMul(x,w) b = MatMul(a,v) y = MatMul(b,u) }"
+        text = (
+            "g (float[3,8] x) => (float[3,4] y) { a = MatMul(x,w) b = MatMul(a,v) y = MatMul(b,u) }"
+        )
         model = tagged_graph(text, w=drawn(8, 8), v=drawn(8, 24), u=drawn(24, 4))
         self.fail_on([8, 24], monkeypatch, method)
         result = quantized(model, precision, {"x": drawn(3, 8)}, 0.3)
         [kept] = result.kept
         assert (kept.node, kept.whole) == ("b", True)
-        assert kept.reason == "ONNX Runtime fails on MatMul 'b' of 'b': ValueError: no such shape in b"
+        assert (
+            kept.reason == "ONNX Runtime fails on MatMul 'b' of 'b': ValueError: no such shape in b"
+        )
         assert result.operators == {precision: {"MatMul": 2}}
         assert result.modules["b"].precision == "fp32"
         assert any(node.op_type == "MatMul" and node.name == "b" for node in result.model.graph)
-        refused(model, precision, {"x": drawn(3, 8)}, f"{precision}, strict: MatMul 'b' of 'b' stays as it is")
+        refused(
+            model,
+            precision,
+            {"x": drawn(3, 8)},
+            f"{precision}, strict: MatMul 'b' of 'b' stays as it is",
+        )
 
     def test_of_all_layers_is_one_of_the_tool(self, monkeypatch):
-        model = tagged_graph("g (float[3,8] x) => (float[3,24] y) { y = MatMul(x,w) }", w=drawn(8, 24))
+        model = tagged_graph(
+            "g (float[3,8] x) => (float[3,24] y) { y = MatMul(x,w) }", w=drawn(8, 24)
+        )
         self.fail_on([8, 24], monkeypatch, "weights")
-        with pytest.raises(ToolError, match=r"failed on model 'g': ValueError: .* in y \(MatMul 'y' of 'y'\)"):
+        with pytest.raises(
+            ToolError, match=r"failed on model 'g': ValueError: .* in y \(MatMul 'y' of 'y'\)"
+        ):
             htp_export.quantize(model, "int4")
 
     def test_is_found_by_halves(self):
@@ -290,7 +350,10 @@ def test_the_command_says_what_stays_and_refuses_it_with_strict(tmp_path, monkey
     np.savez("data.npz", **FEED)
     command = ["quantize", "net.onnx", "u8s8", "-o", "small.onnx", "--data", "data.npz"]
     assert main([*command, "--strict"]) == 2
-    assert "Resize 'r' of 'r' stays as it is: results of Resize 'r' of 'r' leave the range" in capsys.readouterr().err
+    assert (
+        "Resize 'r' of 'r' stays as it is: results of Resize 'r' of 'r' leave the range"
+        in capsys.readouterr().err
+    )
     assert not Path("small.onnx").exists()
     assert main([*command, "--json"]) == 0
     [kept] = json.loads(capsys.readouterr().out)["kept"]
@@ -305,6 +368,11 @@ def test_what_changes_nothing_is_no_measurement():
     assert found.modules["a"]["u8s8"].alone.error > 0
     text = "g (float[2,4,6,6] x) => (float[2,4,4,4] y) { y = Conv(x,w,b) }"
     huge = tagged_graph(text, w=drawn(4, 4, 3, 3) * np.float32(1e-9), b=drawn(4) * 100)
-    row = htp_export.sensitivity(huge, ["uint8"], data=FEED, select="y", all_but=False).modules["y"]["uint8"]
+    row = htp_export.sensitivity(huge, ["uint8"], data=FEED, select="y", all_but=False).modules[
+        "y"
+    ]["uint8"]
     assert row.alone is None
-    assert row.problem == "nothing changes: ONNX Runtime would clip the bias of Conv 'y' of 'y' to int32"
+    assert (
+        row.problem
+        == "nothing changes: ONNX Runtime would clip the bias of Conv 'y' of 'y' to int32"
+    )

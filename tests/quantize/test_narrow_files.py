@@ -36,7 +36,13 @@ def half(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         head=nn.Linear(32, 16, bias=False),
     )
     file = tmp_path_factory.mktemp("half") / f"{request.param}.onnx"
-    htp_export.export(net.eval().half(), (torch.from_numpy(IDS),), file, opset_version=request.param, verbose=False)
+    htp_export.export(
+        net.eval().half(),
+        (torch.from_numpy(IDS),),
+        file,
+        opset_version=request.param,
+        verbose=False,
+    )
     return file
 
 
@@ -44,7 +50,11 @@ def feed_of(file: Path) -> dict[str, Any]:
     return {str(htp_export.load(file).model.graph.inputs[0].name): IDS}
 
 
-_LIMITS = {"int8-weights": 0.02, "int8-weights:symmetric=true": 0.02, "int8-weights:algorithm=rtn": 0.02}
+_LIMITS = {
+    "int8-weights": 0.02,
+    "int8-weights:symmetric=true": 0.02,
+    "int8-weights:algorithm=rtn": 0.02,
+}
 
 
 @pytest.mark.parametrize(
@@ -63,10 +73,13 @@ def test_weights_in_float16_get_blocks(precision, half, tmp_path):
     scales = {node.inputs[2].dtype for node in result.model.graph if node.op_type == "MatMulNBits"}
     assert scales == {ir.DataType.FLOAT16}
     [expected] = outputs(half, feed)
-    for optimized in (False, True):  # at accuracy level 4, ONNX Runtime computes something else without optimizations
+    # at accuracy level 4, ONNX Runtime computes something else without optimizations
+    for optimized in (False, True):
         [found] = results(made, feed, optimized=optimized)
         assert found.dtype == np.float16
-        assert distance(found.astype(np.float32), expected.astype(np.float32)) < _LIMITS.get(precision, 0.25)
+        assert distance(found.astype(np.float32), expected.astype(np.float32)) < _LIMITS.get(
+            precision, 0.25
+        )
 
 
 def test_products_in_float16_have_a_level_only_if_a_rule_says_so(half):
@@ -86,10 +99,15 @@ def test_a_convolution_in_float16_is_stored_from_opset_19_on(half):
     result = htp_export.quantize(half, "int8-weights")
     is_old = half.stem == "18"
     assert result.modules["conv"].precision == ("fp32" if is_old else "int8-weights")
-    assert any("DequantizeLinear has what it needs from opset 19 on" in note for note in result.notes) == is_old
+    assert (
+        any("DequantizeLinear has what it needs from opset 19 on" in note for note in result.notes)
+        == is_old
+    )
 
 
-@pytest.mark.parametrize("precision", ["int8", "u8s8", "int16", "int8-dynamic", "fp16", "bf16", "auto"])
+@pytest.mark.parametrize(
+    "precision", ["int8", "u8s8", "int16", "int8-dynamic", "fp16", "bf16", "auto"]
+)
 def test_what_is_made_of_float32_says_that_this_is_why(precision, half):
     name = "int8-dynamic" if precision == "auto" else precision
     why = f"its type is float16, and {name} is made of float32"
@@ -120,13 +138,18 @@ def test_weights_that_are_inputs_are_told(precision):
     models = [tagged_graph(text)]
     models.append(tagged_graph(text, w=drawn(8, 8)))  # an initializer is its default
     for model in models:
-        with pytest.raises(InputError, match="1 MatMul: 'w' is an input of the model and no stored weight"):
+        with pytest.raises(
+            InputError, match="1 MatMul: 'w' is an input of the model and no stored weight"
+        ):
             htp_export.quantize(model, precision)
 
 
 def test_an_odd_number_of_blocks_is_told():
     model = tagged_graph("g (float[3,48] x) => (float[3,8] y) { y = MatMul(x,w) }", w=drawn(48, 8))
-    with pytest.raises(RuleError, match="1 MatMul: rtn fails on an odd number of blocks in a column: choose another"):
+    with pytest.raises(
+        RuleError,
+        match="1 MatMul: rtn fails on an odd number of blocks in a column: choose another",
+    ):
         htp_export.quantize(model, "int4:algorithm=rtn:block_size=16")
 
 
@@ -145,8 +168,13 @@ class TestStaysValid:
 
     @pytest.mark.parametrize("body", OPTIONALS)
     def test_sequences_and_optionals(self, body, tmp_path):
-        text = f"g (float[2,8] given) => (float[n,6] y) {{ x = Relu(given) {body} y = MatMul(e,w) }}"
-        model, feed = tagged_graph(text, 18, w=drawn(8, 6), zero=np.array(0)), {"given": drawn(2, 8)}
+        text = (
+            f"g (float[2,8] given) => (float[n,6] y) {{ x = Relu(given) {body} y = MatMul(e,w) }}"
+        )
+        model, feed = (
+            tagged_graph(text, 18, w=drawn(8, 6), zero=np.array(0)),
+            {"given": drawn(2, 8)},
+        )
         [expected] = results(model, feed)
         for precision in ("fp16", "bf16", "u8s8", "int8-dynamic", "int4"):
             result = htp_export.quantize(model, precision, tmp_path / "made.onnx", data=feed)
@@ -158,10 +186,12 @@ class TestStaysValid:
     OPERATORS = (
         "r = BitCast<to=6>(x) y = BitCast<to=1>(r)",  # types of equal width
         "y = MeanVarianceNormalization<axes=[0]>(x)",  # a function with constants in fp32
-        "q = Reshape(x,images) r = MeanVarianceNormalization(q) y = Reshape(r,rows)",  # onnx fails on it in fp32, too
+        # onnx fails on it in fp32, too
+        "q = Reshape(x,images) r = MeanVarianceNormalization(q) y = Reshape(r,rows)",
         "r = HannWindow(n) y = Mul(x,r)",  # a type in an attribute of another name
         "r = BlackmanWindow<output_datatype=1>(n) y = Mul(x,r)",
-        "r = RandomNormal<shape=[8,8]>() z = Mul(r,zeros) y = Add(x,z)",  # one that is 32 bits where nothing says so
+        # one that is 32 bits where nothing says so
+        "r = RandomNormal<shape=[8,8]>() z = Mul(r,zeros) y = Add(x,z)",
     )
 
     @pytest.mark.parametrize("body", OPERATORS)
@@ -171,17 +201,26 @@ class TestStaysValid:
             pytest.skip("this onnx has no BitCast")
         text = f"g (float[8,8] given) => (float[8,8] y) {{ x = Sigmoid(given) {body} }}"
         zeros = np.zeros((8, 8), np.float32)
-        constants = {"n": np.array(8), "zeros": zeros, "images": np.array([2, 4, 4, 2]), "rows": np.array([8, 8])}
+        constants = {
+            "n": np.array(8),
+            "zeros": zeros,
+            "images": np.array([2, 4, 4, 2]),
+            "rows": np.array([8, 8]),
+        }
         model, feed = tagged_graph(text, opset, **constants), {"given": drawn(8, 8)}
         result = htp_export.quantize(model, "fp16", tmp_path / "made.onnx")
         assert result.operators["fp16"]["Sigmoid"] == 1
         if opset == 17:
-            assert distance(results(tmp_path / "made.onnx", feed)[0], results(model, feed)[0]) < 0.01
+            assert (
+                distance(results(tmp_path / "made.onnx", feed)[0], results(model, feed)[0]) < 0.01
+            )
 
     def test_a_model_without_operators_of_onnx_gets_its_casts(self, tmp_path):
         from onnx import TensorProto, helper
 
-        node = helper.make_node("Scaler", ["x"], ["y"], domain="ai.onnx.ml", name="y", offset=[1.0], scale=[2.0])
+        node = helper.make_node(
+            "Scaler", ["x"], ["y"], domain="ai.onnx.ml", name="y", offset=[1.0], scale=[2.0]
+        )
         node.metadata_props.add(key="htp.module", value="y")
         sizes = ("x", TensorProto.FLOAT, [2, 3]), ("y", TensorProto.FLOAT, [2, 3])
         given, made = (helper.make_tensor_value_info(*each) for each in sizes)
@@ -189,7 +228,9 @@ class TestStaysValid:
         quick = helper.make_node("QuickGelu", ["y"], ["z"], domain="com.microsoft", name="z")
         quick.metadata_props.add(key="htp.module", value="y")
         last = helper.make_tensor_value_info("z", TensorProto.FLOAT, [2, 3])
-        proto = helper.make_model(helper.make_graph([node, quick], "g", [given], [last], value_info=[made]))
+        proto = helper.make_model(
+            helper.make_graph([node, quick], "g", [given], [last], value_info=[made])
+        )
         del proto.opset_import[:]
         proto.opset_import.extend(opsets)
         proto.ir_version = 10
@@ -208,7 +249,9 @@ def operator_tests() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "u8s8", "int8", "int16", "int8-dynamic", "int8-weights", "int4"])
+@pytest.mark.parametrize(
+    "precision", ["fp16", "u8s8", "int8", "int16", "int8-dynamic", "int8-weights", "int4"]
+)
 def test_onnx_own_tests_of_operators(precision, operator_tests, tmp_path):
     """Each operator of ONNX with the inputs and attributes of its tests, as inputs and as constants."""
     tried = 0
@@ -222,10 +265,16 @@ def test_onnx_own_tests_of_operators(precision, operator_tests, tmp_path):
         for optimized in (False, True):
             got = results(tmp_path / "made.onnx", _copied(feed), optimized=optimized)
             for one, other in zip(expected, got, strict=True):
-                if isinstance(one, np.ndarray) and one.dtype == np.float32 and case.name not in _INHERENT:
+                if (
+                    isinstance(one, np.ndarray)
+                    and one.dtype == np.float32
+                    and case.name not in _INHERENT
+                ):
                     limit = 0.3 if precision == "int4" else 0.1
                     finite = np.isfinite(one) & (np.abs(one) < 6e4)
-                    assert distance(np.where(finite, other, 0), np.where(finite, one, 0)) < limit, case.name
+                    assert distance(np.where(finite, other, 0), np.where(finite, one, 0)) < limit, (
+                        case.name
+                    )
     assert tried > 5
 
 
@@ -238,7 +287,10 @@ def _quantized(model: ir.Model, feed: dict[str, Any], precision: str, target: Pa
     try:
         htp_export.quantize(model, precision, target, data=_copied(feed))
     except InputError as error:
-        if any(word in str(error) for word in ("no operator of module", "needs opset", "computes NaN", "has NaN")):
+        if any(
+            word in str(error)
+            for word in ("no operator of module", "needs opset", "computes NaN", "has NaN")
+        ):
             return False
         raise
     return True
@@ -259,8 +311,16 @@ def _as_graph(case: Any, *, constant: bool) -> tuple[ir.Model, dict[str, Any]] |
 
     proto, inputs = case.model, case.data_sets[0][0] if case.data_sets else []
     is_plain = all(isinstance(each, np.ndarray) and each.size for each in inputs)
-    kinds = {value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)}
-    if not inputs or not is_plain or 1 not in kinds or (constant and len(inputs) == 1) or len(proto.graph.node) > 1:
+    kinds = {
+        value.type.tensor_type.elem_type for value in (*proto.graph.input, *proto.graph.output)
+    }
+    if (
+        not inputs
+        or not is_plain
+        or 1 not in kinds
+        or (constant and len(inputs) == 1)
+        or len(proto.graph.node) > 1
+    ):
         return None
     if any(attribute.HasField("g") for attribute in proto.graph.node[0].attribute):
         return None

@@ -41,31 +41,49 @@ class Row:
     def model(self) -> Any:
         kind = "int64" if self.x.dtype == np.int64 else "float"
         sizes = ",".join(map(str, self.x.shape))
-        open_sizes = ",".join(f"d{k}" for k in range(self.x.ndim if self.rank is None else self.rank))
-        text = f"g ({kind}[{sizes}] x) => (float[{open_sizes}] y) {{ {self.results} = {self.call} }}"
+        open_sizes = ",".join(
+            f"d{k}" for k in range(self.x.ndim if self.rank is None else self.rank)
+        )
+        text = (
+            f"g ({kind}[{sizes}] x) => (float[{open_sizes}] y) {{ {self.results} = {self.call} }}"
+        )
         return tagged_graph(text, self.opset, **self.constants)
 
     def __str__(self) -> str:
-        shapes = ",".join(f"{name}{list(np.shape(array))}" for name, array in self.constants.items())
+        shapes = ",".join(
+            f"{name}{list(np.shape(array))}" for name, array in self.constants.items()
+        )
         return f"{self.call} {shapes}"
 
 
 def _gemms() -> Iterator[Row]:
     x, turned = floats(5, 8), floats(8, 5)
-    for attributes in ("alpha=2.0", "beta=0.5", "alpha=0.5,beta=3.0", "alpha=-1.5,beta=-2.0", "beta=0.0", "alpha=1.0"):
+    for attributes in (
+        "alpha=2.0",
+        "beta=0.5",
+        "alpha=0.5,beta=3.0",
+        "alpha=-1.5,beta=-2.0",
+        "beta=0.0",
+        "alpha=1.0",
+    ):
         yield Row(f"Gemm<{attributes}>(x,w,b)", x, {"w": floats(8, 6), "b": floats(6) * 3})
         yield Row(f"Gemm<{attributes}>(x,w)", x, {"w": floats(8, 6)})
         yield Row(f"Gemm<{attributes}>(x,w,b)", x, {"w": floats(8, 6), "b": floats(5, 6) * 3})
     yield Row("Gemm<transB=1>(x,w,b)", x, {"w": floats(6, 8), "b": floats(6) * 3})
-    yield Row("Gemm<transB=1,alpha=2.0,beta=0.5>(x,w,b)", x, {"w": floats(6, 8), "b": floats(6) * 3})
+    yield Row(
+        "Gemm<transB=1,alpha=2.0,beta=0.5>(x,w,b)", x, {"w": floats(6, 8), "b": floats(6) * 3}
+    )
     yield Row("Gemm<transA=1>(x,w,b)", turned, {"w": floats(8, 6), "b": floats(6) * 3})
-    yield Row("Gemm<alpha=2.0,beta=0.5>(w,x,b)", floats(8, 6), {"w": floats(5, 8), "b": floats(6) * 3})
+    yield Row(
+        "Gemm<alpha=2.0,beta=0.5>(w,x,b)", floats(8, 6), {"w": floats(5, 8), "b": floats(6) * 3}
+    )
     yield Row("Gemm<alpha=2.0,beta=0.5>(x,w,x)", floats(6, 6), {"w": floats(6, 6)})
     for shape in ((1, 6), (1,), (1, 1), (), (5, 1), (5, 6)):
         bias = np.asarray(floats(*shape) * 3, np.float32)
         yield Row("Gemm(x,w,b)", x, {"w": floats(8, 6), "b": bias})
         yield Row("Gemm<alpha=0.5,beta=2.0>(x,w,b)", x, {"w": floats(8, 6), "b": bias})
-    yield Row("Gemm(x,w,b)", floats(6, 8), {"w": floats(8, 6), "b": floats(6, 6) * 3})  # as many rows as columns
+    # as many rows as columns
+    yield Row("Gemm(x,w,b)", floats(6, 8), {"w": floats(8, 6), "b": floats(6, 6) * 3})
 
 
 def _convolutions() -> Iterator[Row]:
@@ -73,15 +91,37 @@ def _convolutions() -> Iterator[Row]:
     for groups in (2, 4):
         weights = {"w": floats(8, 4 // groups, 3, 3), "b": floats(8) * 3}
         yield Row(f"Conv<group={groups}>(x,w,b)", x, weights)
-        yield Row(f"ConvTranspose<group={groups}>(x,w,b)", x, {"w": floats(4, 8 // groups, 3, 3), "b": floats(8) * 3})
+        yield Row(
+            f"ConvTranspose<group={groups}>(x,w,b)",
+            x,
+            {"w": floats(4, 8 // groups, 3, 3), "b": floats(8) * 3},
+        )
         yield Row(f"ConvTranspose<group={groups}>(x,w)", x, {"w": floats(4, 8 // groups, 3, 3)})
-    both = "strides=[2,2]", "pads=[1,0,2,1]", "dilations=[2,2]", 'auto_pad="SAME_UPPER"', "kernel_shape=[3,3]"
+    both = (
+        "strides=[2,2]",
+        "pads=[1,0,2,1]",
+        "dilations=[2,2]",
+        'auto_pad="SAME_UPPER"',
+        "kernel_shape=[3,3]",
+    )
     for attributes in (*both, 'auto_pad="SAME_LOWER",strides=[2,2]', 'auto_pad="VALID"'):
         yield Row(f"Conv<{attributes}>(x,w,b)", x, {"w": floats(8, 4, 3, 3), "b": floats(8) * 3})
-    for attributes in (*both, "output_padding=[1,1],strides=[2,2]", "output_shape=[15,15],strides=[2,2]"):
-        yield Row(f"ConvTranspose<{attributes}>(x,w,b)", x, {"w": floats(4, 8, 3, 3), "b": floats(8) * 3})
-    yield Row("Conv<dilations=[2]>(x,w,b)", floats(2, 4, 9), {"w": floats(8, 4, 3), "b": floats(8) * 3})
-    yield Row("Conv<group=2>(x,w,b)", floats(1, 4, 5, 5, 5), {"w": floats(8, 2, 3, 3, 3), "b": floats(8) * 3})
+    for attributes in (
+        *both,
+        "output_padding=[1,1],strides=[2,2]",
+        "output_shape=[15,15],strides=[2,2]",
+    ):
+        yield Row(
+            f"ConvTranspose<{attributes}>(x,w,b)", x, {"w": floats(4, 8, 3, 3), "b": floats(8) * 3}
+        )
+    yield Row(
+        "Conv<dilations=[2]>(x,w,b)", floats(2, 4, 9), {"w": floats(8, 4, 3), "b": floats(8) * 3}
+    )
+    yield Row(
+        "Conv<group=2>(x,w,b)",
+        floats(1, 4, 5, 5, 5),
+        {"w": floats(8, 2, 3, 3, 3), "b": floats(8) * 3},
+    )
 
 
 def _pools() -> Iterator[Row]:
@@ -131,7 +171,8 @@ def _layouts() -> Iterator[Row]:
     for axis in (0, 2, -1):
         yield Row(f"Flatten<axis={axis}>(x)", x, rank=2)
     yield Row("Split<axis=1>(x,s)", x, {"s": np.array([1, 3])}, "y,z")
-    yield Row("Split<axis=1,num_outputs=3>(x)", x, results="y,z,q", opset=18)  # the last one has no elements
+    # the last one has no elements
+    yield Row("Split<axis=1,num_outputs=3>(x)", x, results="y,z,q", opset=18)
     pads = {"p": np.array([0, 0, 1, 1, 0, 0, 2, 1])}
     for mode, opset in (("reflect", 17), ("edge", 17), ("wrap", 19)):
         yield Row(f'Pad<mode="{mode}">(x,p)', x, pads, opset=opset)
@@ -141,7 +182,9 @@ def _layouts() -> Iterator[Row]:
     words, table = np.array([[0, 3, -1], [1, 1, 2]]), {"k": floats(4, 6)}
     for axis in (0, 1, -1):
         yield Row(f"Gather<axis={axis}>(k,x)", words, table, rank=3)
-        yield Row(f"GatherElements<axis={axis}>(x,i)", floats(4, 4), {"i": np.array([[0, 1, 2, -1]])})
+        yield Row(
+            f"GatherElements<axis={axis}>(x,i)", floats(4, 4), {"i": np.array([[0, 1, 2, -1]])}
+        )
 
 
 def _resizes() -> Iterator[Row]:
@@ -154,11 +197,20 @@ def _resizes() -> Iterator[Row]:
     )  # fmt: skip
     for attributes in modes:
         yield Row(f"Resize<{attributes}>(x,,s)", x, scales)
-    yield Row('Resize<mode="linear",antialias=1>(x,,s)', x, {"s": np.float32([1, 1, 0.5, 0.5])}, opset=18)
+    yield Row(
+        'Resize<mode="linear",antialias=1>(x,,s)', x, {"s": np.float32([1, 1, 0.5, 0.5])}, opset=18
+    )
     sizes = {"s": np.array([14, 10])}
-    yield Row('Resize<mode="linear",keep_aspect_ratio_policy="not_larger",axes=[2,3]>(x,,,s)', x, sizes, opset=18)
+    yield Row(
+        'Resize<mode="linear",keep_aspect_ratio_policy="not_larger",axes=[2,3]>(x,,,s)',
+        x,
+        sizes,
+        opset=18,
+    )
     around = {**scales, "r": np.float32([0, 0, -0.2, -0.2, 1, 1, 1.2, 1.2])}
-    outside = 'mode="linear",coordinate_transformation_mode="tf_crop_and_resize",extrapolation_value'
+    outside = (
+        'mode="linear",coordinate_transformation_mode="tf_crop_and_resize",extrapolation_value'
+    )
     for number in (3.0, 300.0):  # results far outside of the range of the input
         yield Row(f"Resize<{outside}={number}>(x,r,s)", x, around)
 
@@ -174,14 +226,20 @@ def _recurrent() -> Iterator[Row]:
     x = floats(6, 2, 5)
 
     def row(attributes: str, read: str = "", directions: int = 1, **more: Any) -> Row:
-        weights = {"w": floats(directions, 16, 5), "r": floats(directions, 16, 4), "b": floats(directions, 32)}
+        weights = {
+            "w": floats(directions, 16, 5),
+            "r": floats(directions, 16, 4),
+            "b": floats(directions, 32),
+        }
         call = f"LSTM<hidden_size=4{attributes}>(x,w,r,b{read})"
         return Row(call, x, {**weights, **more}, "y,h,c", rank=4)
 
     yield row(',direction="reverse"')
     yield row(',direction="bidirectional"', directions=2)
     yield row(',activations=["Sigmoid","Relu","Tanh"]')
-    yield row(',activations=["HardSigmoid","Tanh","Tanh"],activation_alpha=[0.4],activation_beta=[0.3]')
+    yield row(
+        ',activations=["HardSigmoid","Tanh","Tanh"],activation_alpha=[0.4],activation_beta=[0.3]'
+    )
     yield row(',activations=["Sigmoid","LeakyRelu","Tanh"],activation_alpha=[0.3]')
     yield row(",clip=0.3")
     yield row(",input_forget=1")
@@ -195,7 +253,17 @@ _GROUPS = (
 )  # fmt: skip
 ROWS = [row for group in _GROUPS for row in group()]
 
-_PRECISIONS = ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "fp8")
+_PRECISIONS = (
+    "int8",
+    "u8s8",
+    "uint8",
+    "int16",
+    "int8-dynamic",
+    "int8-weights",
+    "int4",
+    "fp16",
+    "fp8",
+)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
@@ -212,7 +280,11 @@ def test_an_attribute_means_the_same_in_every_precision(row):
             [found, *_] = results(result.model, {"x": row.x}, optimized=optimized)
             if not row.is_sorted:
                 found, expected = np.sort(found, 1), np.sort(expected, 1)
-            assert distance(found, expected) < _LIMITS.get(precision, 0.05), (precision, optimized, result.notes)
+            assert distance(found, expected) < _LIMITS.get(precision, 0.05), (
+                precision,
+                optimized,
+                result.notes,
+            )
     assert changed
 
 
@@ -233,4 +305,6 @@ def test_every_operator_that_the_static_quantizer_changes_has_a_row():
     known = {*quantizers("registry").QDQRegistry, *quantizers("registry").QLinearOpsRegistry}
     without = {"Add", "Mul", "Relu", "Clip", "Sigmoid", "Squeeze", "Unsqueeze", "GlobalAveragePool"}
     others = {"ArgMax", "EmbedLayerNormalization"}  # integers, and ONNX Runtime's own
-    assert known - without - others <= {row.call.partition("<")[0].partition("(")[0] for row in ROWS}
+    assert known - without - others <= {
+        row.call.partition("<")[0].partition("(")[0] for row in ROWS
+    }

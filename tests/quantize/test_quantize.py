@@ -32,7 +32,17 @@ from tests.quantized import (
     written,
 )
 
-PRECISIONS = ["int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp8", "fp16"]
+PRECISIONS = [
+    "int8",
+    "u8s8",
+    "uint8",
+    "int16",
+    "int8-dynamic",
+    "int8-weights",
+    "int4",
+    "fp8",
+    "fp16",
+]
 INSERTED = {"QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "Cast", "Mul"}
 
 
@@ -83,7 +93,9 @@ def test_a_plan_of_several_precisions_is_applied_in_turn(nets, exporter, tmp_pat
         "": "mixed", "table": "int4", "first": "int8", "act": "int8", "norm": "fp32", "second": "int8-dynamic",
         "head": "fp16",
     }  # fmt: skip
-    by_module = {path: {node.op_type for node in htp_export.load(file)[path].nodes} for path in found if path}
+    by_module = {
+        path: {node.op_type for node in htp_export.load(file)[path].nodes} for path in found if path
+    }
     assert by_module["table"] == {"GatherBlockQuantized"}
     assert by_module["first"] >= {"QuantizeLinear", "DequantizeLinear", "MatMul", "Add"}
     assert by_module["second"] >= {"DynamicQuantizeLinear", "MatMulInteger"}
@@ -97,7 +109,10 @@ def test_a_plan_of_several_precisions_is_applied_in_turn(nets, exporter, tmp_pat
 
 @pytest.mark.parametrize(
     ("fields", "inputs"),
-    [*(({"algorithm": name}, 4) for name in ("default", "rtn", "hqq", "k-quant")), ({"symmetric": True}, 3)],
+    [
+        *(({"algorithm": name}, 4) for name in ("default", "rtn", "hqq", "k-quant")),
+        ({"symmetric": True}, 3),
+    ],
 )
 def test_weights_are_rounded_by_each_algorithm(net, fields, inputs, tmp_path):
     file = tmp_path / "quantized.onnx"
@@ -117,7 +132,10 @@ class TestAccuracyLevel:
     def levels(self, result: htp_export.results.Quantized) -> dict[str, int]:
         """Module → level of its product, 0 without one."""
         products = [node for node in result.model.graph if node.op_type == "MatMulNBits"]
-        return {node.metadata_props["htp.module"]: node.attributes.get_int("accuracy_level", 0) for node in products}
+        return {
+            node.metadata_props["htp.module"]: node.attributes.get_int("accuracy_level", 0)
+            for node in products
+        }
 
     def test_each_module_has_the_one_of_its_rule(self, net, tmp_path):
         file = tmp_path / "levels.onnx"
@@ -135,27 +153,49 @@ class TestAccuracyLevel:
         """At level 4 results differ from those in fp32 by about a step of int8; levels 0 and 1 are equal."""
         found = {}
         for level in (0, 1, 4):
-            htp_export.quantize(net, {"class:Linear": f"int8-weights:accuracy_level={level}"}, tmp_path / "q.onnx")
+            htp_export.quantize(
+                net, {"class:Linear": f"int8-weights:accuracy_level={level}"}, tmp_path / "q.onnx"
+            )
             [found[level]] = outputs(tmp_path / "q.onnx", {"ids": IDS})
         assert np.array_equal(found[0], found[1])
         assert 1e-5 < np.abs(found[4] - found[0]).max() / np.abs(found[0]).max() < 0.05
 
     def test_zero_points_that_are_floats_have_none(self, net):
-        assert set(self.levels(htp_export.quantize(net, {"class:Linear": "int4:algorithm=hqq"})).values()) == {0}
+        assert set(
+            self.levels(htp_export.quantize(net, {"class:Linear": "int4:algorithm=hqq"})).values()
+        ) == {0}
 
     @pytest.mark.parametrize(
         ("precision", "problem"),
         [
-            ({"precision": "int4", "format": "qdq", "algorithm": "hqq"}, "zero points of hqq are no integers"),
+            (
+                {"precision": "int4", "format": "qdq", "algorithm": "hqq"},
+                "zero points of hqq are no integers",
+            ),
             ({"precision": "int8-dynamic", "format": "qdq"}, "format is 'qdq', and can be default"),
-            ({"precision": "int4", "narrow_io": True}, "narrow_io is for activations in float16 or bfloat16"),
+            (
+                {"precision": "int4", "narrow_io": True},
+                "narrow_io is for activations in float16 or bfloat16",
+            ),
             ({"precision": "fp16", "narrow_io": 2}, "narrow_io is 2, and can be False, True"),
-            ("int8:accuracy_level=4", "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights"),
+            (
+                "int8:accuracy_level=4",
+                "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights",
+            ),
             ("int4:accuracy_level=5", "accuracy_level is 5, and can be 0, 1, 2, 3, 4"),
-            ({"precision": "int4", "accuracy_level": True}, "accuracy_level is 'True', and can be 0"),
+            (
+                {"precision": "int4", "accuracy_level": True},
+                "accuracy_level is 'True', and can be 0",
+            ),
             ("int4:algorithm=hqq:accuracy_level=4", "accuracy_level has no effect with hqq"),
-            ("int4:format=qdq:accuracy_level=4", "accuracy_level is of MatMulNBits, which the format qdq"),
-            ("int4:accuracy_level", "'accuracy_level' is no field of a precision; write FIELD=VALUE"),
+            (
+                "int4:format=qdq:accuracy_level=4",
+                "accuracy_level is of MatMulNBits, which the format qdq",
+            ),
+            (
+                "int4:accuracy_level",
+                "'accuracy_level' is no field of a precision; write FIELD=VALUE",
+            ),
             ("int4:acuracy_level=0", "has no field 'acuracy_level'; nearest: 'accuracy_level'"),
         ],
     )
@@ -180,7 +220,12 @@ def test_ranges_are_those_of_all_runs(net):
         return float(node.inputs[1].const_value.numpy())
 
     first, second = {"ids": IDS % 3}, {"ids": IDS}
-    assert scale([first]) < scale([first, second]) == scale([second, first]) == scale(iter([first, second]))
+    assert (
+        scale([first])
+        < scale([first, second])
+        == scale([second, first])
+        == scale(iter([first, second]))
+    )
 
 
 def test_one_run_is_in_memory_at_a_time(net):
@@ -188,7 +233,8 @@ def test_one_run_is_in_memory_at_a_time(net):
 
     def runs() -> Iterator[dict[str, np.ndarray]]:
         for number in range(6):
-            assert sum(ref() is not None for ref in alive) <= 2  # the last one, and the one before it on its way out
+            # the last one, and the one before it on its way out
+            assert sum(ref() is not None for ref in alive) <= 2
             array = (IDS + number) % 50
             alive.append(weakref.ref(array))
             yield {"ids": array}
@@ -199,8 +245,13 @@ def test_one_run_is_in_memory_at_a_time(net):
 
 
 def test_an_iterator_serves_two_precisions(net):
-    result = htp_export.quantize(net, {"first": "int8", "second": "uint8"}, data=iter([{"ids": IDS}]))
-    assert {name: sum(kinds.values()) for name, kinds in result.operators.items()} == {"int8": 2, "uint8": 1}
+    result = htp_export.quantize(
+        net, {"first": "int8", "second": "uint8"}, data=iter([{"ids": IDS}])
+    )
+    assert {name: sum(kinds.values()) for name, kinds in result.operators.items()} == {
+        "int8": 2,
+        "uint8": 1,
+    }
 
 
 def test_random_inputs_are_said_to_mean_nothing(net, caplog):
@@ -223,26 +274,37 @@ def test_logging_of_the_program_stays_as_it_was(net):
 def test_a_range_that_is_no_number_is_refused_with_the_tensor(data, tmp_path):
     """A softmax of which everything is masked."""
     parts = {"fc": nn.Linear(8, 8), "head": nn.Linear(8, 3)}
-    net = composed(lambda self, x: self.head((self.fc(x) + torch.full((8,), -torch.inf)).softmax(-1)), **parts)
+    net = composed(
+        lambda self, x: self.head((self.fc(x) + torch.full((8,), -torch.inf)).softmax(-1)), **parts
+    )
     file = written(net, (torch.randn(4, 8),), tmp_path / "net.onnx", "dynamo", ["x"])
     with pytest.raises(InputError, match="computes NaN in 'softmax'; its range is not known"):
-        htp_export.quantize(file, "u8s8", data=[{"x": np.ones((4, 8), np.float32)}] if data else None)
+        htp_export.quantize(
+            file, "u8s8", data=[{"x": np.ones((4, 8), np.float32)}] if data else None
+        )
 
 
 class TestCasts:
     def test_stand_at_borders_alone(self, net):
         model = htp_export.quantize(net, {"class:Linear,act,norm": "fp16"}).model
-        owners = [node.metadata_props[tags.MODULE] for node in model.graph if node.op_type == "Cast"]
+        owners = [
+            node.metadata_props[tags.MODULE] for node in model.graph if node.op_type == "Cast"
+        ]
         assert owners == ["first", "second", "head", "head"]
 
     def test_are_placed_once_for_all_readers_in_a_type(self, tmp_path):
         net = composed(
-            lambda self, x: self.a(y := torch.tanh(x)) * self.b(y) + self.c(y), **{n: nn.Linear(8, 8) for n in "abc"}
+            lambda self, x: self.a(y := torch.tanh(x)) * self.b(y) + self.c(y),
+            **{n: nn.Linear(8, 8) for n in "abc"},
         )
         file = written(net, (torch.randn(2, 8),), tmp_path / "two.onnx", "dynamo", ["x"])
         model = htp_export.quantize(file, {"a,b": "fp16"}).model
         casts = [node for node in model.graph if node.op_type == "Cast"]
-        assert [json.loads(node.metadata_props.get(tags.OWNERS, "[]")) for node in casts] == [["a", "b"], [], []]
+        assert [json.loads(node.metadata_props.get(tags.OWNERS, "[]")) for node in casts] == [
+            ["a", "b"],
+            [],
+            [],
+        ]
         assert [node.attributes["to"].as_int() for node in casts] == [10, 1, 1]
 
     def test_weights_keep_their_names_and_those_that_others_read_stay(self, tmp_path):
@@ -252,9 +314,12 @@ class TestCasts:
         assert {name: value.const_value.dtype for name, value in both.items()} == dict.fromkeys(
             before, ir.DataType.FLOAT16
         )
-        assert "Identity" in {node.op_type for node in htp_export.load(file).model.graph}  # what torch makes of it
+        # what torch makes of it
+        assert "Identity" in {node.op_type for node in htp_export.load(file).model.graph}
         one = htp_export.quantize(file, {"a": "fp16"}).model.graph.initializers
-        assert {value.const_value.dtype for name, value in one.items() if name in before} == {ir.DataType.FLOAT}
+        assert {value.const_value.dtype for name, value in one.items() if name in before} == {
+            ir.DataType.FLOAT
+        }
         assert len(one) == len(before) + 1
 
     def test_operators_without_the_type_stay_as_they_are(self, net):
@@ -269,12 +334,16 @@ class TestCasts:
     @pytest.mark.parametrize("exporter", EXPORTERS)
     def test_those_of_the_model_to_other_types_stay(self, exporter, tmp_path):
         parts = {"fc": nn.Linear(4, 4), "table": nn.Embedding(10, 3)}
-        net = composed(lambda self, x: self.table((self.fc(x).abs() * 2).clamp(0, 9).long()), **parts)
+        net = composed(
+            lambda self, x: self.table((self.fc(x).abs() * 2).clamp(0, 9).long()), **parts
+        )
         x = torch.randn(2, 4)
         file = written(net, (x,), tmp_path / "net.onnx", exporter, ["x"])
         htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
         with torch.no_grad():
-            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
+            assert np.allclose(
+                outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2
+            )
 
     @pytest.mark.parametrize("summed", ["scatter_add", "index_put"])
     def test_sums_of_scattered_numbers_stay(self, summed, tmp_path):
@@ -290,21 +359,33 @@ class TestCasts:
         file = written(net, (x,), tmp_path / "net.onnx", "dynamo", ["x"])
         htp_export.quantize(file, "fp16", tmp_path / "half.onnx")
         with torch.no_grad():
-            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2)
+            assert np.allclose(
+                outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=1e-2
+            )
 
     def test_sequences_stay(self, tmp_path):
-        net = composed(lambda self, x: torch.unsafe_chunk(self.fc(x), 2, -1)[1] * 2.5, fc=nn.Linear(4, 4)).eval()
+        net = composed(
+            lambda self, x: torch.unsafe_chunk(self.fc(x), 2, -1)[1] * 2.5, fc=nn.Linear(4, 4)
+        ).eval()
         x, file = torch.randn(2, 4), tmp_path / "net.onnx"
         htp_export.export(net, (x,), file, optimize=False, verbose=False)
         assert "SequenceAt" in {node.op_type for node in onnx.load(file).graph.node}
         htp_export.quantize(file, "u8s8", small := tmp_path / "small.onnx", data=[{"x": x.numpy()}])
         htp_export.quantize(small, "fp16", tmp_path / "half.onnx")
         with torch.no_grad():
-            assert np.allclose(outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=0.1)
+            assert np.allclose(
+                outputs(tmp_path / "half.onnx", {"x": x.numpy()})[0], net(x), atol=0.1
+            )
 
     def test_a_size_is_read_of_either_type(self, tmp_path):
-        net = composed(lambda self, x: (y := self.fc(x)).reshape(y.shape[0] * 2, 4), fc=nn.Linear(8, 8)).eval()
-        options: dict[str, Any] = {"dynamo": False, "input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
+        net = composed(
+            lambda self, x: (y := self.fc(x)).reshape(y.shape[0] * 2, 4), fc=nn.Linear(8, 8)
+        ).eval()
+        options: dict[str, Any] = {
+            "dynamo": False,
+            "input_names": ["x"],
+            "dynamic_axes": {"x": {0: "batch"}},
+        }
         file, target = tmp_path / "sizes.onnx", tmp_path / "half.onnx"
         htp_export.export(net, (torch.randn(2, 8),), file, verbose=False, **options)
         htp_export.quantize(file, {".": "fp16"}, target)
@@ -314,26 +395,37 @@ class TestCasts:
 
 def test_a_weight_behind_an_identity_is_a_weight(tmp_path):
     file, x = tied_file(tmp_path), torch.randn(2, 3, 32).numpy()
-    for precision, chosen in itertools.product(("int4", "int8-dynamic", "int8", "fp16"), (".", "b")):
+    for precision, chosen in itertools.product(
+        ("int4", "int8-dynamic", "int8", "fp16"), (".", "b")
+    ):
         plan = {chosen: precision}
         target = tmp_path / "quantized.onnx"
         result = htp_export.quantize(file, plan, target, data={"x": x})
-        assert "Identity" not in {node.op_type for node in result.model.graph} or precision == "fp16"
+        assert (
+            "Identity" not in {node.op_type for node in result.model.graph} or precision == "fp16"
+        )
         assert_predicted(result, file, plan)
         assert 0 < np.abs(outputs(file, {"x": x})[0] - outputs(target, {"x": x})[0]).max() < 0.5
 
 
 def test_a_module_that_reads_no_input_of_the_model_is_calibrated(tmp_path):
     torch.manual_seed(0)
-    positions = composed(lambda self: self.embed(self.ids), embed=nn.Embedding(4000, 4))  # too large to be folded
+    # too large to be folded
+    positions = composed(lambda self: self.embed(self.ids), embed=nn.Embedding(4000, 4))
     positions.register_buffer("ids", torch.arange(8).flip(0))
-    net = composed(lambda self, x: self.fc(x + self.positions()), positions=positions, fc=nn.Linear(4, 3))
+    net = composed(
+        lambda self, x: self.fc(x + self.positions()), positions=positions, fc=nn.Linear(4, 3)
+    )
     x = torch.randn(2, 8, 4)
     file = written(net, (x,), tmp_path / "net.onnx", "dynamo", ["x"])
-    result = htp_export.quantize(file, {"positions": "int8"}, tmp_path / "small.onnx", data=[{"x": x.numpy()}])
+    result = htp_export.quantize(
+        file, {"positions": "int8"}, tmp_path / "small.onnx", data=[{"x": x.numpy()}]
+    )
     assert result.modules["positions"].precision == "int8"
     assert result.modules["positions"].changed > 0
-    [before], [after] = (outputs(path, {"x": x.numpy()}) for path in (file, tmp_path / "small.onnx"))
+    [before], [after] = (
+        outputs(path, {"x": x.numpy()}) for path in (file, tmp_path / "small.onnx")
+    )
     assert 0 < np.abs(before - after).max() < 0.1
 
 
@@ -361,18 +453,26 @@ def test_values_that_fill_masks_are_not_divided_into_steps(tmp_path):
 
 @pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_a_weight_that_other_modules_read_stays_for_them(exporter, tmp_path):
-    file = written(TiedWeights(50, 64), (torch.from_numpy(IDS),), tmp_path / "net.onnx", exporter, ["ids"])
+    file = written(
+        TiedWeights(50, 64), (torch.from_numpy(IDS),), tmp_path / "net.onnx", exporter, ["ids"]
+    )
     for precision in ("int4", "int8-dynamic", "int8", "fp16"):
         target = tmp_path / "quantized.onnx"
         htp_export.quantize(file, {"head": precision}, target, data={"ids": IDS})
         assert_others_are_the_same(file, target, "head")
         assert_tagged(file, target, "head")
-        assert 0 < np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max() < 0.5
+        assert (
+            0
+            < np.abs(outputs(file, {"ids": IDS})[0] - outputs(target, {"ids": IDS})[0]).max()
+            < 0.5
+        )
 
 
 @pytest.mark.parametrize("exporter", EXPORTERS)
 @pytest.mark.parametrize("precision", ["int8", "uint8", "int8-dynamic", "fp16"])
-def test_convolutions_with_a_merged_batchnorm_are_those_of_both(precision, exporter, shared_files, tmp_path):
+def test_convolutions_with_a_merged_batchnorm_are_those_of_both(
+    precision, exporter, shared_files, tmp_path
+):
     file, target = shared_files.net("conv_bn_relu", exporter), tmp_path / "quantized.onnx"
     feed = {onnx.load(file).graph.input[0].name: image()["input"].numpy()}
     result = htp_export.quantize(file, {"0": precision}, target, data=feed)
@@ -386,7 +486,9 @@ def test_convolutions_with_a_merged_batchnorm_are_those_of_both(precision, expor
 
 def test_nodes_in_branches_change_too_and_a_weight_of_two_is_counted_in_each(tmp_path):
     def branches(self: Any, x: torch.Tensor) -> Any:
-        return torch.cond(x.sum() > 0, lambda x: self.a(self.both(x)), lambda x: self.b(self.both(x)), (x,))
+        return torch.cond(
+            x.sum() > 0, lambda x: self.a(self.both(x)), lambda x: self.b(self.both(x)), (x,)
+        )
 
     torch.manual_seed(0)
     x = torch.randn(3, 4, 32)
@@ -413,7 +515,10 @@ def test_functions_are_inlined_first(net, tmp_path):
     htp_export.functions(net, "class:Linear", nested)
     result = htp_export.quantize(nested, {"first": "int4"}, target)
     assert result.operators["int4"] == {"MatMul": 1}
-    assert {node.op_type for node in htp_export.load(target)["first"].nodes} == {"MatMulNBits", "Add"}
+    assert {node.op_type for node in htp_export.load(target)["first"].nodes} == {
+        "MatMulNBits",
+        "Add",
+    }
 
 
 def test_external_weights_stay_external(net, tmp_path):
@@ -426,7 +531,9 @@ def test_external_weights_stay_external(net, tmp_path):
 
 def test_other_commands_read_the_result(net, tmp_path):
     file = tmp_path / "quantized.onnx"
-    htp_export.quantize(net, {".": "int8", "head": "fp16", "second": "int4"}, file, data={"ids": IDS})
+    htp_export.quantize(
+        net, {".": "int8", "head": "fp16", "second": "int4"}, file, data={"ids": IDS}
+    )
     compared = htp_export.compare(net, file, {"ids": IDS}, tolerances={".": (1.0, 1.0)})
     assert compared.modules["head"].max_abs is not None
     assert htp_export.optimize(file, verify=True).max_abs == 0
@@ -434,7 +541,9 @@ def test_other_commands_read_the_result(net, tmp_path):
     assert len(htp_export.load(file)["first"].nodes) > 3
     htp_export.view(file, tmp_path / "view.html")
     assert htp_export.profile(file, {"ids": IDS}, runs=2, warmup=0).unattributed_ms == 0
-    checked = htp_export.verify(spread(Net().eval()), file, (torch.from_numpy(IDS),), tolerances={"**": (1.0, 1.0)})
+    checked = htp_export.verify(
+        spread(Net().eval()), file, (torch.from_numpy(IDS),), tolerances={"**": (1.0, 1.0)}
+    )
     assert checked.ok
     assert checked.modules["head"].max_abs > 0
     again = htp_export.quantize(file, {"table": "fp32", "norm": "fp16"}, tmp_path / "again.onnx")
@@ -446,17 +555,33 @@ class TestRefused:
         ("plan", "error", "problem"),
         [
             ({"firs": "int8"}, SelectorError, "matches no module; nearest: 'first'"),
-            ({"norm": "int4"}, InputError, "no operator of module 'norm' takes int4; there are: 1 LayerNormalization"),
-            ({"act": "int8"}, InputError, "no operator of module 'act' takes int8; there are: 1 Relu"),
+            (
+                {"norm": "int4"},
+                InputError,
+                "no operator of module 'norm' takes int4; there are: 1 LayerNormalization",
+            ),
+            (
+                {"act": "int8"},
+                InputError,
+                "no operator of module 'act' takes int8; there are: 1 Relu",
+            ),
             (
                 {"second": {"precision": "int4", "algorithm": "rtn", "block_size": 16}},
                 InputError,
                 "no operator of module 'second' takes int4; there are: 1 MatMul",
             ),
-            ({"first": "int8", "act": "int8-dynamic"}, InputError, "rule 'act': no operator of module 'act'"),
+            (
+                {"first": "int8", "act": "int8-dynamic"},
+                InputError,
+                "rule 'act': no operator of module 'act'",
+            ),
             ({"first": "int9"}, InputError, "rule 'first': there is no precision 'int9'"),
             ({}, InputError, "no rules"),
-            ("f.onnx", InputError, "'f.onnx' is a model and not a plan; the model comes before the plan"),
+            (
+                "f.onnx",
+                InputError,
+                "'f.onnx' is a model and not a plan; the model comes before the plan",
+            ),
         ],
         ids=str,
     )
@@ -474,8 +599,17 @@ class TestRefused:
         assert [path.name for path in tmp_path.iterdir()] == ["quantized.onnx"]
 
     def test_weights_that_nodes_transpose(self, tmp_path):
-        file = exported(nn.Linear(16, 16).eval(), {"input": torch.randn(2, 3, 16)}, "dynamo", tmp_path, optimize=False)
-        with pytest.raises(InputError, match=r"1 Transpose.*; weights are still computed .* optimize the file first"):
+        file = exported(
+            nn.Linear(16, 16).eval(),
+            {"input": torch.randn(2, 3, 16)},
+            "dynamo",
+            tmp_path,
+            optimize=False,
+        )
+        with pytest.raises(
+            InputError,
+            match=r"1 Transpose.*; weights are still computed .* optimize the file first",
+        ):
             htp_export.quantize(file, {".": "int8-dynamic"})
         optimized = htp_export.optimize(file).model
         assert htp_export.quantize(optimized, {".": "int8-dynamic"}).modules[""].changed == 1
@@ -497,7 +631,9 @@ class TestRefused:
     def test_an_opset_without_scales_of_channels(self, tmp_path):
         file = tmp_path / "old.onnx"
         x = torch.randn(2, 8)
-        htp_export.export(nn.Linear(8, 8).eval(), (x,), file, dynamo=False, opset_version=11, verbose=False)
+        htp_export.export(
+            nn.Linear(8, 8).eval(), (x,), file, dynamo=False, opset_version=11, verbose=False
+        )
         with pytest.raises(InputError, match="needs opset 13 or later, and the model has 11"):
             htp_export.quantize(file, {".": "int8"})
 
@@ -508,7 +644,8 @@ class TestRefused:
         quantizer = "onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer"
         monkeypatch.setattr(f"{quantizer}._process_subgraph", fail)
         with pytest.raises(
-            ToolError, match=r"onnxruntime.quantization failed on .*dynamo.onnx: RuntimeError: out of order"
+            ToolError,
+            match=r"onnxruntime.quantization failed on .*dynamo.onnx: RuntimeError: out of order",
         ):
             htp_export.quantize(net, {"first": "int4"}, tmp_path / "quantized.onnx")
         assert not list(tmp_path.iterdir())
@@ -518,7 +655,9 @@ def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net):
     result = htp_export.quantize(net, "int4", dry_run=True)
     assert "predicted: weights" in str(result)
     assert result.modules["first"].precision == "int4"
-    assert result.to_dict()["modules"]["first"]["bytes_after"] == result.modules["first"].bytes_after
+    assert (
+        result.to_dict()["modules"]["first"]["bytes_after"] == result.modules["first"].bytes_after
+    )
     with pytest.raises(InputError, match="a dry run makes no model"):
         _ = result.model
 
@@ -526,7 +665,8 @@ def test_a_dry_run_has_no_model_and_prints_what_is_predicted(net):
 def test_a_rule_that_later_ones_override_is_noted(net):
     result = htp_export.quantize(net, {"first": "int8", "act": "fp32", ".": "int4"}, dry_run=True)
     assert [note for note in result.notes if note.startswith("rule ")] == [
-        f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in ("first", "act")
+        f"rule {selector!r} decides nothing: later rules hold for all of its nodes"
+        for selector in ("first", "act")
     ]
 
 
@@ -546,7 +686,10 @@ def test_threads_quantize_one_model_at_once(net):
 @pytest.mark.parametrize("exporter", quick(EXPORTERS, "dynamo"))
 def test_bytes_of_norms_and_computed_weights_are_predicted(exporter, tmp_path):
     layers = nn.BatchNorm2d(3), nn.ReLU(), nn.Conv2d(3, 4, 3), nn.Upsample(scale_factor=2)
-    net, x = nn.Sequential(*layers, nn.utils.parametrizations.weight_norm(nn.Linear(12, 5))), torch.randn(2, 3, 8, 8)
+    net, x = (
+        nn.Sequential(*layers, nn.utils.parametrizations.weight_norm(nn.Linear(12, 5))),
+        torch.randn(2, 3, 8, 8),
+    )
     file = written(net, (x,), tmp_path / "odd.onnx", exporter, ["x"])
     for precision in ("int8", "u8s8", "uint8", "int16"):
         target = tmp_path / "quantized.onnx"

@@ -23,7 +23,9 @@ from tests.quantized import IDS
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "plan.yaml").write_text('first: int8\n"class:Embedding": {precision: int4, block_size: 16}\n')
+    (tmp_path / "plan.yaml").write_text(
+        'first: int8\n"class:Embedding": {precision: int4, block_size: 16}\n'
+    )
     np.savez(tmp_path / "ids.npz", ids=IDS)
     return tmp_path
 
@@ -33,12 +35,26 @@ def said(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_a_plan_file_then_rules_in_order(net, folder, capsys):
-    words = ["quantize", str(net), "plan.yaml", "--rule", "head=fp16", "--rule", "first=int8-weights", "-o", "q.onnx"]
+    words = [
+        "quantize",
+        str(net),
+        "plan.yaml",
+        "--rule",
+        "head=fp16",
+        "--rule",
+        "first=int8-weights",
+        "-o",
+        "q.onnx",
+    ]
     assert main([*words, "--json"]) == 0
     result = said(capsys)
     assert (result["file"], result["dry_run"], result["notes"]) == ("q.onnx", False, [])
     precisions = {path: module["precision"] for path, module in result["modules"].items()}
-    assert (precisions["first"], precisions["table"], precisions["head"]) == ("int8-weights", "int4", "fp16")
+    assert (precisions["first"], precisions["table"], precisions["head"]) == (
+        "int8-weights",
+        "int4",
+        "fp16",
+    )
     tagged = htp_export.load("q.onnx")
     assert not tagged.untagged
     assert result["modules"][""]["bytes_after"] == htp_export.cost(tagged).modules[""].weight_bytes
@@ -48,7 +64,10 @@ def test_a_dry_run_draws_the_plan_and_writes_nothing(net, folder, capsys):
     before = sorted(folder.iterdir())
     assert main(["quantize", str(net), "plan.yaml", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert " ".join(lines[0].split()) == "module class precision nodes changed bytes before bytes after ratio"
+    assert (
+        " ".join(lines[0].split())
+        == "module class precision nodes changed bytes before bytes after ratio"
+    )
     by_name = {line.split()[1]: line.split() for line in lines[2:8]}
     assert by_name["first"][2:6] == ["Linear", "int8", "2", "2"]
     assert by_name["head"][2:6] == ["Linear", "fp32", "1", "0"]
@@ -70,7 +89,10 @@ def test_files_of_data_are_runs(net, folder, capsys):
     np.savez(folder / "few.npz", ids=IDS % 3)
 
     def first_scale(*words: str) -> float:
-        assert main(["quantize", str(net), "--rule", "first=int8", "-o", "q.onnx", "--json", *words]) == 0
+        assert (
+            main(["quantize", str(net), "--rule", "first=int8", "-o", "q.onnx", "--json", *words])
+            == 0
+        )
         capsys.readouterr()
         model = htp_export.load("q.onnx").model
         node = next(node for node in model.graph if node.op_type == "QuantizeLinear")
@@ -93,11 +115,29 @@ def test_random_inputs_are_warned_of(net, folder, capsys):
 
 def test_a_file_with_the_fields_of_a_precision_is_for_the_whole_model(net, folder, capsys):
     (folder / "blocks.yaml").write_text("precision: int4\nblock_size: 16\n")
-    assert main(["quantize", str(net), "blocks.yaml", "--rule", "first=fp32", "--dry-run", "--json"]) == 0
+    assert (
+        main(["quantize", str(net), "blocks.yaml", "--rule", "first=fp32", "--dry-run", "--json"])
+        == 0
+    )
     typed = said(capsys)["modules"]
-    assert main(["quantize", str(net), "int4:block_size=16", "--rule", "first=fp32", "--dry-run", "--json"]) == 0
+    assert (
+        main(
+            [
+                "quantize",
+                str(net),
+                "int4:block_size=16",
+                "--rule",
+                "first=fp32",
+                "--dry-run",
+                "--json",
+            ]
+        )
+        == 0
+    )
     named = said(capsys)["modules"]
-    assert [each["bytes_after"] for each in typed.values()] == [each["bytes_after"] for each in named.values()]
+    assert [each["bytes_after"] for each in typed.values()] == [
+        each["bytes_after"] for each in named.values()
+    ]
     assert typed["first"]["precision"] == "fp32"
 
 
@@ -127,12 +167,16 @@ def test_the_worst_module_is_that_of_compare_over_the_runs_of_the_data(unlike):
     assert check is not None
     largest = [htp_export.compare(unlike, result, run) for run in runs_of(3)]
     expected = max(
-        (each.modules[each.worst] for each in largest if each.worst is not None), key=lambda row: row.max_abs or 0
+        (each.modules[each.worst] for each in largest if each.worst is not None),
+        key=lambda row: row.max_abs or 0,
     )
     assert (check.worst, check.compared) == (expected.path, 3)
     assert check.worst in ("", "coarse")  # the output is that of the whole, too
     assert check.max_abs == expected.max_abs
-    assert (check.bytes_before, check.bytes_after) == (result.modules[""].bytes_before, result.modules[""].bytes_after)
+    assert (check.bytes_before, check.bytes_after) == (
+        result.modules[""].bytes_before,
+        result.modules[""].bytes_after,
+    )
     assert check.ms_before > 0
     assert check.ms_after > 0
     assert result.to_dict()["check"]["worst"] == check.worst
@@ -163,10 +207,21 @@ def test_without_it_nothing_is_said_and_a_dry_run_cannot_have_it(unlike):
 
 
 def test_the_command_shows_it(unlike, tmp_path, capsys):
-    words = ["quantize", str(unlike), "--rule", "**=int4", "-o", str(tmp_path / "int4.onnx"), "--check"]
+    words = [
+        "quantize",
+        str(unlike),
+        "--rule",
+        "**=int4",
+        "-o",
+        str(tmp_path / "int4.onnx"),
+        "--check",
+    ]
     assert main(words) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"worst module on 4 runs of random inputs: \S+, max difference [\d.e-]+, cosine [\d.]+", shown)
+    assert re.search(
+        r"worst module on 4 runs of random inputs: \S+, max difference [\d.e-]+, cosine [\d.]+",
+        shown,
+    )
     assert re.search(r"[\d.]+ ms a run before, [\d.]+ ms after \([\d.]+ times as fast\)", shown)
     assert main([*words, "--json", "--force"]) == 0
     assert json.loads(capsys.readouterr().out)["check"]["runs"] == 20

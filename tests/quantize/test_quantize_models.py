@@ -30,7 +30,17 @@ Feed = dict[str, npt.NDArray[Any]]
 PRECISIONS: Mapping[str, Any] = {
     **{
         name: name
-        for name in ("int8", "u8s8", "uint8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "bf16")
+        for name in (
+            "int8",
+            "u8s8",
+            "uint8",
+            "int16",
+            "int8-dynamic",
+            "int8-weights",
+            "int4",
+            "fp16",
+            "bf16",
+        )
     },
     "int8 by tensor": {"precision": "int8", "per_channel": False},
     "u8s8 symmetric": {"precision": "u8s8", "symmetric": True},
@@ -41,15 +51,48 @@ PRECISIONS: Mapping[str, Any] = {
     "int4 rtn": {"precision": "int4", "algorithm": "rtn", "block_size": 16},
     "int8-weights symmetric": {"precision": "int8-weights", "symmetric": True, "block_size": 64},
 }
-MOST = {"int8": 0.25, "u8s8": 0.25, "uint8": 0.25, "int8-dynamic": 0.1, "int4": 0.3, "int8-weights": 0.05, "fp16": 0.01}
+MOST = {
+    "int8": 0.25,
+    "u8s8": 0.25,
+    "uint8": 0.25,
+    "int8-dynamic": 0.1,
+    "int4": 0.3,
+    "int8-weights": 0.05,
+    "fp16": 0.01,
+}
 """The largest errors of architectures, as shares of the largest output."""
 
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-SOUND = {"d_model": 32, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 48, "vocab_size": 64}
-SOUND |= {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "max_source_positions": 20}
-SOUND |= {"num_mel_bins": 8, "decoder_start_token_id": 3, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
+SOUND = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "vocab_size": 64,
+}
+SOUND |= {
+    "decoder_layers": 1,
+    "decoder_attention_heads": 4,
+    "decoder_ffn_dim": 48,
+    "max_source_positions": 20,
+}
+SOUND |= {
+    "num_mel_bins": 8,
+    "decoder_start_token_id": 3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
 MODELS: dict[str, tuple[dict[str, Any], str]] = {
-    "bert": ({**SMALL, "vocab_size": 64, "max_position_embeddings": 32}, "encoder.layer.1.attention"),
+    "bert": (
+        {**SMALL, "vocab_size": 64, "max_position_embeddings": 32},
+        "encoder.layer.1.attention",
+    ),
     "gpt2": (DECODERS["gpt2"], "h.0.mlp"),
     "vit": ({**SMALL, "image_size": 32, "patch_size": 8}, "layers.1"),
     "resnet": (
@@ -102,7 +145,13 @@ def built(name: str, exporter: str) -> tuple[nn.Module, dict[str, torch.Tensor]]
     if name == "sizes":  # dynamo has no LSTM of open sizes here
         return Sizes(recurrent=exporter == "torchscript"), {"ids": torch.from_numpy(IDS)}
     if name == "conv":
-        layers = nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3, groups=2), nn.Flatten()
+        layers = (
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.Conv2d(4, 4, 3, groups=2),
+            nn.Flatten(),
+        )
         return nn.Sequential(*layers), {"input": torch.rand(2, 2, 8, 8)}
     model, inputs = of_type(name, **MODELS[name][0])
     if name == "whisper":  # its encoder alone
@@ -128,8 +177,12 @@ def exported_to(folder: Path, name: str, exporter: str) -> tuple[Path, Feed]:
 
 def decoder_to(file: Path) -> Feed:
     """Write a llama with its cache; what it is run on."""
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    settings = [word for key, value in DECODERS["llama"].items() for word in ("--set", f"{key}={value}")]
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
+    settings = [
+        word for key, value in DECODERS["llama"].items() for word in ("--set", f"{key}={value}")
+    ]
     task = ["--task", "text-generation-with-past", "--quiet"]
     assert main(["export", "llama", "--random-weights", *settings, *task, "-o", str(file)]) == 0
     shapes = {"input_ids": (2, 3), "attention_mask": (2, 7), "position_ids": (2, 3)}
@@ -144,7 +197,9 @@ def decoder_to(file: Path) -> Feed:
 
 
 @pytest.fixture(scope="module", params=FILES, ids="-".join)
-def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Feed]:
+def exported(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Feed]:
     name, exporter = request.param
     return name, *exported_to(tmp_path_factory.mktemp(name), name, exporter)
 
@@ -152,7 +207,10 @@ def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 @pytest.fixture(scope="module")
 def shared_linear(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("sizes") / "net.onnx"
-    net, options = spread(Sizes().eval()), {"dynamo": False, "input_names": ["ids"], "verbose": False}
+    net, options = (
+        spread(Sizes().eval()),
+        {"dynamo": False, "input_names": ["ids"], "verbose": False},
+    )
     htp_export.export(net, (torch.from_numpy(IDS),), file, **options)
     return file
 
@@ -169,7 +227,11 @@ def plans_of(tagged: TaggedModel, parts: Sequence[str], precision: Any) -> Itera
 
 
 def deviations(
-    file: Path, plan: Mapping[str, Any], feed: Any, most: float | None = None, parts: Sequence[str] = ()
+    file: Path,
+    plan: Mapping[str, Any],
+    feed: Any,
+    most: float | None = None,
+    parts: Sequence[str] = (),
 ) -> Iterator[str]:
     """What a plan changes of nodes that it leaves, bytes that are not as predicted, and errors above a share."""
     target = file.with_name("quantized.onnx")
@@ -178,7 +240,11 @@ def deviations(
     before, after = htp_export.load(file), result.tagged
     values = {key: value for key, value in plan.items() if value != "fp32"}
     named = assigned(before, {**dict.fromkeys(plan, 1), **dict.fromkeys(values, 2)})
-    stays = [node for node in before.nodes if named.nodes.get(node, 1) == 1 and node not in named.disputed]
+    stays = [
+        node
+        for node in before.nodes
+        if named.nodes.get(node, 1) == 1 and node not in named.disputed
+    ]
     was, now = node_bytes(onnx.load(file)), node_bytes(ir.to_proto(after.model))
     for node in stays:
         name = str(node.outputs[0].name)
@@ -189,16 +255,22 @@ def deviations(
         assert_others_are_the_same(file, target, *plan)
     if most is not None:
         for expected, found in zip(outputs(file, feed), outputs(target, feed), strict=True):
-            if found.dtype != expected.dtype or np.abs(found - expected).max() > most * np.abs(expected).max():
+            if (
+                found.dtype != expected.dtype
+                or np.abs(found - expected).max() > most * np.abs(expected).max()
+            ):
                 yield f"an output differs by {np.abs(found - expected).max()}"
-    is_left = any("fill masks" in note for note in result.notes)  # nodes stay as they are, which only the data tell
+    # nodes stay as they are, which only the data tell
+    is_left = any("fill masks" in note for note in result.notes)
     for path, module in result.modules.items():
         bytes_after = predicted.modules[path].bytes_after
         if module.bytes_after != bytes_after and not (is_left and module.bytes_after > bytes_after):
             yield f"{path!r}: {bytes_after} bytes predicted, {module.bytes_after} made"
 
 
-@pytest.mark.parametrize("plan", [{"first": "fp16"}, {".": "int4", "second": "fp32"}, {"first": "int8-dynamic"}])
+@pytest.mark.parametrize(
+    "plan", [{"first": "fp16"}, {".": "int4", "second": "fp32"}, {"first": "int8-dynamic"}]
+)
 def test_bytes_of_a_module_that_two_others_call_are_as_predicted(plan, shared_linear):
     """``first.linear`` is called in ``second``, too: the file has both of its forms, and ``first`` has both."""
     assert not list(deviations(shared_linear, plan, {"ids": IDS}))
@@ -231,26 +303,41 @@ def test_what_a_plan_leaves_stays_bytes_are_as_predicted_and_results_are_near(ex
     ],
 )
 def test_mixed_precision_by_layer(name, exporter, tmp_path):
-    [file, feed], part, target = exported_to(tmp_path, name, exporter), MODELS[name][1], tmp_path / "mixed.onnx"
+    [file, feed], part, target = (
+        exported_to(tmp_path, name, exporter),
+        MODELS[name][1],
+        tmp_path / "mixed.onnx",
+    )
     result = htp_export.quantize(file, {".": "fp16", part: "int8-dynamic"}, target, data=feed)
     assert not result.tagged.untagged
     kinds = {node.op_type for node in htp_export.load(target)[part].nodes}
     assert kinds & {"MatMulInteger", "ConvInteger"}
-    assert (result.modules[part].precision, result.modules[""].precision) == ("int8-dynamic", "mixed")
+    assert (result.modules[part].precision, result.modules[""].precision) == (
+        "int8-dynamic",
+        "mixed",
+    )
     assert_tagged(file, target, ".")
     [expected, *_], [found, *_] = outputs(file, feed), outputs(target, feed)
     assert 0 < np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
     assert htp_export.compare(file, target, feed, tolerances={".": (10.0, 10.0)}).modules
 
 
-@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere, int8 is fused, too")
+@pytest.mark.skipif(
+    platform.machine() not in ("x86_64", "AMD64"), reason="elsewhere, int8 is fused, too"
+)
 def test_onnx_runtime_fuses_u8s8_where_it_does_not_fuse_int8(net, tmp_path):
     """It leaves many operators with int8 activations between DequantizeLinear and QuantizeLinear."""
     optimised, left = tmp_path / "optimised.onnx", {}
     for precision in ("int8", "u8s8"):
-        htp_export.quantize(net, {"class:Linear": precision}, tmp_path / "quantized.onnx", data={"ids": IDS})
+        htp_export.quantize(
+            net, {"class:Linear": precision}, tmp_path / "quantized.onnx", data={"ids": IDS}
+        )
         options = onnxruntime.SessionOptions()
         options.optimized_model_filepath, options.log_severity_level = str(optimised), 3
-        onnxruntime.InferenceSession(tmp_path / "quantized.onnx", options, providers=["CPUExecutionProvider"])
-        left[precision] = Counter(node.op_type for node in onnx.load(optimised).graph.node)["DequantizeLinear"]
+        onnxruntime.InferenceSession(
+            tmp_path / "quantized.onnx", options, providers=["CPUExecutionProvider"]
+        )
+        left[precision] = Counter(node.op_type for node in onnx.load(optimised).graph.node)[
+            "DequantizeLinear"
+        ]
     assert left["u8s8"] < left["int8"]

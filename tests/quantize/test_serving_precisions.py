@@ -22,11 +22,16 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     tail = [nn.Flatten(), nn.Linear(800, 10)]
     nets = {
         "convolutions": nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 1), *tail),
-        "products": nn.Sequential(nn.Conv2d(3, 4, 4, stride=4), nn.Flatten(), nn.Linear(36, 400), nn.Linear(400, 10)),
+        "products": nn.Sequential(
+            nn.Conv2d(3, 4, 4, stride=4), nn.Flatten(), nn.Linear(36, 400), nn.Linear(400, 10)
+        ),
     }
     for name, net in nets.items():
         htp_export.export(
-            spread(net.eval()), (torch.from_numpy(IMAGE["input"]),), folder / f"{name}.onnx", verbose=False
+            spread(net.eval()),
+            (torch.from_numpy(IMAGE["input"]),),
+            folder / f"{name}.onnx",
+            verbose=False,
         )
     return {name: folder / f"{name}.onnx" for name in nets}
 
@@ -47,7 +52,9 @@ def on(monkeypatch: pytest.MonkeyPatch, machine: str) -> None:
         ("convolutions", "x86 without VNNI", "u8s8"),
     ],
 )
-def test_auto_is_chosen_by_work_and_processor_and_says_why(files, monkeypatch, net, machine, precision):
+def test_auto_is_chosen_by_work_and_processor_and_says_why(
+    files, monkeypatch, net, machine, precision
+):
     on(monkeypatch, machine)
     planned = htp_export.quantize(files[net], dry_run=True)
     assert set(planned.operators) == {precision}
@@ -61,7 +68,9 @@ def test_auto_is_chosen_by_work_and_processor_and_says_why(files, monkeypatch, n
 def test_weights_have_7_bits_where_products_saturate(files, monkeypatch):
     on(monkeypatch, "x86 without VNNI")
     found = htp_export.quantize(files["products"]).model.graph.initializers
-    levels = [value.const_value.numpy() for name, value in found.items() if name.endswith("_quantized")]
+    levels = [
+        value.const_value.numpy() for name, value in found.items() if name.endswith("_quantized")
+    ]
     assert levels
     assert all(np.abs(array).max() <= 64 for array in levels)
 
@@ -74,7 +83,10 @@ def test_convolutions_among_products_stay(files):
     chosen = htp_export.quantize(files["products"], {".": "auto", "0": "u8s8"}, data=IMAGE)
     assert chosen.modules["0"].precision == "u8s8"
     by_rule = htp_export.quantize(files["products"], {"0": "auto", "2": "auto"}, dry_run=True)
-    assert (by_rule.modules["0"].precision, by_rule.modules["2"].precision) == ("u8s8", "int8-dynamic")
+    assert (by_rule.modules["0"].precision, by_rule.modules["2"].precision) == (
+        "u8s8",
+        "int8-dynamic",
+    )
 
 
 def test_sensitivity_and_search_take_it_by_default(files, tmp_path):
@@ -92,7 +104,11 @@ def test_the_command_takes_it_without_a_plan(files, tmp_path, capsys):
 
 
 def test_where_nothing_can_be_faster_auto_is_refused(files):
-    with pytest.raises(htp_export.InputError, match=r"'1': auto: nothing here multiplies with stored weights"):
+    with pytest.raises(
+        htp_export.InputError, match=r"'1': auto: nothing here multiplies with stored weights"
+    ):
         htp_export.quantize(files["convolutions"], {"1": "auto"})
-    with pytest.raises(htp_export.InputError, match="precision 'auto' has no fields, and 'block_size' is given"):
+    with pytest.raises(
+        htp_export.InputError, match="precision 'auto' has no fields, and 'block_size' is given"
+    ):
         htp_export.quantize(files["convolutions"], {".": {"precision": "auto", "block_size": 32}})

@@ -44,7 +44,10 @@ def checked(file: Path) -> onnx.ModelProto:
 def casts(model: ir.Model) -> list[tuple[str, str]]:
     """What each Cast reads, and its type."""
     nodes = [node for node in model.graph if node.op_type == "Cast"]
-    return [(str(node.inputs[0].name), ir.DataType(node.attributes["to"].as_int()).name) for node in nodes]
+    return [
+        (str(node.inputs[0].name), ir.DataType(node.attributes["to"].as_int()).name)
+        for node in nodes
+    ]
 
 
 class TestBlocks:
@@ -59,7 +62,9 @@ class TestBlocks:
             slow({"precision": "int4", "algorithm": "k-quant"}, "UINT4"),
         ],
     )
-    def test_standard_operators_compute_what_those_of_onnx_runtime_do(self, net, fields, kind, tmp_path):
+    def test_standard_operators_compute_what_those_of_onnx_runtime_do(
+        self, net, fields, kind, tmp_path
+    ):
         own, standard = tmp_path / "own.onnx", tmp_path / "standard.onnx"
         htp_export.quantize(net, {"class:Linear": {**fields, "accuracy_level": 0}}, own)
         plan = {"class:Linear": {**fields, "format": "qdq"}}
@@ -85,15 +90,27 @@ class TestBlocks:
         tagged = htp_export.quantize(net, plan).tagged
         made = rebuilt(tagged, state)
         assert not made.unknown
-        read = [node.inputs[:3] for node in tagged.model.graph if node.op_type == "DequantizeLinear"]
+        read = [
+            node.inputs[:3] for node in tagged.model.graph if node.op_type == "DequantizeLinear"
+        ]
         for value in [value for values in read for value in values]:
-            assert np.array_equal(made.tensors[value].numpy(), value.const_value.numpy()), value.name
+            assert np.array_equal(made.tensors[value].numpy(), value.const_value.numpy()), (
+                value.name
+            )
 
     def test_a_weight_that_two_products_share_is_dequantized_once(self, tmp_path):
-        net = composed(lambda self, x: self.table(torch.tanh(self.table(x))), table=nn.Linear(32, 32, bias=False))
+        net = composed(
+            lambda self, x: self.table(torch.tanh(self.table(x))),
+            table=nn.Linear(32, 32, bias=False),
+        )
         file = written(net, (torch.randn(2, 32),), tmp_path / "twice.onnx", "dynamo", ["x"])
         result = htp_export.quantize(file, {".": {"precision": "int4", "format": "qdq"}})
-        assert [node.op_type for node in result.model.graph] == ["DequantizeLinear", "MatMul", "Tanh", "MatMul"]
+        assert [node.op_type for node in result.model.graph] == [
+            "DequantizeLinear",
+            "MatMul",
+            "Tanh",
+            "MatMul",
+        ]
 
     def test_a_rule_of_a_plan_file_says_so(self, net, tmp_path):
         plan, made = tmp_path / "plan.yaml", tmp_path / "made.onnx"
@@ -105,12 +122,16 @@ class TestBlocks:
         plan = {".": {"precision": "int4", "format": "qdq"}}
         model = htp_export.load(net).model
         model.graph.opset_imports[""] = 17
-        with pytest.raises(InputError, match="needs opset 21 or later, and the model has 17: export it with"):
+        with pytest.raises(
+            InputError, match="needs opset 21 or later, and the model has 17: export it with"
+        ):
             htp_export.quantize(model, plan)
         model.graph.opset_imports[""] = 18
         node = next(node for node in model.graph if node.op_type == "Relu")
         node.op_type = "GroupNormalization"
-        with pytest.raises(InputError, match=r"GroupNormalization .* means something else from opset 21 on"):
+        with pytest.raises(
+            InputError, match=r"GroupNormalization .* means something else from opset 21 on"
+        ):
             htp_export.quantize(model, plan)
 
 
@@ -124,11 +145,14 @@ class TestFloat8:
         torch.manual_seed(0)
         x = torch.randn(2, 3, 6, 6)
         source, made = tmp_path / "conv.onnx", tmp_path / "made.onnx"
-        net = composed(product_of_convolved, conv=nn.Conv2d(3, 8, 3, padding=1), head=nn.Linear(8, 4))
+        net = composed(
+            product_of_convolved, conv=nn.Conv2d(3, 8, 3, padding=1), head=nn.Linear(8, 4)
+        )
         written(net, (x,), source, "dynamo", ["x"])
         result = htp_export.quantize(source, {".": "fp8"}, made, data={"x": x.numpy()})
         kinds = [node.op_type for node in result.model.graph]
-        assert kinds.count("QuantizeLinear") == 4  # what the convolution, the product (two) and the layer read
+        # what the convolution, the product (two) and the layer read
+        assert kinds.count("QuantizeLinear") == 4
         assert kinds.count("DequantizeLinear") == 6
         [expected], [found] = outputs(source, {"x": x.numpy()}), outputs(made, {"x": x.numpy()})
         assert 0 < np.abs(found - expected).max() < 0.1 * np.abs(expected).max()
@@ -174,32 +198,55 @@ class TestCasts:
             assert len(casts(part.model)) == 2
             two = htp_export.quantize(tmp_path / "part.onnx", {order[1]: "fp16"})
             assert casts(two.model) == casts(one)
-            assert [node.outputs[0].name for node in two.model.graph] == [node.outputs[0].name for node in one.graph]
+            assert [node.outputs[0].name for node in two.model.graph] == [
+                node.outputs[0].name for node in one.graph
+            ]
             assert not two.tagged.untagged
 
     def test_a_border_between_types_of_16_bits_has_one(self, net):
         model = htp_export.quantize(net, {"first": "fp16", "act,norm": "bf16"}).model
-        assert casts(model) == [("embedding", "FLOAT16"), ("linear", "BFLOAT16"), ("layer_norm_bfloat16", "FLOAT")]
+        assert casts(model) == [
+            ("embedding", "FLOAT16"),
+            ("linear", "BFLOAT16"),
+            ("layer_norm_bfloat16", "FLOAT"),
+        ]
 
     def test_inputs_and_outputs_have_the_type_if_that_is_asked(self, tmp_path, net):
         x = torch.randn(2, 8)
-        file = written(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), (x,), tmp_path / "two.onnx", "dynamo", ["x"])
-        whole = htp_export.quantize(file, {".": {"precision": "fp16", "narrow_io": True}}, tmp_path / "made.onnx")
+        file = written(
+            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)),
+            (x,),
+            tmp_path / "two.onnx",
+            "dynamo",
+            ["x"],
+        )
+        whole = htp_export.quantize(
+            file, {".": {"precision": "fp16", "narrow_io": True}}, tmp_path / "made.onnx"
+        )
         assert casts(whole.model) == []
         model = checked(tmp_path / "made.onnx")
         half = onnx.TensorProto.FLOAT16
-        assert [each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)] == [half, half]
+        assert [
+            each.type.tensor_type.elem_type for each in (*model.graph.input, *model.graph.output)
+        ] == [half, half]
         last = htp_export.quantize(file, {"1": {"precision": "fp16", "narrow_io": True}}).model
-        assert [last.graph.inputs[0].dtype.name, last.graph.outputs[0].dtype.name] == ["FLOAT", "FLOAT16"]
+        assert [last.graph.inputs[0].dtype.name, last.graph.outputs[0].dtype.name] == [
+            "FLOAT",
+            "FLOAT16",
+        ]
 
     def test_weights_in_blocks_among_activations_of_16_bits_need_none(self, net, tmp_path):
-        plan = {".": {"precision": "int4", "format": "qdq", "activation": "float16", "narrow_io": True}}
+        plan = {
+            ".": {"precision": "int4", "format": "qdq", "activation": "float16", "narrow_io": True}
+        }
         result = htp_export.quantize(net, plan, tmp_path / "made.onnx")
         checked(tmp_path / "made.onnx")
         assert casts(result.model) == []
         assert_tagged(net, tmp_path / "made.onnx", ".")
         assert_predicted(result, net, plan)
-        two = htp_export.quantize(net, {".": "fp16", "second": {"precision": "int4", "activation": "float16"}})
+        two = htp_export.quantize(
+            net, {".": "fp16", "second": {"precision": "int4", "activation": "float16"}}
+        )
         assert casts(two.model) == [("linear_2_float16", "FLOAT")]
         [expected], [found] = outputs(net, FEED), outputs(tmp_path / "made.onnx", FEED)
         assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
@@ -226,8 +273,13 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     source = tmp_path_factory.mktemp("attention") / "attention.onnx"
     example = (torch.randn(1, 5, 32), torch.randn(1, 2, 3, 16), torch.randn(1, 2, 3, 16))
-    dims = {name: {axis: torch.export.Dim.DYNAMIC} for name, axis in (("x", 1), ("key", 2), ("value", 2))}
-    net = spread(composed(attend, q=nn.Linear(32, 64), k=nn.Linear(32, 32), v=nn.Linear(32, 32)).eval())
+    dims = {
+        name: {axis: torch.export.Dim.DYNAMIC}
+        for name, axis in (("x", 1), ("key", 2), ("value", 2))
+    }
+    net = spread(
+        composed(attend, q=nn.Linear(32, 64), k=nn.Linear(32, 32), v=nn.Linear(32, 32)).eval()
+    )
     htp_export.export(net, example, source, dynamic_shapes=dims, opset_version=21, verbose=False)
     return source
 
@@ -241,13 +293,19 @@ def test_caches_of_keys_and_values_are_stored_as_integers(per_channel, attention
     result = htp_export.quantize(source, plan, made, data=start)
     assert not result.tagged.untagged
     expected = outputs(source, start)
-    first = {"x": x[:, :8], "key": empty.numpy().astype(np.int8), "value": empty.numpy().astype(np.int8)}
+    first = {
+        "x": x[:, :8],
+        "key": empty.numpy().astype(np.int8),
+        "value": empty.numpy().astype(np.int8),
+    }
     _, key, value = outputs(made, first)
     assert key.dtype == value.dtype == np.int8
     assert key.shape == (1, 2, 8, 16)
     found, key, _ = outputs(made, {"x": x[:, 8:], "key": key, "value": value})
     assert 0 < np.abs(found - expected[0][:, 8:]).max() < 0.05 * np.abs(expected[0]).max()
-    scales = next(node for node in result.model.graph if node.op_type == "GroupQueryAttention").inputs[12]
+    scales = next(
+        node for node in result.model.graph if node.op_type == "GroupQueryAttention"
+    ).inputs[12]
     steps = scales.const_value.numpy().reshape((1, 2, 1, 16) if per_channel else (1, 1, 1, 1))
     assert np.abs(key * steps - expected[1]).max() < 0.51 * steps.max()
     with pytest.raises(InputError, match=r"no operator of module .* takes int8-cache"):
@@ -259,15 +317,23 @@ def test_a_decoder_with_a_cache_in_fp16_generates_the_same_tokens(tmp_path):
     from tests.decoders import DECODERS, prompt
     from tests.export.test_genai import generated_by_genai
 
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    settings = [word for key, size in DECODERS["llama"].items() for word in ("--set", f"{key}={size}")]
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
+    settings = [
+        word for key, size in DECODERS["llama"].items() for word in ("--set", f"{key}={size}")
+    ]
     task = ["--task", "text-generation-with-past", "--quiet", "--genai"]
     file = tmp_path / "fp32" / "model.onnx"
     assert main(["export", "llama", "--random-weights", *settings, *task, "-o", str(file)]) == 0
     expected = generated_by_genai(file.parent, prompt())
     before = len(casts(htp_export.load(file).model))
     whole: dict[str, Any] = {".": {"precision": "fp16", "narrow_io": True}}
-    for name, plan, added in (("whole", whole, 0), ("norms", {**whole, "class:LlamaRMSNorm": "fp32"}, 10)):  # 5 norms
+    # 5 norms
+    for name, plan, added in (
+        ("whole", whole, 0),
+        ("norms", {**whole, "class:LlamaRMSNorm": "fp32"}, 10),
+    ):
         target = tmp_path / name / "model.onnx"
         shutil.copytree(file.parent, target.parent)
         made = htp_export.quantize(file, plan, target)
@@ -285,7 +351,12 @@ BOTH = pytest.mark.parametrize("exporter", EXPORTERS)
     ("first", "second"),
     [
         *(("int4", "int8"), ("fp16", "fp16")),
-        *(slow("int8-dynamic", "int8"), slow("int8-dynamic", "fp16"), slow("int4", "fp16"), slow("fp16", "int8")),
+        *(
+            slow("int8-dynamic", "int8"),
+            slow("int8-dynamic", "fp16"),
+            slow("int4", "fp16"),
+            slow("fp16", "int8"),
+        ),
     ],
 )
 def test_a_second_call_quantizes_what_the_first_one_left(first, second, exporter, tmp_path):
@@ -297,7 +368,8 @@ def test_a_second_call_quantizes_what_the_first_one_left(first, second, exporter
     htp_export.quantize(tmp_path / "two.onnx", {"head": second}, tmp_path / "three.onnx", **kwargs)
     [expected], [found] = outputs(net, {"ids": IDS}), outputs(tmp_path / "three.onnx", {"ids": IDS})
     assert np.abs(found - expected).max() / np.abs(expected).max() < 0.5
-    for node in htp_export.load(tmp_path / "one.onnx").nodes:  # ONNX's own inference cannot tell these
+    # ONNX's own inference cannot tell these
+    for node in htp_export.load(tmp_path / "one.onnx").nodes:
         assert node.domain == "" or node.outputs[0].dtype is not None, node.name
 
 
@@ -314,8 +386,13 @@ def test_sizes_are_read_of_the_tensor_that_was_there(chosen, exporter, tmp_path)
     sizes = open_sizes(exporter, ids={0: "batch", 1: "length"})
     after = Apply(lambda x: torch.relu(x.reshape(x.shape[0] * x.shape[1], 8)))
     layers = {"body": nn.Linear(8, 8), "after": after, "head": nn.Linear(8, 4)}
-    net, model = tmp_path / "net.onnx", spread(composed(sized, table=nn.Embedding(50, 8), **layers).eval())
-    htp_export.export(model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **sizes)
+    net, model = (
+        tmp_path / "net.onnx",
+        spread(composed(sized, table=nn.Embedding(50, 8), **layers).eval()),
+    )
+    htp_export.export(
+        model, (torch.from_numpy(IDS),), net, dynamo=exporter == "dynamo", verbose=False, **sizes
+    )
     assert any(node.op_type == "Shape" for node in onnx.load(net).graph.node)
     htp_export.quantize(net, {chosen: "fp16"}, tmp_path / "half.onnx")
     assert_others_are_the_same(net, tmp_path / "half.onnx", chosen)

@@ -10,7 +10,17 @@ import htp_export
 from htp_export.model.regions import all_values
 from tests.quantized import distance, results, tagged_graph
 
-PRECISIONS = ("uint8", "int8", "u8s8", "int16", "int8-dynamic", "int8-weights", "int4", "fp16", "fp8")
+PRECISIONS = (
+    "uint8",
+    "int8",
+    "u8s8",
+    "int16",
+    "int8-dynamic",
+    "int8-weights",
+    "int4",
+    "fp16",
+    "fp8",
+)
 
 
 def drawn(*shape: int, seed: int = 0) -> np.ndarray:
@@ -37,7 +47,9 @@ def model(taken: str, other: str) -> ir.Model:
         q = MatMul(p, w)
         y = Conv(q, k, b)
     }}"""
-    return tagged_graph(text, 21, k=drawn(4, 4, 1, 1) * np.float32(0.5), b=drawn(4), w=drawn(4, 4) * np.float32(0.5))
+    return tagged_graph(
+        text, 21, k=drawn(4, 4, 1, 1) * np.float32(0.5), b=drawn(4), w=drawn(4, 4) * np.float32(0.5)
+    )
 
 
 def names_in(model: ir.Model) -> list[str]:
@@ -50,7 +62,9 @@ def test_numbers_are_right_and_names_are_unique_and_the_users(taken):
     for precision in PRECISIONS:
         result = htp_export.quantize(given, precision, data=FEED)
         found = results(result.model, FEED)[0]
-        assert distance(found, results(given, FEED)[0]) < (0.4 if precision == "int4" else 0.1), precision
+        assert distance(found, results(given, FEED)[0]) < (0.4 if precision == "int4" else 0.1), (
+            precision
+        )
         names = names_in(result.model)
         assert len(set(names)) == len(names)
         assert not any("htp_export" in name for name in names)
@@ -60,7 +74,9 @@ def test_numbers_are_right_and_names_are_unique_and_the_users(taken):
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_nodes_that_are_called_as_a_tool_calls_its_own(precision):
     given = model("a", "r")
-    for node, name in zip(given.graph, ("x_QuantizeLinear", "w_DequantizeLinear", "q_quant", "p", "p_Q4"), strict=True):
+    for node, name in zip(
+        given.graph, ("x_QuantizeLinear", "w_DequantizeLinear", "q_quant", "p", "p_Q4"), strict=True
+    ):
         node.name = name
     result = htp_export.quantize(given, precision, data=FEED)
     limit = 0.4 if precision == "int4" else 0.1
@@ -84,4 +100,6 @@ def test_recipes_name_parameters(precision):
 
 def test_names_without_collisions_are_those_of_the_tool():
     result = htp_export.quantize(model("a", "r"), "u8s8", data=FEED)
-    assert {"w_quantized", "w_scale", "x_QuantizeLinear_Output", "b_quantized"} <= set(names_in(result.model))
+    assert {"w_quantized", "w_scale", "x_QuantizeLinear_Output", "b_quantized"} <= set(
+        names_in(result.model)
+    )

@@ -67,15 +67,32 @@ def shuffle(graph: ir.Graph, chosen: random.Random) -> None:
 
 
 def producers(node: ir.Node, graph: ir.Graph) -> set[ir.Node]:
-    read = [*node.inputs, *(value for body in subgraphs(node) for inner in body.all_nodes() for value in inner.inputs)]
+    read = [
+        *node.inputs,
+        *(
+            value
+            for body in subgraphs(node)
+            for inner in body.all_nodes()
+            for value in inner.inputs
+        ),
+    ]
     makers = (value.producer() for value in read if value is not None)
-    return {maker for maker in makers if maker is not None and maker.graph is graph and maker is not node}
+    return {
+        maker
+        for maker in makers
+        if maker is not None and maker.graph is graph and maker is not node
+    }
 
 
 def wiring(model: ir.Model) -> list[Any]:
     """Names of nodes, and what they read and make, in no order."""
     return sorted(
-        (str(node.name), node.op_type, [v and v.name for v in node.inputs], [v.name for v in node.outputs])
+        (
+            str(node.name),
+            node.op_type,
+            [v and v.name for v in node.inputs],
+            [v.name for v in node.outputs],
+        )
         for node in all_nodes(model)
     )
 
@@ -87,19 +104,27 @@ def node_names(model: ir.Model) -> list[str]:
 def facts(model: Any) -> list[Any]:
     """Operators, tags and owners of every node."""
     tagged = htp_export.load(model)
-    return [(node.op_type, dict(node.metadata_props), tagged.owners_of(node)) for node in tagged.nodes]
+    return [
+        (node.op_type, dict(node.metadata_props), tagged.owners_of(node)) for node in tagged.nodes
+    ]
 
 
 def check_names(file: Any) -> ir.Model:
     """Everything that holds of the names of any model."""
     before, named = htp_export.load(file), htp_export.rename(file)
-    names, values = node_names(named.model), [v.name for v in dict.fromkeys(all_values(named.model.graph)) if v.name]
+    names, values = (
+        node_names(named.model),
+        [v.name for v in dict.fromkeys(all_values(named.model.graph)) if v.name],
+    )
     assert len(set(names)) == len(names)
     assert len(set(values)) == len(values)
     assert facts(named.model) == facts(file)
     for path in [path for path, module in before.hierarchy.items() if module.calls]:
         prefix = path_prefix(path, before.hierarchy.called)
-        inside = [all(tags.is_under(owner, path) for owner in before.owners_of(node)) for node in before.nodes]
+        inside = [
+            all(tags.is_under(owner, path) for owner in before.owners_of(node))
+            for node in before.nodes
+        ]
         assert [name.startswith(prefix) for name in names] == inside
     assert wiring(htp_export.rename(scrambled(file, 1)).model) == wiring(named.model)
     again = htp_export.rename(named.model)
@@ -107,7 +132,9 @@ def check_names(file: Any) -> ir.Model:
     assert wiring(again.model) == wiring(named.model)
     for old, new in zip(before.model.graph.inputs, named.model.graph.inputs, strict=True):
         assert old.name == new.name
-    assert [value.name for value in before.model.graph.outputs] == [value.name for value in named.model.graph.outputs]
+    assert [value.name for value in before.model.graph.outputs] == [
+        value.name for value in named.model.graph.outputs
+    ]
     signed = [call for calls in named.tagged.signatures.values() for call in calls]
     assert {name for call in signed for name in call.taken | call.given} <= set(values)
     return named.model
@@ -118,7 +145,9 @@ def check_names(file: Any) -> ir.Model:
 
 @BOTH
 @pytest.mark.parametrize("name", quick(NAMES, *QUICK))
-def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(name, exporter, shared_files):
+def test_names_are_unique_stable_idempotent_and_tell_the_module_exactly(
+    name, exporter, shared_files
+):
     if exporter in nets.NETS[name].skip:
         pytest.skip("torch cannot export it so")
     file = shared_files.read(name, exporter)
@@ -150,11 +179,16 @@ def test_an_export_names_what_it_writes(exporter, tmp_path):
     model, kwargs = nets.NETS["names_that_end_alike"].build()  # TorchScript shortens their paths
     files = [tmp_path / "torch.onnx", tmp_path / "named.onnx"]
     for file, options in zip(files, ({}, {"names": "path"}), strict=True):
-        htp_export.export(model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options)
+        htp_export.export(
+            model, (), file, kwargs=kwargs, dynamo=exporter == "dynamo", verbose=False, **options
+        )
     torchs, named = (htp_export.load(file).model for file in files)
     assert wiring(named) == wiring(htp_export.rename(files[0]).model) != wiring(torchs)
     assert facts(files[1]) == facts(files[0])
-    assert sorted(file.name for file in tmp_path.iterdir() if "data" not in file.name) == ["named.onnx", "torch.onnx"]
+    assert sorted(file.name for file in tmp_path.iterdir() if "data" not in file.name) == [
+        "named.onnx",
+        "torch.onnx",
+    ]
 
 
 @pytest.mark.skipif(
@@ -167,7 +201,12 @@ def test_names_stay_when_torch_calls_its_fx_nodes_otherwise():
     models = []
     for canonical in (False, True):
         with torch._dynamo.config.patch(canonicalize_output_graph_node_order=canonical):
-            models.append([htp_export.export(model, **outputs, **options).model for options in ({}, {"names": "path"})])
+            models.append(
+                [
+                    htp_export.export(model, **outputs, **options).model
+                    for options in ({}, {"names": "path"})
+                ]
+            )
     (torchs, named), (torchs_now, named_now) = models
     assert node_names(torchs) != node_names(torchs_now)
     assert wiring(named) == wiring(named_now)
@@ -183,14 +222,18 @@ def test_an_exported_program_is_named_and_runs_and_saves():
 def test_a_stream_gets_the_named_model():
     stream = io.BytesIO()
     htp_export.export(net(), (X,), stream, names="path", dynamo=False, verbose=False)
-    assert [node.name for node in onnx.load_model_from_string(stream.getvalue()).graph.node] == BLOCKS
+    assert [
+        node.name for node in onnx.load_model_from_string(stream.getvalue()).graph.node
+    ] == BLOCKS
 
 
 @BOTH
 def test_functions_are_made_of_the_named_graph(exporter, tmp_path):
     file = tmp_path / "nested.onnx"
     options: dict[str, Any] = {"dynamo": exporter == "dynamo", "verbose": False}
-    htp_export.export(net(), (X,), file, names="path", export_modules_as_functions={Block}, **options)
+    htp_export.export(
+        net(), (X,), file, names="path", export_modules_as_functions={Block}, **options
+    )
     assert list(htp_export.load(file).model.functions) == [("htp", "Block", "")]
     assert node_names(htp_export.inline(file).model) == BLOCKS
 

@@ -15,7 +15,17 @@ import htp_export
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.model.tensor_names import bodies_of, path_prefix
 from tests.functions.test_functions import equal, run
-from tests.handmade import branching, called_twice, encoder, model, stripped, tagged_node, value, weight, with_function
+from tests.handmade import (
+    branching,
+    called_twice,
+    encoder,
+    model,
+    stripped,
+    tagged_node,
+    value,
+    weight,
+    with_function,
+)
 from tests.nets import spread
 from tests.rename.test_rename import Block, check_names, node_names, wiring
 
@@ -62,7 +72,22 @@ def test_odd_module_paths_have_names_that_tools_can_write(path, name):
 
 
 def test_different_paths_have_different_prefixes():
-    paths = ["a.b", "a/b", "a%2Fb", "a.@1", "@1", "%401", "a,b", "a%2Cb", "a b", "a%20b", "a.b.", "#2", "", "a"]
+    paths = [
+        "a.b",
+        "a/b",
+        "a%2Fb",
+        "a.@1",
+        "@1",
+        "%401",
+        "a,b",
+        "a%2Cb",
+        "a b",
+        "a%20b",
+        "a.b.",
+        "#2",
+        "",
+        "a",
+    ]
     assert len({path_prefix(path, {"", "a", "a.b"}) for path in paths}) == len(paths)
 
 
@@ -71,15 +96,28 @@ def test_a_module_that_looks_like_a_call_number_is_not_taken_for_one():
     nodes = [tagged_node("Neg", [x], "m", "a", 1), tagged_node("Neg", [x], "m.@1", "b")]
     nodes.append(tagged_node("Add", [node.outputs[0] for node in nodes], "", "sum"))
     infos = [ModuleInfo("", "Net", 1), ModuleInfo("m", "M", 2), ModuleInfo("m.@1", "N", 1)]
-    assert node_names(htp_export.rename(model([x], nodes, [], infos)).model) == ["/m/@1/Neg", "/m/%401/Neg", "/Add"]
+    assert node_names(htp_export.rename(model([x], nodes, [], infos)).model) == [
+        "/m/@1/Neg",
+        "/m/%401/Neg",
+        "/Add",
+    ]
 
 
 def test_an_operator_whose_name_ends_like_a_number_takes_no_name_twice():
     x = value("x")
-    nodes = [tagged_node(op, [x], "m", str(place)) for place, op in enumerate(["Neg", "Neg_1", "Neg", "Neg"])]
+    nodes = [
+        tagged_node(op, [x], "m", str(place))
+        for place, op in enumerate(["Neg", "Neg_1", "Neg", "Neg"])
+    ]
     nodes.append(tagged_node("Sum", [node.outputs[0] for node in nodes], "", "sum"))
     source = model([x], nodes, [], modules("m"))
-    assert node_names(htp_export.rename(source).model) == ["/m/Neg", "/m/Neg_1", "/m/Neg_2", "/m/Neg_3", "/Sum"]
+    assert node_names(htp_export.rename(source).model) == [
+        "/m/Neg",
+        "/m/Neg_1",
+        "/m/Neg_2",
+        "/m/Neg_3",
+        "/Sum",
+    ]
     check_names(source)
 
 
@@ -114,12 +152,18 @@ def test_a_node_without_owner_is_named_as_one_of_the_root():
 
 def test_inputs_and_outputs_keep_names_that_others_would_have_and_outputs_left_out_stay_so():
     x = value("/m/Neg_output_0")
-    two = ir.node("Dropout", [x], num_outputs=2, metadata_props={"htp.module": "m", "htp.reason": "scope"})
+    two = ir.node(
+        "Dropout", [x], num_outputs=2, metadata_props={"htp.module": "m", "htp.reason": "scope"}
+    )
     two.outputs[0].name, two.outputs[1].name = "kept", ""
     neg = tagged_node("Neg", [two.outputs[0]], "m", "n")
     out = tagged_node("Relu", [neg.outputs[0]], "", "/m/Dropout_output_0")
     named = htp_export.rename(model([x], [two, neg, out], [], modules("m"))).model
-    assert outputs(named) == [["/m/Dropout_output_0_1", ""], ["/m/Neg_output_0_1"], ["/m/Dropout_output_0"]]
+    assert outputs(named) == [
+        ["/m/Dropout_output_0_1", ""],
+        ["/m/Neg_output_0_1"],
+        ["/m/Dropout_output_0"],
+    ]
     assert named.graph.inputs[0].name == "/m/Neg_output_0"
     check_names(named)
 
@@ -132,12 +176,16 @@ def constants(*names: str) -> ir.Model:
         nodes.append(tagged_node("Add", [nodes[-1].outputs[0], each], "m", f"h{place}"))
     nodes.append(tagged_node("Relu", [nodes[-1].outputs[0]], "", "y"))
     source = model([x], nodes, weights, modules("m"))
-    source.metadata_props["htp.parameters"] = json.dumps({"": {"scale": [4]}, "m": {"weight": [4, 4], "0": [4]}})
+    source.metadata_props["htp.parameters"] = json.dumps(
+        {"": {"scale": [4]}, "m": {"weight": [4, 4], "0": [4]}}
+    )
     return source
 
 
 def test_weights_and_what_tools_make_of_them_keep_their_names_and_others_are_named_after_their_reader():
-    source = constants("m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "val_3", "m.7", "unread")
+    source = constants(
+        "m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "val_3", "m.7", "unread"
+    )
     assert list(htp_export.rename(source).model.graph.initializers) == [
         "m.weight", "m.0", "scale", "m.running_mean", "m.weight_quantized", "/m/Add_5_input_1", "/m/Add_6_input_1",
         "/Initializer",
@@ -148,7 +196,11 @@ def test_weights_and_what_tools_make_of_them_keep_their_names_and_others_are_nam
 def numbers(source: ir.Model) -> dict[str, list[Any]]:
     """Name → numbers, of each initializer."""
     initializers = source.graph.initializers.items()
-    return {name: each.const_value.numpy().tolist() for name, each in initializers if each.const_value is not None}
+    return {
+        name: each.const_value.numpy().tolist()
+        for name, each in initializers
+        if each.const_value is not None
+    }
 
 
 def test_initializers_may_take_each_others_names():
@@ -162,16 +214,22 @@ def test_initializers_may_take_each_others_names():
 
 def test_metadata_names_the_tensors_by_their_new_names_and_forgets_those_that_are_gone():
     source = encoder()
-    signatures = {"layer.0": [[{"x": "x", "mask": "mask", "gone": "/layer/Neg_output_0"}, ["layer0", None]]]}
+    signatures = {
+        "layer.0": [[{"x": "x", "mask": "mask", "gone": "/layer/Neg_output_0"}, ["layer0", None]]]
+    }
     source.metadata_props["htp.signatures"] = json.dumps(signatures)
-    source.metadata_props["htp.contamination"] = json.dumps([["layer.1", "mask", False], ["layer.1", "gone", True]])
+    source.metadata_props["htp.contamination"] = json.dumps(
+        [["layer.1", "mask", False], ["layer.1", "gone", True]]
+    )
     values = {str(each.name): each for node in source.graph for each in node.outputs}
     values["fc0"].meta["quant_parameter_tensor_names"] = {"SCALE_TENSOR": "mask"}
     named = htp_export.rename(source)
     [call] = named.tagged.signatures["layer.0"]
     assert call.inputs == {"x": "x", "mask": "/layer/Neg_output_0", "gone": None}
     assert call.outputs == ("/layer.0/Add_output_0", None)
-    assert json.loads(named.model.metadata_props["htp.contamination"]) == [["layer.1", "/layer/Neg_output_0", False]]
+    assert json.loads(named.model.metadata_props["htp.contamination"]) == [
+        ["layer.1", "/layer/Neg_output_0", False]
+    ]
     [annotation] = ir.to_proto(named.model).graph.quantization_annotation
     assert annotation.tensor_name == "/layer.0/fc/MatMul_output_0"
     assert annotation.quant_parameter_tensor_names[0].value == "/layer/Neg_output_0"
@@ -199,7 +257,9 @@ def test_what_only_a_branch_reads_is_numbered_as_the_branch_reads_it(order):
         difference.replace_input_with(place, read[order[place]])
     named = htp_export.rename(source)
     numbers = {"node_minus": order.index(0), "node_more": order.index(1)}
-    assert {old: named.nodes[old] for old in numbers} == {old: ["/Neg", "/Neg_1"][k] for old, k in numbers.items()}
+    assert {old: named.nodes[old] for old in numbers} == {
+        old: ["/Neg", "/Neg_1"][k] for old, k in numbers.items()
+    }
 
 
 def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it():
@@ -215,7 +275,9 @@ def test_the_inputs_of_a_body_are_named_after_the_node_that_holds_it():
     loop.metadata_props.add(key="htp.modules", value=Hierarchy(modules("m")).to_json())
     named = check_names(loop)
     body = named.graph[1].attributes["body"].as_graph()
-    assert [value.name for value in body.inputs] == [f"/m/Loop_body_input_{place}" for place in range(3)]
+    assert [value.name for value in body.inputs] == [
+        f"/m/Loop_body_input_{place}" for place in range(3)
+    ]
     assert [value.name for value in body.outputs] == ["/m/Identity_output_0", "/m/Mul_output_0"]
     assert list(body.initializers) == ["/m/Mul_input_1"]
     feeds = [np.array(3), np.array(True), np.array([1, 2], np.float32)]
@@ -227,7 +289,10 @@ def test_a_function_keeps_its_inputs_and_outputs_and_has_names_of_its_own():
     function = named.functions["pkg", "Block", ""]
     assert [each.name for each in (*function.inputs, *function.outputs)] == ["a", "formal", "r"]
     assert [node.name for node in function] == ["/block/fc/MatMul", "/block/act/Relu"]
-    assert [each.name for node in function for each in node.outputs] == ["/block/fc/MatMul_output_0", "r"]
+    assert [each.name for node in function for each in node.outputs] == [
+        "/block/fc/MatMul_output_0",
+        "r",
+    ]
     assert [node.name for node in named.graph] == ["/block/Block", "/Neg"]
 
 
@@ -259,7 +324,9 @@ def test_modules_that_are_functions_stay_functions_and_the_flat_graph_has_the_na
 
 def test_weights_are_not_read(file, monkeypatch):
     for read in ("tobytes", "numpy"):
-        monkeypatch.setattr(ir.ExternalTensor, read, lambda tensor: pytest.fail(f"{tensor.name} was read"))
+        monkeypatch.setattr(
+            ir.ExternalTensor, read, lambda tensor: pytest.fail(f"{tensor.name} was read")
+        )
     assert len(htp_export.rename(file).nodes) == 10
 
 

@@ -63,9 +63,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]],
 
         patch.setattr(Result, "__post_init__", noted)
         patch.chdir(folder)
-        tagged.model.metadata_props[tags.MODULES] = tagged.model.metadata_props[tags.MODULES].replace(
-            "linear.Linear", "<script>"
-        )
+        tagged.model.metadata_props[tags.MODULES] = tagged.model.metadata_props[
+            tags.MODULES
+        ].replace("linear.Linear", "<script>")
         tagged.save(files["FILE"])
         importlib.import_module("rich.style")  # which draws a number when it is imported
         before = random_states()
@@ -91,7 +91,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list[Any]],
 def random_states() -> list[str]:
     """The states of the random generators that a whole process shares."""
     _, numbers, *rest = np.random.get_state()  # noqa: NPY002
-    return [repr(random.getstate()), repr((numbers.tolist(), rest)), repr(torch.get_rng_state().tolist())]
+    return [
+        repr(random.getstate()),
+        repr((numbers.tolist(), rest)),
+        repr(torch.get_rng_state().tolist()),
+    ]
 
 
 def test_no_command_draws_from_the_generators_of_the_process(run):
@@ -110,7 +114,9 @@ def test_a_result_is_short_at_a_prompt_and_a_table_in_a_notebook(name, made):
         drawn = result._repr_html_()
         assert drawn.startswith("<")
         assert "<script>" not in drawn or name == "View"
-        assert result.table() is None or str(result).count("\n") == 0 or len(drawn) > len(repr(result))
+        assert (
+            result.table() is None or str(result).count("\n") == 0 or len(drawn) > len(repr(result))
+        )
 
 
 @pytest.mark.parametrize("name", RESULTS)
@@ -121,13 +127,28 @@ def test_a_module_that_a_result_does_not_have_is_an_error_with_the_nearest(name,
             path = max(modules, key=len)
             assert isinstance(modules, Modules)
             assert len(repr(modules)) <= MOST
-            with pytest.raises(UnknownModuleError, match="no module .* in this result" + f".*{path!r}" * bool(path)):
+            with pytest.raises(
+                UnknownModuleError, match="no module .* in this result" + f".*{path!r}" * bool(path)
+            ):
                 modules[f"{path}9"]
 
 
 def test_every_result_by_module_is_among_them(made):
-    by_module = {name for name, found in made.items() if isinstance(getattr(found[0], "modules", None), Modules)}
-    assert {"Cost", "Profile", "Comparison", "Verification", "Quantized", "Pruned", "Placed", "ModelMap"} <= by_module
+    by_module = {
+        name
+        for name, found in made.items()
+        if isinstance(getattr(found[0], "modules", None), Modules)
+    }
+    assert {
+        "Cost",
+        "Profile",
+        "Comparison",
+        "Verification",
+        "Quantized",
+        "Pruned",
+        "Placed",
+        "ModelMap",
+    } <= by_module
 
 
 def test_numbers_of_modules_are_found_by_name_in_every_table(made):
@@ -135,7 +156,9 @@ def test_numbers_of_modules_are_found_by_name_in_every_table(made):
     assert cost.by_path() == cost.by_path("flops")
     assert cost.by_path()["first"] == 2 * 2 * 32 * 32
     assert made["Quantized"][0].by_path("bytes_before")["first"] == 4 * 33 * 32
-    with pytest.raises(InputError, match=r"modules of Cost have no number 'flop'; there are .*flops"):
+    with pytest.raises(
+        InputError, match=r"modules of Cost have no number 'flop'; there are .*flops"
+    ):
         cost.by_path("flop")
 
 
@@ -204,7 +227,9 @@ class Branches(Holding, high=nn.Linear(4, 4), low=nn.Linear(4, 4)):
     """One layer in each branch: 2 · (16 + 4) parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.cond(x.sum() > 0, lambda x: self.high(x), lambda x: self.low(x), (x,))
+        out: torch.Tensor = torch.cond(
+            x.sum() > 0, lambda x: self.high(x), lambda x: self.low(x), (x,)
+        )
         return out
 
 
@@ -255,7 +280,9 @@ def carried(model: onnx.ModelProto) -> ir.Model:
 def int8(model: onnx.ModelProto, **options: Any) -> ir.Model:
     """Quantized by what one image gives, with one scale and one zero point for each channel."""
     name = model.graph.input[0].name
-    return quantize_static(model, data=[{name: IMAGE["x"].numpy()}], per_channel=True, **options).model
+    return quantize_static(
+        model, data=[{name: IMAGE["x"].numpy()}], per_channel=True, **options
+    ).model
 
 
 def functions(model: onnx.ModelProto) -> ir.Model:
@@ -293,9 +320,21 @@ KINDS: dict[str, tuple[Callable[[], Any], int, dict[str, int]]] = {
     "no_tags": (lambda: without_tags(file_of("folded")), 224, FLOATS),
     "float16": (lambda: float16(file_of("folded")).model, 240, {"float16": 2 * 224}),
     "int8": (lambda: int8(file_of("folded")), 240, SCALES),
-    "int8_operators": (lambda: int8(file_of("folded"), quant_format=operator_format()), 240, OPERATORS),
-    "int8_unknown_parameters": (lambda: without(tags.PARAMETERS, int8(file_of("folded"))), 256, SCALES),
-    "extracted": (lambda: htp_export.extract(file_of("tied"), "mlp").model, 280, {"float32": 4 * 280}),
+    "int8_operators": (
+        lambda: int8(file_of("folded"), quant_format=operator_format()),
+        240,
+        OPERATORS,
+    ),
+    "int8_unknown_parameters": (
+        lambda: without(tags.PARAMETERS, int8(file_of("folded"))),
+        256,
+        SCALES,
+    ),
+    "extracted": (
+        lambda: htp_export.extract(file_of("tied"), "mlp").model,
+        280,
+        {"float32": 4 * 280},
+    ),
     "tied_dynamo": (lambda: file_of("tied"), TEXT, TEXT_FLOATS),
     "tied_torchscript": (lambda: file_of("tied", "torchscript"), TEXT, TEXT_FLOATS),
     "tied_optimised": (lambda: optimised(file_of("tied", "torchscript")), TEXT, TEXT_FLOATS),
@@ -305,7 +344,16 @@ KINDS: dict[str, tuple[Callable[[], Any], int, dict[str, int]]] = {
     "branches": (lambda: file_of("branches"), 40, {"float32": 160}),
     "foreign_function": (lambda: with_function(), 16, {"float32": 64}),
 }
-ALWAYS = ("dynamo", "no_tags", "int8", "tied_torchscript", "carried", "functions", "branches", "foreign_function")
+ALWAYS = (
+    "dynamo",
+    "no_tags",
+    "int8",
+    "tied_torchscript",
+    "carried",
+    "functions",
+    "branches",
+    "foreign_function",
+)
 
 
 @dataclass(frozen=True)
@@ -325,11 +373,19 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
     """The name of each table, and its rows by module path."""
     tagged = read_flat(model)
     rows = tree_rows(tagged).rows
-    yield ("tree", {r.path: Row(r.class_name, r.fate, r.calls, r.nodes, r.own_nodes, r.parameters) for r in rows})
+    yield (
+        "tree",
+        {
+            r.path: Row(r.class_name, r.fate, r.calls, r.nodes, r.own_nodes, r.parameters)
+            for r in rows
+        },
+    )
     yield (
         "cost",
         {
-            path: Row(m.class_name, m.fate, m.calls, m.nodes, m.self_nodes, m.parameters, m.weight_bytes)
+            path: Row(
+                m.class_name, m.fate, m.calls, m.nodes, m.self_nodes, m.parameters, m.weight_bytes
+            )
             for path, m in htp_export.cost(model).modules.items()
         },
     )
@@ -347,7 +403,15 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
     yield (
         "view",
         {
-            m["path"]: Row(m["class"], m["fate"], m["calls"], m["nodes"], len(m["own"]), m["parameters"], m["bytes"])
+            m["path"]: Row(
+                m["class"],
+                m["fate"],
+                m["calls"],
+                m["nodes"],
+                len(m["own"]),
+                m["parameters"],
+                m["bytes"],
+            )
             for m in page_data(inventory)["modules"]
         },
     )
@@ -357,7 +421,8 @@ def tables(model: Any) -> Iterator[tuple[str, dict[str, Row]]]:
 
 
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS]
+    "kind",
+    [pytest.param(kind, marks=[] if kind in ALWAYS else [pytest.mark.slow]) for kind in KINDS],
 )
 def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind):
     make, parameters, weight_bytes = KINDS[kind]
@@ -372,22 +437,27 @@ def test_every_table_says_the_same_of_every_module_and_this_of_the_whole(kind):
     whole = htp_export.cost(made).modules[""]
     assert whole.parameters == parameters
     assert whole.weight_bytes_by_dtype == weight_bytes
-    assert {dtype: size for dtype, (_, size) in htp_export.diff(made, made).modules[""].weight_bytes.items()} == dict(
-        sorted(weight_bytes.items())
-    )
+    assert {
+        dtype: size
+        for dtype, (_, size) in htp_export.diff(made, made).modules[""].weight_bytes.items()
+    } == dict(sorted(weight_bytes.items()))
 
 
 def test_parameters_are_those_of_pytorch_where_the_file_says_what_they_were():
     for name, model in (("folded", Folded()), ("tied", Tied())):
         rows = {row.path: row.parameters for row in tree_rows(htp_export.load(file_of(name))).rows}
         assert rows == {
-            path: sum(parameter.numel() for parameter in module.parameters()) for path, module in model.named_modules()
+            path: sum(parameter.numel() for parameter in module.parameters())
+            for path, module in model.named_modules()
         }
 
 
 def test_parameters_are_the_weights_that_are_read_where_the_file_does_not_say():
     for file in (file_of("tied"), file_of("tied", "torchscript")):
-        rows = {row.path: row.parameters for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows}
+        rows = {
+            row.path: row.parameters
+            for row in tree_rows(htp_export.load(without(tags.PARAMETERS, file))).rows
+        }
         assert rows == {
             "": TEXT_WEIGHTS,
             "embed": 160,
@@ -416,6 +486,8 @@ def test_quantized_weights_of_16_bits_are_weights_and_other_integers_are_not():
     result = ir.node("Identity", [places], metadata_props=metadata)
     made = [restored, result]
     outputs = [restored.outputs[0], result.outputs[0]]
-    graph = ir.Graph([], outputs, nodes=made, initializers=[weight, places, scale], opset_imports={"": 21})
+    graph = ir.Graph(
+        [], outputs, nodes=made, initializers=[weight, places, scale], opset_imports={"": 21}
+    )
     model = ir.Model(graph, ir_version=10)
     assert htp_export.cost(model).modules["fc"].weight_bytes == 6

@@ -36,10 +36,19 @@ def bare(file) -> Path:
 
 @pytest.mark.parametrize(
     "command",
-    [["tree"], ["cost"], ["profile", "--runs", "2"], ["forensics"], ["fingerprint"], ["optimize", "-o", "out.onnx"]],
+    [
+        ["tree"],
+        ["cost"],
+        ["profile", "--runs", "2"],
+        ["forensics"],
+        ["fingerprint"],
+        ["optimize", "-o", "out.onnx"],
+    ],
     ids=" ".join,
 )
-def test_the_line_stands_under_the_table_and_the_facts_in_json(command, file, tmp_path, monkeypatch, capsys):
+def test_the_line_stands_under_the_table_and_the_facts_in_json(
+    command, file, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     name, *options = command
     assert main([name, str(file), *options]) == 0
@@ -50,7 +59,9 @@ def test_the_line_stands_under_the_table_and_the_facts_in_json(command, file, tm
 
 
 @pytest.mark.parametrize("command", ["diff", "compare"])
-def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(command, file, tmp_path, capsys):
+def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(
+    command, file, tmp_path, capsys
+):
     other = tmp_path / "other.onnx"
     model = onnx.load(str(file))
     fused = next(entry for entry in model.graph.node[0].metadata_props if entry.key == "htp.reason")
@@ -62,7 +73,9 @@ def test_of_two_files_each_says_it_and_both_once_where_they_know_the_same(comman
     assert f"{names[0]}: {LINE}" in lines
     assert lines[-1].startswith(f"{names[1]}: every node has a module: ")
     assert main([command, str(file), str(file), "--json"]) == 0
-    assert [facts["reasons"] for facts in json.loads(capsys.readouterr().out)["tags"]] == [{"scope": 2}] * 2
+    assert [facts["reasons"] for facts in json.loads(capsys.readouterr().out)["tags"]] == [
+        {"scope": 2}
+    ] * 2
     assert main([command, str(file), str(file)]) == 0
     assert f"both: {LINE}" in capsys.readouterr().out
 

@@ -21,7 +21,9 @@ def found(array: np.ndarray | ir.TensorProtocol):
     return weight_statistics(ir.Model(graph, ir_version=10))["w"]
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int64])
+@pytest.mark.parametrize(
+    "dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16, np.int8, np.uint8, np.int64]
+)
 def test_statistics_are_those_of_numpy_whatever_the_type(dtype):
     array = (np.random.default_rng(0).normal(3, 20, (7, 31)).clip(0, 100)).astype(dtype)
     wide = array.astype(np.float64)
@@ -54,7 +56,9 @@ def test_weights_without_a_value_have_zeros():
 
 
 def test_a_data_file_that_is_missing_is_named(tmp_path):
-    tensor = ir.ExternalTensor("w.data", 0, 16, ir.DataType.FLOAT, shape=ir.Shape([4]), name="w", base_dir=tmp_path)
+    tensor = ir.ExternalTensor(
+        "w.data", 0, 16, ir.DataType.FLOAT, shape=ir.Shape([4]), name="w", base_dir=tmp_path
+    )
     with pytest.raises(InputError, match=r"'w' cannot be read.*w\.data"):
         found(tensor)
 
@@ -65,11 +69,16 @@ def test_weights_in_constant_nodes_are_in_the_order_of_the_file():
         weight = onnx.numpy_helper.from_array(np.full((4, 4), place, np.float32))
         nodes.append(onnx.helper.make_node("Constant", [], [f"w{place}"], value=weight))
         nodes.append(onnx.helper.make_node("MatMul", [f"h{place}", f"w{place}"], [f"h{place + 1}"]))
-    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 4]) for name in ("h0", "h12")]
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 4])
+        for name in ("h0", "h12")
+    ]
     graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:])
     opsets = [onnx.helper.make_opsetid("", 20)]
     tagged = load(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10))
-    assert list(module.take_inventory(tagged, statistics=True).statistics) == [f"w{place}" for place in range(12)]
+    assert list(module.take_inventory(tagged, statistics=True).statistics) == [
+        f"w{place}" for place in range(12)
+    ]
 
 
 def test_the_command_reads_weights_where_it_is_asked_to(tmp_path, capsys):
@@ -80,7 +89,8 @@ def test_the_command_reads_weights_where_it_is_asked_to(tmp_path, capsys):
     assert '"statistics":{}' in page.read_text(encoding="utf-8")
     assert main(["view", str(file), "--no-explorer", "--weights"]) == 0
     # 0 to 15, and the length of the name, 17, is added to each
-    assert '"layer.0.fc.weight":{"elements":16,"mean":24.5,"std":4.61,"least":17.0,"most":32.0' in page.read_text(
-        encoding="utf-8"
+    assert (
+        '"layer.0.fc.weight":{"elements":16,"mean":24.5,"std":4.61,"least":17.0,"most":32.0'
+        in page.read_text(encoding="utf-8")
     )
     assert "6 modules, 7 nodes" in capsys.readouterr().out

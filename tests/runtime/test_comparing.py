@@ -74,7 +74,9 @@ def test_empty_arrays_of_one_shape_agree():
     assert difference(np.ones((0, 3), np.float32), np.ones((0, 3), np.float32)).agrees
 
 
-@pytest.mark.parametrize(("dtype", "within", "beyond"), [("float32", 5e-5, 1e-3), ("float16", 5e-3, 5e-2)])
+@pytest.mark.parametrize(
+    ("dtype", "within", "beyond"), [("float32", 5e-5, 1e-3), ("float16", 5e-3, 5e-2)]
+)
 def test_the_default_tolerance_is_that_of_the_dtype(dtype, within, beyond):
     one = np.ones(4, dtype)
     assert difference(one, (one + within).astype(dtype)).agrees
@@ -105,7 +107,9 @@ def test_bfloat16_has_a_tolerance_of_its_own():
 
 def test_the_excess_says_how_far_beyond_the_tolerance_the_worst_element_is():
     tolerance = Tolerance(0.0, 0.1)
-    assert difference(np.float64([1, 2]), np.float64([1, 2.1]), tolerance).excess == pytest.approx(0.5)
+    assert difference(np.float64([1, 2]), np.float64([1, 2.1]), tolerance).excess == pytest.approx(
+        0.5
+    )
     assert difference(np.float64([1, 2]), np.float64([2, 2]), tolerance).excess == pytest.approx(10)
     assert difference(np.float64([0, 2]), np.float64([1, 2]), tolerance).excess == INF
     assert difference(np.float64([1, 2]), np.float64([NAN, 2]), tolerance).excess == INF

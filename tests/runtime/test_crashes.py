@@ -31,7 +31,14 @@ class Encoder(nn.Module):
         return self.head(self.encoder(self.table(tokens)))
 
 
-PLANS = (".", "encoder", "encoder.self_attn", "encoder.linear1,encoder.linear2", "encoder.norm1", "table,head")
+PLANS = (
+    ".",
+    "encoder",
+    "encoder.self_attn",
+    "encoder.linear1,encoder.linear2",
+    "encoder.norm1",
+    "table,head",
+)
 
 
 def exported(file: Path, exporter: str, *, dynamic: bool) -> Path:
@@ -65,7 +72,8 @@ LOAD = """
 
 @pytest.mark.filterwarnings("ignore:.*legacy TorchScript-based ONNX export.*:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("exporter", "dynamic"), quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True))
+    ("exporter", "dynamic"),
+    quick(list(itertools.product(("dynamo", "torchscript"), (True, False))), ("dynamo", True)),
 )
 def test_a_float16_model_loads_as_its_notes_say(exporter, dynamic, tmp_path):
     words, noted = [], []
@@ -86,7 +94,11 @@ def at_risk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file that ONNX Runtime cannot load as it is, made of ``net.onnx`` beside it."""
     folder = tmp_path_factory.mktemp("crashes")
     quantized = folder / "fp16.onnx"
-    htp_export.quantize(exported(folder / "net.onnx", "dynamo", dynamic=True), {"encoder.self_attn": "fp16"}, quantized)
+    htp_export.quantize(
+        exported(folder / "net.onnx", "dynamo", dynamic=True),
+        {"encoder.self_attn": "fp16"},
+        quantized,
+    )
     return quantized
 
 
@@ -115,9 +127,9 @@ def test_sessions_of_the_package_survive(at_risk, tmp_path):
 def test_the_program_for_ray_survives(at_risk, tmp_path):
     found = htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "stages", serve="ray")
     assert [dict(stage.session_config) for stage in found.stages] == [{}, {DISABLED: AT_FAULT}, {}]
-    assert [stage.session_config for stage in htp_export.load_partition(tmp_path / "stages").stages] == [
-        stage.session_config for stage in found.stages
-    ]
+    assert [
+        stage.session_config for stage in htp_export.load_partition(tmp_path / "stages").stages
+    ] == [stage.session_config for stage in found.stages]
     code = """
         import sys
         sys.path.insert(0, sys.argv[1])
@@ -132,12 +144,21 @@ def test_the_program_for_ray_survives(at_risk, tmp_path):
 def test_triton_and_genai_are_told_about_stages_at_risk(at_risk, tmp_path):
     htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "triton", serve="triton")
     configs = [
-        (tmp_path / "triton" / "triton" / f"Encoder_stage{number}" / "config.pbtxt").read_text() for number in range(3)
+        (tmp_path / "triton" / "triton" / f"Encoder_stage{number}" / "config.pbtxt").read_text()
+        for number in range(3)
     ]
-    assert ["optimization { graph { level: 1 } }" in text for text in configs] == [False, True, False]
+    assert ["optimization { graph { level: 1 } }" in text for text in configs] == [
+        False,
+        True,
+        False,
+    ]
     config = tmp_path / "genai_config.json"
-    config.write_text(json.dumps({"model": {"decoder": {"inputs": {}, "outputs": {}}}, "search": {}}))
-    htp_export.partition(at_risk, ["encoder", "head"], tmp_path / "genai", serve="genai", genai_config=config)
+    config.write_text(
+        json.dumps({"model": {"decoder": {"inputs": {}, "outputs": {}}}, "search": {}})
+    )
+    htp_export.partition(
+        at_risk, ["encoder", "head"], tmp_path / "genai", serve="genai", genai_config=config
+    )
     written = json.loads((tmp_path / "genai" / "genai_config.json").read_text())
     assert written["model"]["decoder"]["session_options"][DISABLED] == AT_FAULT
 

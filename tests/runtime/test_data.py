@@ -33,7 +33,9 @@ def array():
 def fails():
     raise ValueError("no disk")
 """
-MODEL = ir.Model(ir.Graph([ir.val("x", ir.DataType.FLOAT, ["batch", 3])], [], nodes=[]), ir_version=10)
+MODEL = ir.Model(
+    ir.Graph([ir.val("x", ir.DataType.FLOAT, ["batch", 3])], [], nodes=[]), ir_version=10
+)
 
 
 @pytest.fixture(autouse=True)
@@ -103,10 +105,22 @@ def test_random_inputs_have_the_sizes_that_are_given_and_data_must_have_them():
         ([np.ones(3)], InputError, "data, run 0: inputs are a dict of name → array, not ndarray"),
         ([], InputError, "data have no runs"),
         ({"y": 1}, InputError, "data, run 0: no input 'y' in this model, only 'x'"),
-        ([run(0), {"x": np.ones((2, 4), np.float32)}], InputError, "data, run 1: input 'x': is float .2, 4., and the"),
-        ({"x": np.ones((2, 3))}, InputError, "input 'x': is double .2, 3., and the model wants float .batch, 3."),
+        (
+            [run(0), {"x": np.ones((2, 4), np.float32)}],
+            InputError,
+            "data, run 1: input 'x': is float .2, 4., and the",
+        ),
+        (
+            {"x": np.ones((2, 3))},
+            InputError,
+            "input 'x': is double .2, 3., and the model wants float .batch, 3.",
+        ),
         ("nowhere.npz", FileError, "nowhere.npz: cannot be read"),
-        ("nowhere", FileError, "nowhere: there is no such file or folder; data are arrays by input name"),
+        (
+            "nowhere",
+            FileError,
+            "nowhere: there is no such file or folder; data are arrays by input name",
+        ),
         ("{code}.py:runs", ModelSourceError, "an entry names a module, not its file: {code}:runs"),
         ("{code}:nosuch", ModelSourceError, "has no function 'nosuch'"),
         ("{code}:nothing", ModelSourceError, "{code}:nothing: returns NoneType, and data are"),
@@ -124,7 +138,10 @@ def test_what_is_no_data_is_refused(data, error, problem, code):
 def test_a_folder_without_arrays_and_pickles_are_refused():
     Path("empty").mkdir()
     np.savez("pickled.npz", x=np.array([{}, None], dtype=object))
-    for name, problem in {"empty": "is a folder without .npz files", "pickled.npz": "is no .npz file of plain"}.items():
+    for name, problem in {
+        "empty": "is a folder without .npz files",
+        "pickled.npz": "is no .npz file of plain",
+    }.items():
         with pytest.raises(FileError, match=f"{name}: {problem}"):
             check_runs(name)
         with pytest.raises(FileError, match=f"{name}: {problem}"):
@@ -152,4 +169,7 @@ def test_functions_of_one_run_refuse_several(use):
 
 def test_a_text_names_a_factory_only_if_it_is_no_file():
     Path("a:b").touch()
-    assert [names_factory(each) for each in ("m:f", "a:b", "runs", "C:x.npz", "/m:f", 3)] == [True, *[False] * 5]
+    assert [names_factory(each) for each in ("m:f", "a:b", "runs", "C:x.npz", "/m:f", 3)] == [
+        True,
+        *[False] * 5,
+    ]

@@ -17,7 +17,9 @@ def inputs(**shapes: list[int | str | None] | None) -> Inputs:
 
 
 def test_a_size_of_one_name_is_the_same_wherever_it_stands():
-    bound = inputs(x=["batch", 4], mask=["batch", "length"]).bind(shapes={"x": (3, 4)}, dims={"length": 7})
+    bound = inputs(x=["batch", 4], mask=["batch", "length"]).bind(
+        shapes={"x": (3, 4)}, dims={"length": 7}
+    )
     assert bound.sizes == {"batch": 3, "length": 7}
     assert bound.shapes == {"x": (3, 4), "mask": (3, 7)}
     assert (bound.open, bound.conflicts) == ((), ())
@@ -28,7 +30,9 @@ def test_what_stays_open_is_named():
     bound = inputs(x=["batch", None], y=None, z=["batch", 2]).bind()
     assert bound.shapes == {"x": (None, None), "y": None, "z": (None, 2)}
     assert bound.open == ("batch", "x: 1", "y: all")
-    with pytest.raises(OpenDimensionError, match=r"sizes are open: 'batch', 'x: 1', 'y: all'; give shapes") as raised:
+    with pytest.raises(
+        OpenDimensionError, match=r"sizes are open: 'batch', 'x: 1', 'y: all'; give shapes"
+    ) as raised:
         bound.check()
     assert raised.value.names == ("batch", "x: 1", "y: all")
     with pytest.raises(OpenDimensionError, match="no open dimension 'bach'") as raised:
@@ -40,10 +44,22 @@ def test_what_stays_open_is_named():
     ("given", "said"),
     [
         ({"shapes": {"x": [1] * 65}}, "a shape of 65 dimensions; numpy has at most 64"),
-        ({"shapes": {"x": [2**63, 1]}}, "a shape is a list of whole numbers, not one of more than 64 bits"),
-        ({"shapes": {"x": [10**5000, 1]}}, "a shape is a list of whole numbers, not one of more than 64 bits"),
-        ({"dims": {"batch": 10**5000}}, "size 'batch' is a whole number, not one of more than 64 bits"),
-        ({"dims": {"batch": 2**40}}, r"input 'x': \[1099511627776, 4\] are more than 1,073,741,824 elements"),
+        (
+            {"shapes": {"x": [2**63, 1]}},
+            "a shape is a list of whole numbers, not one of more than 64 bits",
+        ),
+        (
+            {"shapes": {"x": [10**5000, 1]}},
+            "a shape is a list of whole numbers, not one of more than 64 bits",
+        ),
+        (
+            {"dims": {"batch": 10**5000}},
+            "size 'batch' is a whole number, not one of more than 64 bits",
+        ),
+        (
+            {"dims": {"batch": 2**40}},
+            r"input 'x': \[1099511627776, 4\] are more than 1,073,741,824 elements",
+        ),
         ({"dims": {"batch": 2**63 - 1}}, "are more than 1,073,741,824 elements"),
     ],
 )
@@ -54,7 +70,10 @@ def test_sizes_that_no_array_has_are_refused(given, said):
 
 @pytest.mark.parametrize("shape", [[1] * 65, [2**40, 2], [2**62, 2**62], [0, 2**62, 2**62]])
 def test_inputs_of_a_file_that_no_array_has_are_refused(shape):
-    with pytest.raises(InputError, match=r"input 'x': (has 65 dimensions, and numpy|.* are more than 1,073,741,824)"):
+    with pytest.raises(
+        InputError,
+        match=r"input 'x': (has 65 dimensions, and numpy|.* are more than 1,073,741,824)",
+    ):
         inputs(x=shape).random()
 
 
@@ -79,7 +98,12 @@ def test_values_and_shapes_that_contradict_dims_are_refused_with_both_sizes():
 
 
 def test_a_size_that_the_file_computes_of_others_follows_them():
-    wanted = inputs(mask=["batch", "past + length"], ids=["batch", "length"], keys=["batch", "past"], x=["batch-size"])
+    wanted = inputs(
+        mask=["batch", "past + length"],
+        ids=["batch", "length"],
+        keys=["batch", "past"],
+        x=["batch-size"],
+    )
     given = wanted.bind(dims={"length": 4, "past": 3})
     assert (given.shapes["mask"], given.open) == ((None, 7), ("batch", "batch-size"))
     feed = wanted.random(open_sizes=(2, 5, 3, 8))
@@ -91,7 +115,9 @@ def test_a_size_that_the_file_computes_of_others_follows_them():
     with pytest.raises(InputError, match=said):
         wanted.bind(shapes={"mask": (1, 6), "ids": (1, 4), "keys": (1, 3), "x": (1,)}).check()
     with pytest.raises(InputError, match="is 6, but by the others it is 7"):
-        wanted.bind(dims={"past + length": 6, "length": 4, "past": 3, "batch": 1, "batch-size": 1}).check()
+        wanted.bind(
+            dims={"past + length": 6, "length": 4, "past": 3, "batch": 1, "batch-size": 1}
+        ).check()
 
 
 @pytest.mark.parametrize("size", [-1, True, 2.0, "2"])
@@ -109,18 +135,24 @@ def test_open_sizes_of_random_inputs_differ_by_name():
 
 
 def test_booleans_are_true_as_often_as_asked_for():
-    given = Inputs.of(ir.Model(ir.Graph([ir.val("m", ir.DataType.BOOL, [999])], [], nodes=[]), ir_version=10))
+    given = Inputs.of(
+        ir.Model(ir.Graph([ir.val("m", ir.DataType.BOOL, [999])], [], nodes=[]), ir_version=10)
+    )
     assert given.random().arrays["m"].all()
     assert 400 < np.count_nonzero(given.random(true=0.5).arrays["m"]) < 600
 
 
 def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path):
     size = 4_000_000
-    np.savez_compressed(tmp_path / "x.npz", x=np.zeros(size, np.float32), y=np.ones((2, 4), np.float32))
+    np.savez_compressed(
+        tmp_path / "x.npz", x=np.zeros(size, np.float32), y=np.ones((2, 4), np.float32)
+    )
     assert (tmp_path / "x.npz").stat().st_size < 100_000
     tracemalloc.start()
     try:
-        with pytest.raises(InputError, match=rf"'x': is float \[{size}\], and the model wants float \[2, 4\]"):
+        with pytest.raises(
+            InputError, match=rf"'x': is float \[{size}\], and the model wants float \[2, 4\]"
+        ):
             inputs(y=["batch", 4], x=[2, 4]).feed(NpzArrays(tmp_path / "x.npz"))
         with pytest.raises(InputError, match="no input 'x' in this model"):
             inputs(y=["batch", 4]).feed(NpzArrays(tmp_path / "x.npz"))
@@ -129,8 +161,14 @@ def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path):
         tracemalloc.stop()
     arrays = NpzArrays(tmp_path / "x.npz")
     np.testing.assert_array_equal(arrays["y"], np.ones((2, 4), np.float32))
-    assert (list(arrays), arrays["y"] is arrays["y"], arrays.headers["x"].shape) == (["x", "y"], True, (size,))
-    np.testing.assert_array_equal(inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size))
+    assert (list(arrays), arrays["y"] is arrays["y"], arrays.headers["x"].shape) == (
+        ["x", "y"],
+        True,
+        (size,),
+    )
+    np.testing.assert_array_equal(
+        inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size)
+    )
 
 
 def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path):

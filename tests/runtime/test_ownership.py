@@ -42,9 +42,8 @@ def owner_of(array: np.ndarray[Any, Any]) -> Any:
 
 @pytest.mark.parametrize("output", ["x", "y", "w", "wide", "parts"])
 def test_a_result_owns_its_memory_also_if_it_is_an_input_or_a_weight(output):
-    text = (
-        "g (float[n, m] x) => (float[n, m] x, float[n, m] y, float[2] w, bfloat16[n, m] wide, seq(float[n, m]) parts)"
-    )
+    text = "g (float[n, m] x) => (float[n, m] x, float[n, m] y, float[2] w,"
+    text += " bfloat16[n, m] wide, seq(float[n, m]) parts)"
     text += " <float[2] w = {1, 2}> { y = Neg(x) wide = Cast<to = 16>(x) parts = SequenceConstruct(x, y) }"
 
     def run() -> Any:
@@ -66,7 +65,8 @@ def test_a_value_that_is_an_input_keeps_the_array_alive_from_run_to_run():
     passing = session("g (float[n, m] x) => (float[n, m] x, float[n, m] y) { y = Neg(x) }")
 
     def run() -> Any:
-        value = passing.values({"x": numbers().T})["x"]  # the transposed array is copied: nobody else has the copy
+        # the transposed array is copied: nobody else has the copy
+        value = passing.values({"x": numbers().T})["x"]
         return passing.run_values({"x": value})[0]
 
     value = kept_after_overwriting(run)
@@ -74,17 +74,22 @@ def test_a_value_that_is_an_input_keeps_the_array_alive_from_run_to_run():
 
 
 def test_bound_inputs_stay_as_they_were_given():
-    table = session("g (float[n] table, int64[n, m] rows) => (float[n, m] y) { y = Gather(table, rows) }")
+    table = session(
+        "g (float[n] table, int64[n, m] rows) => (float[n, m] y) { y = Gather(table, rows) }"
+    )
     rows = np.arange(ROWS * WIDTH // 2).reshape(WIDTH // 2, ROWS)
     feed = {"table": np.zeros(rows.size, np.float32), "rows": rows.T}
     run = kept_after_overwriting(lambda: table.bound(feed))
-    run()  # other numbers in the memory of `rows` are no rows of the table, which ONNX Runtime refuses
+    # other numbers in the memory of `rows` are no rows of the table, which ONNX Runtime refuses
+    run()
 
 
 def layers(*, turned: bool) -> dict[str, LowRank]:
     factors = {path: (numbers(2 * k), numbers(2 * k + 1).T) for k, path in enumerate("abcdef")}
     if turned:  # ONNX Runtime takes contiguous arrays: of these, copies
-        factors = {path: (np.asfortranarray(a), np.asfortranarray(b)) for path, (a, b) in factors.items()}
+        factors = {
+            path: (np.asfortranarray(a), np.asfortranarray(b)) for path, (a, b) in factors.items()
+        }
     return {path: LowRank(a, b) for path, (a, b) in factors.items()}
 
 

@@ -83,7 +83,10 @@ def test_sequences_and_narrow_floats_are_given():
     text += "{ parts = SplitToSequence(x) y = Cast<to = 16>(x) }"
     session = Session(runnable(text))
     x = np.array([[1, 2], [3, 4]], np.float32)
-    assert [part.tolist() for part in session.run({"x": x}, ["parts"])["parts"]] == [[[1, 2]], [[3, 4]]]
+    assert [part.tolist() for part in session.run({"x": x}, ["parts"])["parts"]] == [
+        [[1, 2]],
+        [[3, 4]],
+    ]
     y = session.run({"x": x}, ["y"])["y"]
     assert (y.dtype, y.astype(np.float32).tolist()) == (ml_dtypes.bfloat16, x.tolist())
 
@@ -91,7 +94,9 @@ def test_sequences_and_narrow_floats_are_given():
 @pytest.fixture(scope="module")
 def net() -> tuple[torch.nn.Module, tuple[torch.Tensor], Any]:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).eval()
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+    ).eval()
     args = (torch.randn(2, 64),)
     return model, args, htp_export.export(model, args, verbose=False)
 
@@ -102,7 +107,8 @@ def test_verify_and_compare_run_with_the_options_of_the_user(net, isolated):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     plain = htp_export.verify(model, program, args, isolated=isolated)
-    for _ in range(2):  # options that kept the weights of a first model would refuse those of a second
+    # options that kept the weights of a first model would refuse those of a second
+    for _ in range(2):
         result = htp_export.verify(model, program, args, isolated=isolated, session_options=options)
         assert result.ok
         assert set(result.modules) == set(plain.modules)

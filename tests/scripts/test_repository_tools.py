@@ -36,7 +36,8 @@ def test_an_option_of_dynamo_is_on_in_the_process_that_runs_the_tests(monkeypatc
     given = []
     monkeypatch.setattr(pytest, "main", lambda words: given.append((words, config.verbose)))
     monkeypatch.setattr(sys, "argv", ["-c", "verbose", "-m", "torch"])
-    with config.patch(verbose=False), pytest.raises(SystemExit):  # pytest's own way would leave it undefined
+    # pytest's own way would leave it undefined
+    with config.patch(verbose=False), pytest.raises(SystemExit):
         exec(matrix.WITH_SETTING, {})
     assert given == [(["-m", "torch", "-n", "0"], True)]
 
@@ -84,8 +85,13 @@ def test_every_step_runs_and_writes_markdown(capsys):
     assert gpu.main(["--provider", "cpu", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line[4:] for line in lines if line.startswith("### ")] == list(gpu.STEPS)
-    assert "Timed: kernels; on a GPU, this build of ONNX Runtime measures their times there." in lines
-    for head in ("| module | total ms | self ms | share | kernels |", "| module | kernels | alone |"):
+    assert (
+        "Timed: kernels; on a GPU, this build of ONNX Runtime measures their times there." in lines
+    )
+    for head in (
+        "| module | total ms | self ms | share | kernels |",
+        "| module | kernels | alone |",
+    ):
         row = lines[lines.index(head) + 2]
         assert row.startswith("| `(root)` | ")
         assert row.count("|") == head.count("|")
@@ -130,7 +136,9 @@ def test_pairs_are_timed_in_turn_and_their_first_ones_left_out():
 
     def timed(session: str) -> float:
         ran.append(session)
-        return {"base": 2.0, "other": 1.0}[session] * (100 if len(ran) < 4 and session == "other" else 1)
+        return {"base": 2.0, "other": 1.0}[session] * (
+            100 if len(ran) < 4 and session == "other" else 1
+        )
 
     assert paired(timed, "base", "other", 11) == {"median": 0.5, "spread": (0.5, 0.5)}
     assert ran[:4] == ["other", "base", "base", "other"]

@@ -15,12 +15,20 @@ from tools.sweep_table import page
 
 ROOT = Path(__file__).parents[2]
 TWO = ("torch/TransformerEncoder", "transformers/vit")
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="the sweep forks a process for each architecture")
+forks = pytest.mark.skipif(
+    not hasattr(os, "fork"), reason="the sweep forks a process for each architecture"
+)
 
 
 def sweep(results: Path, *options: str) -> str:
     """What a run of the tool prints."""
-    command = [sys.executable, str(ROOT / "tools" / "sweep.py"), "--results", str(results), *options]
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / "sweep.py"),
+        "--results",
+        str(results),
+        *options,
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
 
 
@@ -40,7 +48,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @forks
 @pytest.mark.slow
-def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_does_not_repeat_them(results, tmp_path):
+def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_does_not_repeat_them(
+    results, tmp_path
+):
     [first] = rows_of(results)
     assert TWO[1] in sweep(results, "--only", *TWO)
     assert rows_of(results)[0] == first
@@ -51,16 +61,17 @@ def test_two_architectures_are_exported_compared_and_written_and_a_resumed_run_d
             assert (one["untagged"], one["agrees"], one["others_agree"]) == (0, True, True)
             assert one["exact"] == one["total"] == row["modules"]
             if (row["name"], exporter) == (TWO[0], "torchscript"):
-                assert "_transformer_encoder_layer_fwd' to ONNX opset" in one["torch"]["error"]  # its fast path
+                # its fast path
+                assert "_transformer_encoder_layer_fwd' to ONNX opset" in one["torch"]["error"]
             else:
                 assert one["difference"] == ""
                 assert one["ratio"] > 0
     assert "error" not in rows_of(results)[1]["transformers"]
     assert sweep(results, "--only", *TWO) == ""
     sweep(results, "--table", str(tmp_path / "models.md"))
-    assert "architectures are listed, 2 were run, and 2 of these could be built." in (tmp_path / "models.md").read_text(
-        encoding="utf-8"
-    )
+    assert "architectures are listed, 2 were run, and 2 of these could be built." in (
+        tmp_path / "models.md"
+    ).read_text(encoding="utf-8")
 
 
 @forks
@@ -93,7 +104,10 @@ def test_the_page_counts_what_is_exported_exact_and_tagged():
     refused = {"torch": {"error": "TypeError: no"}, "ours": {"error": "TypeError: no"}}
     wrong = one(agrees=False, exact=1)
     inexact = one(exact=6, faults=["gate: view leaves, and is no output of it"])
-    rows = [row("b/two", dynamo=one(), torchscript=refused), row("a/one", dynamo=inexact, torchscript=wrong)]
+    rows = [
+        row("b/two", dynamo=one(), torchscript=refused),
+        row("a/one", dynamo=inexact, torchscript=wrong),
+    ]
     rows.append(row("c/too", dynamo=one(), torchscript=refused))
     text = page(rows, listed=3)
     assert "3 architectures are listed, 3 were run, and 3 of these could be built." in text
@@ -115,7 +129,12 @@ def config(**settings: Any) -> Any:
 
 
 def test_widths_become_one_number_and_layers_two():
-    settings = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "intermediate_size": 3072}
+    settings = {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "intermediate_size": 3072,
+    }
     assert smaller(config(**settings)) == {
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -125,12 +144,19 @@ def test_widths_become_one_number_and_layers_two():
 
 
 def test_numbers_only_become_smaller_and_rates_kernels_and_counts_of_listed_parts_stay():
-    assert smaller(config(hidden_size=32, dropout=0.1, conv_kernel=[10, 3], patch_size=16, use_cache=True)) == {}
+    assert (
+        smaller(
+            config(hidden_size=32, dropout=0.1, conv_kernel=[10, 3], patch_size=16, use_cache=True)
+        )
+        == {}
+    )
     assert smaller(config(num_stages_layers=4, depths=[2, 2, 6, 2])) == {"depths": [1, 2, 2, 2]}
 
 
 def test_special_tokens_stay_apart_and_within_the_vocabulary():
-    found = smaller(config(vocab_size=50_000, bos_token_id=49_000, eos_token_id=49_001, image_token_id=48_000))
+    found = smaller(
+        config(vocab_size=50_000, bos_token_id=49_000, eos_token_id=49_001, image_token_id=48_000)
+    )
     assert found["vocab_size"] == 1000
     assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
     assert 900 <= found["image_token_id"] < 1000

@@ -31,7 +31,11 @@ SPACE = ["int8-dynamic", "fp32"]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    net = spread(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)).eval())
+    net = spread(
+        nn.Sequential(
+            nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)
+        ).eval()
+    )
     found = tmp_path_factory.mktemp("noisy") / "net.onnx"
     htp_export.export(net, (x(4, 64),), found, verbose=False)
     return found
@@ -79,7 +83,9 @@ def test_what_does_not_differ_is_said(file):
 
 
 def test_sensitivity_has_the_spread_of_a_metric(file):
-    found = htp_export.sensitivity(file, ["int8-dynamic"], metric=noisy(1), repeats=3, all_but=False)
+    found = htp_export.sensitivity(
+        file, ["int8-dynamic"], metric=noisy(1), repeats=3, all_but=False
+    )
     values = [row.alone for row in found.ranking]
     assert all(measured is not None and measured.spread["metric"] > 0 for measured in values)
 
@@ -100,7 +106,12 @@ MODULES = {
 
 def plan(names: str, error: float) -> MeasuredPlan:
     choices = dict(zip("abc", names.split(), strict=True))
-    size = 24 + sum(choice.size for path, name in choices.items() for choice in MODULES[path] if choice.name == name)
+    size = 24 + sum(
+        choice.size
+        for path, name in choices.items()
+        for choice in MODULES[path]
+        if choice.name == name
+    )
     return MeasuredPlan(choices, size, error)
 
 
@@ -116,7 +127,8 @@ def test_the_plan_that_is_predicted_to_be_the_most_below_the_front_comes_first()
 
 def test_what_does_not_add_up_in_a_plan_does_not_in_its_neighbour():
     smallest, neighbour = plan("int4 int4 int4", 11.0), {"a": "int4", "b": "int4", "c": "int8"}
-    assert neighbour in refined_plans([smallest, plan("int4 int4 fp32", 3.0)], MODULES, 20)  # as the sum says
+    # as the sum says
+    assert neighbour in refined_plans([smallest, plan("int4 int4 fp32", 3.0)], MODULES, 20)
     assert neighbour not in refined_plans([smallest, plan("int4 int4 fp32", 10.0)], MODULES, 20)
 
 
@@ -136,7 +148,9 @@ def test_a_search_measures_them_before_optuna_chooses(file, monkeypatch):
 
     monkeypatch.setattr(search_work, "refined_plans", noted)
     data = {"input": x(4, 64).numpy()}
-    found = htp_export.search(file, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2)
+    found = htp_export.search(
+        file, ["int8-weights", "int4", "fp16", "fp32"], data=data, trials=16, first=2
+    )
     assert 12 <= len([trial for trial in found.trials if trial.number is not None]) <= 16
     measured = [dict(trial.plan) for trial in found.trials]
     assert 0 < len(asked) <= 12

@@ -50,7 +50,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     and make the steps of all weights in their blocks large.
     """
     torch.manual_seed(0)
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2))
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(2)
+    )
     model: Any = composed(in_turn, blocks=blocks, head=nn.Linear(32, 8)).eval()
     with torch.no_grad():
         model.blocks[0][2].weight[0] = 0
@@ -58,7 +60,9 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.blocks[1][0].weight[:, 0] = 3
     path = tmp_path_factory.mktemp("search") / "net.onnx"
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    htp_export.export(model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(
+        model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False
+    )
     return path
 
 
@@ -67,7 +71,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The plans of the models that are quantized."""
     plans: list[Any] = []
     quantized = Measurer.quantized
-    monkeypatch.setattr(Measurer, "quantized", lambda self, plan, *of: plans.append(plan) or quantized(self, plan, *of))
+    monkeypatch.setattr(
+        Measurer,
+        "quantized",
+        lambda self, plan, *of: plans.append(plan) or quantized(self, plan, *of),
+    )
     return plans
 
 
@@ -86,7 +94,9 @@ class TestErrors:
     def test_probabilities_are_taken_as_they_are(self):
         errors = OutputErrors()
         errors.add({"p": np.float32([[0.25, 0.75]])}, {"p": np.float32([[0.5, 0.5]])})
-        assert errors.result().kl == pytest.approx(0.25 * math.log(0.5) + 0.75 * math.log(1.5), rel=1e-5)
+        assert errors.result().kl == pytest.approx(
+            0.25 * math.log(0.5) + 0.75 * math.log(1.5), rel=1e-5
+        )
 
     def test_sums_go_over_samples_and_the_mean_over_outputs(self):
         errors = OutputErrors()
@@ -121,7 +131,10 @@ class TestFronts:
         for _ in range(20):
             modules = {
                 f"m{k}": [
-                    Choice(str(c), float(generator.integers(1, 30)), float(generator.integers(0, 30))) for c in range(3)
+                    Choice(
+                        str(c), float(generator.integers(1, 30)), float(generator.integers(0, 30))
+                    )
+                    for c in range(3)
                 ]
                 for k in range(5)
             }
@@ -135,14 +148,18 @@ class TestFronts:
             assert front.exact
             for size, error, plan in front.points:
                 chosen = [
-                    next(choice for choice in modules[path] if choice.name == name) for path, name in plan.items()
+                    next(choice for choice in modules[path] if choice.name == name)
+                    for path, name in plan.items()
                 ]
                 assert (size, error) == (sum(c.size for c in chosen), sum(c.error for c in chosen))
 
     def test_a_hundred_modules_are_bounded_and_say_so(self):
         generator = np.random.default_rng(1)
         modules = {
-            f"m{k}": [Choice(str(c), float(generator.random()), float(generator.random())) for c in range(4)]
+            f"m{k}": [
+                Choice(str(c), float(generator.random()), float(generator.random()))
+                for c in range(4)
+            ]
             for k in range(100)
         }
         front = additive_front(modules, most=500)
@@ -158,14 +175,21 @@ def found(file: Path, data: list[dict[str, Array]]) -> Any:
 
 class TestSensitivity:
     def test_errors_are_those_of_the_quantized_models(self, file, data, found):
-        assert list(found.modules) == ["blocks.0.0", "blocks.0.2", "blocks.1.0", "blocks.1.2", "head"]
+        assert list(found.modules) == [
+            "blocks.0.0",
+            "blocks.0.2",
+            "blocks.1.0",
+            "blocks.1.2",
+            "head",
+        ]
         measurer = measurer_of(file, data)
         made = htp_export.quantize(file, {"blocks.1.0": "int4"}).tagged
         row = found.modules["blocks.1.0"]["int4"]
         assert row.alone.error == pytest.approx(measurer._measured(made).error, rel=1e-6)
         assert row.alone.error > 0
         assert row.saved_bytes == found.original.bytes - row.alone.bytes
-        assert row.saved_bytes == pytest.approx(32 * 64 * (4 - 0.5 - 5 / 32), rel=0.03)  # a scale and a zero point
+        # a scale and a zero point
+        assert row.saved_bytes == pytest.approx(32 * 64 * (4 - 0.5 - 5 / 32), rel=0.03)
 
     def test_the_ranking_begins_with_the_module_that_few_bits_represent_badly(self, found):
         assert found.ranking[0].path == "blocks.1.0"
@@ -186,7 +210,10 @@ class TestSensitivity:
     def test_all_but_one_module(self, found):
         others = {path: rows["int4"].all_but.error for path, rows in found.modules.items()}
         assert min(others, key=others.__getitem__) == "blocks.1.0"
-        assert found.modules["blocks.1.0"]["int4"].all_but.bytes > found.modules["head"]["int4"].all_but.bytes
+        assert (
+            found.modules["blocks.1.0"]["int4"].all_but.bytes
+            > found.modules["head"]["int4"].all_but.bytes
+        )
 
     def test_blocks_have_mean_and_worst(self, found):
         first, second = (block for block in found.blocks if block.precision == "int4")
@@ -203,20 +230,33 @@ class TestSensitivity:
             seen.append(len(outputs))
             return float(sum((output.values().__iter__().__next__()).sum() for output in outputs))
 
-        found = htp_export.sensitivity(file, ["int8-dynamic"], data=data, depth=1, metric=metric, all_but=False)
+        found = htp_export.sensitivity(
+            file, ["int8-dynamic"], data=data, depth=1, metric=metric, all_but=False
+        )
         assert list(found.modules) == ["blocks.0", "blocks.1", "head"]
         assert seen == [3] * 4
         assert found.original.metric != found.modules["head"]["int8-dynamic"].alone.metric
-        assert list(htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules) == ["blocks.0"]
+        assert list(
+            htp_export.sensitivity(file, ["fp16"], data=data, select="blocks.0").modules
+        ) == ["blocks.0"]
 
     def test_a_plan_whose_last_rule_keeps_all_is_measured_as_the_original(self):
-        program = htp_export.export(nn.Sequential(nn.Sequential(nn.Linear(64, 64))).eval(), (x(2, 64),), verbose=False)
+        program = htp_export.export(
+            nn.Sequential(nn.Sequential(nn.Linear(64, 64))).eval(), (x(2, 64),), verbose=False
+        )
         found = htp_export.sensitivity(program, "int8-dynamic", select="0,0.0")
         assert found.modules["0.0"]["int8-dynamic"].all_but.error == 0
         assert found.modules["0"]["int8-dynamic"].all_but.error > 0
 
-    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(self, file, data, made):
-        given: dict[str, Any] = {"data": data, "select": "blocks.1.0", "by_module": True, "all_but": False}
+    def test_errors_by_module_begin_where_it_is_quantized_and_each_model_is_quantized_once(
+        self, file, data, made
+    ):
+        given: dict[str, Any] = {
+            "data": data,
+            "select": "blocks.1.0",
+            "by_module": True,
+            "all_but": False,
+        }
         found = htp_export.sensitivity(file, ["int4", "fp16"], **given)
         assert len(made) == 2
         cosines = found.modules["blocks.1.0"]["int4"].by_module
@@ -224,7 +264,9 @@ class TestSensitivity:
         assert cosines["blocks.1.0"] < 1 - 1e-4
 
     def test_times_are_measured_if_asked_for(self, file, data):
-        found = htp_export.sensitivity(file, ["fp16"], data=data, select="head", runs=3, all_but=False)
+        found = htp_export.sensitivity(
+            file, ["fp16"], data=data, select="head", runs=3, all_but=False
+        )
         row = found.modules["head"]["fp16"]
         assert found.original.latency_ms > 0
         assert row.saved_ms == found.original.latency_ms - row.alone.latency_ms
@@ -257,7 +299,14 @@ class TestSensitivity:
 
     def test_the_command(self, file, data, tmp_path, capsys):
         np.savez(tmp_path / "x.npz", **data[0])
-        command = ["sensitivity", str(file), "--precision", "int4,fp16", "--data", str(tmp_path / "x.npz")]
+        command = [
+            "sensitivity",
+            str(file),
+            "--precision",
+            "int4,fp16",
+            "--data",
+            str(tmp_path / "x.npz"),
+        ]
         command += ["--depth", "1"]
         assert main(command) == 0
         out = capsys.readouterr().out
@@ -276,7 +325,9 @@ def measurer_of(file: Path, data: list[dict[str, Array]], *metric: Any) -> Measu
 
 def brief(file: Path, data: Any, **options: Any) -> Any:
     given = {"trials": 14, "first": 4} | options
-    return htp_export.search(file, ["int4", "fp16", "fp32"], objectives=["error", "size"], data=data, **given)
+    return htp_export.search(
+        file, ["int4", "fp16", "fp32"], objectives=["error", "size"], data=data, **given
+    )
 
 
 class TestSearch:
@@ -297,12 +348,18 @@ class TestSearch:
         assert {trial.origin for trial in found.trials} <= {"front", "uniform", "sampler"}
         made = htp_export.quantize(file, found.pareto[0].plan).tagged
         measurer = measurer_of(file, data)
-        assert measurer._measured(made).error == pytest.approx(found.pareto[0].values["error"], rel=1e-6)
+        assert measurer._measured(made).error == pytest.approx(
+            found.pareto[0].values["error"], rel=1e-6
+        )
 
     def test_all_combinations_end_the_search(self, file, data):
-        found = htp_export.search(file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50)
+        found = htp_export.search(
+            file, {"head": ["int4", "fp32"]}, objectives=["size"], data=data, trials=50
+        )
         assert len([trial for trial in found.trials if trial.number is not None]) == 2
-        assert [trial.values["size"] for trial in found.pareto] == [min(t.values["size"] for t in found.trials)]
+        assert [trial.values["size"] for trial in found.pareto] == [
+            min(t.values["size"] for t in found.trials)
+        ]
 
     def test_a_space_by_selector_and_fields_of_a_precision(self, file, data):
         small = htp_export.Precision("small blocks", "weights", weight="int4", block_size=16)
@@ -315,19 +372,25 @@ class TestSearch:
         assert htp_export.quantize(file, plan).modules["blocks.1.0"].bytes_after < 32 * 64
 
     @pytest.mark.parametrize("kind", ["journal", pytest.param("sqlite", marks=pytest.mark.slow)])
-    def test_a_stored_study_goes_on_and_is_not_measured_again(self, file, data, tmp_path, kind, made):
+    def test_a_stored_study_goes_on_and_is_not_measured_again(
+        self, file, data, tmp_path, kind, made
+    ):
         storage = tmp_path / "study.log" if kind == "journal" else f"sqlite:///{tmp_path}/study.db"
         first = brief(file, data, storage=storage, trials=5)
         made.clear()
         assert brief(file, data, storage=storage, trials=5).to_dict() == first.to_dict()
         assert not made
         more = brief(file, data, storage=storage, trials=8)
-        assert [trial.to_dict() for trial in more.trials[:5]] == [trial.to_dict() for trial in first.trials[:5]]
+        assert [trial.to_dict() for trial in more.trials[:5]] == [
+            trial.to_dict() for trial in first.trials[:5]
+        ]
         assert len(made) <= 3
         with pytest.raises(InputError, match="is of another search: its model and data differs"):
             brief(file, [{"x": 2 * data[0]["x"]}], storage=storage)
         with pytest.raises(InputError, match="its choices differs"):
-            htp_export.search(file, ["int4"], objectives=["error", "size"], data=data, storage=storage)
+            htp_export.search(
+                file, ["int4"], objectives=["error", "size"], data=data, storage=storage
+            )
         assert brief(file, data[:1], storage=storage, study="another", trials=5).trials
 
     def test_the_page_runs_as_it_stands(self, tmp_path, monkeypatch, capsys):
@@ -337,7 +400,11 @@ class TestSearch:
             if block.language == "python":
                 exec(compile(block.text, "search.md", "exec"), names)
         assert (tmp_path / "found.onnx").exists()
-        texts = [each.text.partition(" #")[0] for each in documents.commands(page) if "past.onnx" not in each.text]
+        texts = [
+            each.text.partition(" #")[0]
+            for each in documents.commands(page)
+            if "past.onnx" not in each.text
+        ]
         for text in texts:
             if text.startswith("echo "):
                 subprocess.run(text, shell=True, check=True)
@@ -349,19 +416,41 @@ class TestSearch:
     def test_the_command_writes_plans_that_quantize_reads(self, file, data, tmp_path, capsys):
         np.savez(tmp_path / "x.npz", **data[0])
         out = tmp_path / "found"
-        command = ["search", str(file), "--choices", "int4,fp32", "--data", str(tmp_path / "x.npz"), "--trials", "6"]
+        command = [
+            "search",
+            str(file),
+            "--choices",
+            "int4,fp32",
+            "--data",
+            str(tmp_path / "x.npz"),
+            "--trials",
+            "6",
+        ]
         assert main([*command, "--select", "blocks.1", "-o", str(out)]) == 0
         assert "wrote" in capsys.readouterr().out
-        assert {path.name for path in out.iterdir()} > {"front.json", "front.svg", "plan0.json", "plan1.json"}
+        assert {path.name for path in out.iterdir()} > {
+            "front.json",
+            "front.svg",
+            "plan0.json",
+            "plan1.json",
+        }
         assert ET.parse(out / "front.svg").getroot().tag.endswith("svg")
         front = json.loads((out / "front.json").read_text())
         assert json.loads((out / "plan0.json").read_text()) == front["pareto"][0]["plan"]
-        assert main(["quantize", str(file), str(out / "plan0.json"), "-o", str(tmp_path / "q.onnx")]) == 0
+        assert (
+            main(["quantize", str(file), str(out / "plan0.json"), "-o", str(tmp_path / "q.onnx")])
+            == 0
+        )
         capsys.readouterr()
         assert main([*command, "--select", "blocks.1", "-o", str(out), "--json"]) == 0
         assert set(json.loads(capsys.readouterr().out)) == {"schema_version", *front}
         (tmp_path / "space.yaml").write_text("head: [int4, fp32]\n")
-        assert main(["search", str(file), str(tmp_path / "space.yaml"), "--trials", "2", "-o", str(out)]) == 0
+        assert (
+            main(
+                ["search", str(file), str(tmp_path / "space.yaml"), "--trials", "2", "-o", str(out)]
+            )
+            == 0
+        )
         assert "random" in capsys.readouterr().out
 
     def test_errors_in_python(self, file, tmp_path):
@@ -370,7 +459,10 @@ class TestSearch:
         with pytest.raises(InputError, match="the space is empty"):
             htp_export.search(file, {})
         with pytest.raises(InputError, match="two precisions are named"):
-            htp_export.search(file, [{"precision": "int4", "block_size": 16}, {"precision": "int4", "block_size": 64}])
+            htp_export.search(
+                file,
+                [{"precision": "int4", "block_size": 16}, {"precision": "int4", "block_size": 64}],
+            )
         (tmp_path / "broken.log").write_text("{nothing\n{}\n")
         with pytest.raises(FileError, match="is no journal"):
             htp_export.search(file, ["int4"], storage=tmp_path / "broken.log")

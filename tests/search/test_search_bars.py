@@ -53,7 +53,8 @@ def digits() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         stem=nn.Linear(64, 64), wide=nn.Linear(64, 512), narrow=nn.Linear(512, 64), head=nn.Linear(64, 10),
     )  # fmt: skip
     model = trained(model, images[:1200], labels[:1200], 60)
-    with torch.no_grad():  # weights without effect, that make the steps of the others large: their pixel is always 0
+    # weights without effect, that make the steps of the others large: their pixel is always 0
+    with torch.no_grad():
         assert not images[:, [0, 32]].any()
         model.stem.weight[:, [0, 32]] = 6
     return model, images[1200:], labels[1200:]
@@ -64,7 +65,8 @@ def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 196, (900, 12), generator=generator)
     labels = torch.randint(0, 4, (900,), generator=generator)
-    tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels  # one word tells
+    # one word tells
+    tokens[torch.arange(900), torch.randint(0, 12, (900,), generator=generator)] = 196 + labels
     torch.manual_seed(0)
     encoder = nn.TransformerEncoderLayer(64, 2, 128, dropout=0.0, batch_first=True)
     model: Any = composed(
@@ -79,7 +81,10 @@ def texts() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     return model, tokens[600:], labels[600:]
 
 
-NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {"digits": digits, "texts": texts}
+NETS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor, torch.Tensor]]] = {
+    "digits": digits,
+    "texts": texts,
+}
 
 
 class Net:
@@ -90,7 +95,11 @@ class Net:
         argument = "pixels" if name == "digits" else "tokens"
         self.file, self.feed = folder / "net.onnx", {argument: inputs.numpy()}
         shapes = {argument: {0: torch.export.Dim("batch")}}
-        options: dict[str, Any] = {"kwargs": {argument: inputs}, "dynamic_shapes": shapes, "opset_version": opset}
+        options: dict[str, Any] = {
+            "kwargs": {argument: inputs},
+            "dynamic_shapes": shapes,
+            "opset_version": opset,
+        }
         htp_export.export(model, (), self.file, verbose=False, **options)
         self.expected = self.outputs(onnx.load(self.file))
 
@@ -99,8 +108,16 @@ class Net:
 
         options = onnxruntime.SessionOptions()
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
-        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-        return dict(zip([value.name for value in session.get_outputs()], session.run(None, self.feed), strict=True))
+        session = onnxruntime.InferenceSession(
+            model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+        )
+        return dict(
+            zip(
+                [value.name for value in session.get_outputs()],
+                session.run(None, self.feed),
+                strict=True,
+            )
+        )
 
     def accuracy(self, outputs: Sequence[Mapping[str, np.ndarray]]) -> float:
         [output] = outputs[0].values()
@@ -142,15 +159,19 @@ def test_a_plan_keeps_the_accuracy_at_two_fifths_of_the_bytes_where_int4_does_no
     good = [trial for trial in net.searched().pareto if trial.values["metric"] >= whole - 0.01]
     smallest = min(good, key=lambda trial: trial.values["size"])
     assert smallest.values["size"] <= 0.4 * tensor_bytes(original)
-    htp_export.quantize(net.file, smallest.plan, made, data=[net.feed])  # the plan gives the same again
+    # the plan gives the same again
+    htp_export.quantize(net.file, smallest.plan, made, data=[net.feed])
     assert net.accuracy([net.outputs(onnx.load(made))]) == smallest.values["metric"]
 
 
 @pytest.mark.parametrize("name", list(NETS))
 @pytest.mark.parametrize("max_drop", [0.0, 0.01])
-def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(name, max_drop, tmp_path):
+def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(
+    name, max_drop, tmp_path
+):
     nncf = pytest.importorskip("nncf")
-    net = Net(name, tmp_path, 20)  # ONNX Runtime cannot load what NNCF makes of the texts in opset 21
+    # ONNX Runtime cannot load what NNCF makes of the texts in opset 21
+    net = Net(name, tmp_path, 20)
     made = nncf.quantize_with_accuracy_control(
         onnx.load(net.file),
         nncf.Dataset([net.feed]),
@@ -165,7 +186,9 @@ def test_no_larger_than_nncf_at_the_accuracy_that_its_accuracy_control_keeps(nam
 
 
 @pytest.mark.parametrize("name", list(NETS))
-def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(name, tmp_path):
+def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_bytes(
+    name, tmp_path
+):
     onnxsim = pytest.importorskip("onnxsim")
     if not hasattr(onnxsim, "apply_mixed_precision_quantization"):
         pytest.skip("this onnxsim has no mixed precision")
@@ -175,7 +198,8 @@ def test_no_more_error_than_mixed_precision_of_onnxsim_within_a_percent_of_its_b
         made = onnxsim.apply_mixed_precision_quantization(
             onnx.load(net.file), calibration_data=[net.feed], high_bits_fraction=share
         )
-        size = tensor_bytes(made) * 1.01  # plans between two of the front's can be closer to one of them
+        # plans between two of the front's can be closer to one of them
+        size = tensor_bytes(made) * 1.01
         best = min(trial.values["error"] for trial in found.pareto if trial.values["size"] <= size)
         assert best <= net.error(made), (share, size)
 
@@ -206,12 +230,23 @@ def test_the_front_is_below_one_precision_on_the_shapes_of_real_models(build, de
     inputs = {name: torch.from_numpy(array) for name, array in feed.items()}
     htp_export.export(model.eval(), (), file, kwargs=inputs, verbose=False)
     found = htp_export.search(
-        file, ["int8", "int4", "fp16"], objectives=["error", "size"], data=feed, depth=depth, trials=16, first=10
+        file,
+        ["int8", "int4", "fp16"],
+        objectives=["error", "size"],
+        data=feed,
+        depth=depth,
+        trials=16,
+        first=10,
     )
     uniform = {trial.plan["."]: trial.values for trial in found.trials if list(trial.plan) == ["."]}
     assert set(uniform) == {"int8", "int4", "fp16"}
     for name, whole in uniform.items():
-        front = min(trial.values["error"] for trial in found.pareto if trial.values["size"] <= whole["size"])
+        front = min(
+            trial.values["error"] for trial in found.pareto if trial.values["size"] <= whole["size"]
+        )
         assert front <= whole["error"], name
     sizes = [values["size"] for values in uniform.values()]
-    assert any(min(sizes) < trial.values["size"] < max(sizes) and len(trial.plan) > 1 for trial in found.pareto)
+    assert any(
+        min(sizes) < trial.values["size"] < max(sizes) and len(trial.plan) > 1
+        for trial in found.pareto
+    )

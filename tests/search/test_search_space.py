@@ -41,12 +41,16 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two residual blocks, of which the second one adds little, and a head."""
     torch.manual_seed(0)
     blocks = nn.Sequential(residual(), residual())
-    model: Any = composed(lambda self, x: self.head(self.blocks(x)), blocks=blocks, head=nn.Linear(32, 8)).eval()
+    model: Any = composed(
+        lambda self, x: self.head(self.blocks(x)), blocks=blocks, head=nn.Linear(32, 8)
+    ).eval()
     with torch.no_grad():
         model.blocks[1].down.weight *= 0.05
     path = tmp_path_factory.mktemp("space") / "net.onnx"
     shapes = {"x": {0: torch.export.Dim("batch")}}
-    htp_export.export(model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False)
+    htp_export.export(
+        model, (), path, kwargs={"x": x(4, 32, seed=9)}, dynamic_shapes=shapes, verbose=False
+    )
     return path
 
 
@@ -57,17 +61,29 @@ def data() -> list[dict[str, Array]]:
 
 SPACE = {
     "blocks.*": ["drop", "fp32"],
-    "blocks.*.up": ["int4", "0.5", "2:4+int8-dynamic", {"prune": "rank:25%", "precision": "int4"}, "channels:0.25"],
+    "blocks.*.up": [
+        "int4",
+        "0.5",
+        "2:4+int8-dynamic",
+        {"prune": "rank:25%", "precision": "int4"},
+        "channels:0.25",
+    ],
     "blocks.*.down": ["int8", 0.5, "fp32"],
     "head": ["int4", "fp32"],
 }
 THREE = ("error", "size", "nonzeros")
 
 
-def searched(file: Path, data: Any, objectives: Sequence[str] = THREE, space: Any = None, **options: Any) -> Any:
+def searched(
+    file: Path, data: Any, objectives: Sequence[str] = THREE, space: Any = None, **options: Any
+) -> Any:
     pytest.importorskip("optuna")
     return htp_export.search(
-        file, SPACE if space is None else space, objectives=objectives, data=data, **({"trials": 30} | options)
+        file,
+        SPACE if space is None else space,
+        objectives=objectives,
+        data=data,
+        **({"trials": 30} | options),
     )
 
 
@@ -124,9 +140,15 @@ class TestPlans:
         assert len(studied) > 10
         for trial in studied[:6]:
             made = htp_export.prune(file, trial.prune)
-            kept = sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(made.tagged))
+            kept = sum(
+                int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(made.tagged)
+            )
             changed = {path: value for path, value in trial.plan.items() if value != "fp32"}
-            after = htp_export.quantize(made.tagged, changed, data=data).tagged if changed else made.tagged
+            after = (
+                htp_export.quantize(made.tagged, changed, data=data).tagged
+                if changed
+                else made.tagged
+            )
             assert trial.values["nonzeros"] == kept
             assert trial.values["size"] == sum(slot.tensor.nbytes for slot in slots(after.model))
             assert trial.values["error"] == pytest.approx(measurer._measured(after).error, rel=1e-5)
@@ -144,7 +166,11 @@ class TestPlans:
         one = [t for t in found.trials if list(t.prune.items()).count(("blocks.1", "drop"))]
         alone = min(one, key=lambda trial: trial.values["error"])
         assert alone.values["error"] < 0.02
-        assert not [t for t in found.pareto if t.prune.get("blocks.0") == "drop" and t.values["error"] < 0.02]
+        assert not [
+            t
+            for t in found.pareto
+            if t.prune.get("blocks.0") == "drop" and t.values["error"] < 0.02
+        ]
 
     def test_results_are_read_back_and_drawn(self, found):
         again = search_from(json.loads(json.dumps(found.to_dict())))
@@ -159,7 +185,11 @@ class TestPlans:
         assert "rank:25%+int4" in plans
 
     def test_steps_make_the_model_again_and_say_how(self, file, data, found, tmp_path):
-        trial = next(t for t in found.pareto if t.prune and any(v not in ("fp32", "int8") for v in t.plan.values()))
+        trial = next(
+            t
+            for t in found.pareto
+            if t.prune and any(v not in ("fp32", "int8") for v in t.plan.values())
+        )
         made = htp_export.pipeline(trial.steps, file, tmp_path / "smaller.onnx")
         tagged = htp_export.load(made.output)
         assert sum(slot.tensor.nbytes for slot in slots(tagged.model)) == trial.values["size"]
@@ -171,10 +201,20 @@ class TestPlans:
         pytest.importorskip("optuna")
         for number, feed in enumerate(data):
             np.savez(tmp_path / f"{number}.npz", **feed)
-        (tmp_path / "space.yaml").write_text('"blocks.*": [drop, fp32]\n"blocks.*.up": ["2:4+int8", int8]\n')
+        (tmp_path / "space.yaml").write_text(
+            '"blocks.*": [drop, fp32]\n"blocks.*.up": ["2:4+int8", int8]\n'
+        )
         out = tmp_path / "found"
         given = [f"--data={tmp_path / name}" for name in ("0.npz", "1.npz")]
-        command = ["search", str(file), str(tmp_path / "space.yaml"), *given, "--trials", "6", "--objective"]
+        command = [
+            "search",
+            str(file),
+            str(tmp_path / "space.yaml"),
+            *given,
+            "--trials",
+            "6",
+            "--objective",
+        ]
         assert main([*command, "nonzeros,error", "-o", str(out)]) == 0
         printed = capsys.readouterr().out
         front = json.loads((out / "front.json").read_text())
@@ -183,19 +223,39 @@ class TestPlans:
         assert {path.name for path in out.iterdir()} == {
             "front.json",
             "front.svg",
-            *(f"steps{place}.json" if place in steps else f"plan{place}.json" for place in range(len(front["pareto"]))),
+            *(
+                f"steps{place}.json" if place in steps else f"plan{place}.json"
+                for place in range(len(front["pareto"]))
+            ),
         }
         made = [json.loads((out / f"steps{place}.json").read_text()) for place in steps]
         files = [str(tmp_path / name) for name in ("0.npz", "1.npz")]
-        assert next(step["quantize"]["data"] for each in made for step in each if "quantize" in step) == files
+        assert (
+            next(step["quantize"]["data"] for each in made for step in each if "quantize" in step)
+            == files
+        )
         for place in steps:
             target = tmp_path / f"{place}.onnx"
-            assert main(["pipeline", str(out / f"steps{place}.json"), "-m", str(file), "-o", str(target)]) == 0
+            assert (
+                main(
+                    [
+                        "pipeline",
+                        str(out / f"steps{place}.json"),
+                        "-m",
+                        str(file),
+                        "-o",
+                        str(target),
+                    ]
+                )
+                == 0
+            )
             size = sum(slot.tensor.nbytes for slot in slots(htp_export.load(target).model))
             assert size == front["pareto"][place]["measured"]["bytes"]
         assert "2:4+int8" in printed
         assert main([*command, "error,size", "--choices", "0.5"]) == 2
-        assert main([*command[:2], "--choices", "0.5,int4", "--trials", "3", "--select", "head"]) == 0
+        assert (
+            main([*command[:2], "--choices", "0.5,int4", "--trials", "3", "--select", "head"]) == 0
+        )
         assert "zeros take as many bytes" in capsys.readouterr().out
 
 
@@ -203,7 +263,11 @@ class TestFront:
     def test_the_computed_front_is_that_of_all_combinations_with_what_is_inside_dropped_blocks_left_out(
         self, file, data
     ):
-        space = {"blocks.*": ["drop", "fp32"], "blocks.*.*": ["int4", "fp16"], "head": ["int4", "fp32"]}
+        space = {
+            "blocks.*": ["drop", "fp32"],
+            "blocks.*.*": ["int4", "fp16"],
+            "head": ["int4", "fp32"],
+        }
         result = searched(file, data, ("error", "size"), space, trials=1)
         tagged = htp_export.load(file)
         measurer = Measurer(tagged, Samples.of(data, tagged.model))
@@ -217,7 +281,10 @@ class TestFront:
 
         def inside(block: str) -> list[tuple[int, float]]:
             pairs = itertools.product(
-                *([cost({}, {f"{block}.{part}": name}) for name in ("int4", "fp16")] for part in ("up", "down"))
+                *(
+                    [cost({}, {f"{block}.{part}": name}) for name in ("int4", "fp16")]
+                    for part in ("up", "down")
+                )
             )
             return [cost({block: "drop"}, {}), *((a[0] + b[0], a[1] + b[1]) for a, b in pairs)]
 
@@ -226,9 +293,15 @@ class TestFront:
             (original.bytes + sum(part[0] for part in parts), sum(part[1] for part in parts))
             for parts in itertools.product(inside("blocks.0"), inside("blocks.1"), heads)
         ]
-        best = [one for one in sums if not any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in sums)]
+        best = [
+            one
+            for one in sums
+            if not any(a <= one[0] and b <= one[1] and (a, b) != one for a, b in sums)
+        ]
         assert result.exact
-        assert [(size, pytest.approx(error)) for size, error in sorted(set(best))] == list(result.predicted)
+        assert [(size, pytest.approx(error)) for size, error in sorted(set(best))] == list(
+            result.predicted
+        )
         assert result.predicted[0][0] > 0
 
     def test_the_front_is_over_the_cost_that_is_asked_for(self, file, data):
@@ -253,13 +326,31 @@ class TestSaidBefore:
     @pytest.mark.parametrize(
         ("space", "problem"),
         [
-            ({"head": ["drop", "fp32"]}, "choice 'drop' of 'head': module 'head' is no residual block"),
-            ({"blocks.*": ["drop", "fp32"], "head": ["drop", "int4"]}, "choice 'drop' of 'head': .*no residual block"),
-            ({"head": ["channels:0.5"]}, "choice 'channels:0.5' of 'head': .*its channels reach output"),
-            ({"head": ["rank:7"]}, "choice 'rank:7' of 'head': rank 7 of a matrix of 8 by 32 saves no bytes"),
-            ({"head": ["heads:0.5"]}, "choice 'heads:0.5' of 'head': it has no attention heads to cut"),
+            (
+                {"head": ["drop", "fp32"]},
+                "choice 'drop' of 'head': module 'head' is no residual block",
+            ),
+            (
+                {"blocks.*": ["drop", "fp32"], "head": ["drop", "int4"]},
+                "choice 'drop' of 'head': .*no residual block",
+            ),
+            (
+                {"head": ["channels:0.5"]},
+                "choice 'channels:0.5' of 'head': .*its channels reach output",
+            ),
+            (
+                {"head": ["rank:7"]},
+                "choice 'rank:7' of 'head': rank 7 of a matrix of 8 by 32 saves no bytes",
+            ),
+            (
+                {"head": ["heads:0.5"]},
+                "choice 'heads:0.5' of 'head': it has no attention heads to cut",
+            ),
             ({"blocks.*": ["drop", "int8"], "blocks.0.up": ["int8"]}, "lies in"),
-            ({"blocks.0": ["drop", "int8"], "blocks.0.up": ["int8"]}, "module 'blocks.0.up' lies in 'blocks.0'"),
+            (
+                {"blocks.0": ["drop", "int8"], "blocks.0.up": ["int8"]},
+                "module 'blocks.0.up' lies in 'blocks.0'",
+            ),
             (["drop+int8"], "nothing is left to quantize"),
         ],
     )
@@ -275,7 +366,9 @@ def test_modules_with_the_same_channels_have_one_share(tmp_path):
     program = htp_export.export(model, (x(2, 16, seed=1),), verbose=False)
     problem = "modules '1.down' and '2.down' have the same channels, and may lose different shares of them"
     with pytest.raises(InputError, match=problem):
-        htp_export.search(program, {"1.down": ["channels:0.5"], "2.down": ["channels:0.25", "fp32"]})
+        htp_export.search(
+            program, {"1.down": ["channels:0.5"], "2.down": ["channels:0.25", "fp32"]}
+        )
     space = {"*.down": ["channels:0.5", "fp32"], "*.up": ["channels:0.5", "channels:0.25"]}
     found = htp_export.search(program, space, objectives=("error", "size"), trials=12, first=4)
     assert found.failed == 0
@@ -291,10 +384,15 @@ def test_choices_that_some_modules_cannot_have_are_noted(file, data):
 
 
 @pytest.mark.parametrize(
-    "sampler", ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grid", "nsga2", "random"))]
+    "sampler",
+    ["tpe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grid", "nsga2", "random"))],
 )
 def test_samplers_with_mixed_choices_and_three_objectives_are_reproducible(file, data, sampler):
-    space = {"blocks.1": SPACE["blocks.*"], "blocks.1.up": SPACE["blocks.*.up"], "head": ["int4", "fp32"]}
+    space = {
+        "blocks.1": SPACE["blocks.*"],
+        "blocks.1.up": SPACE["blocks.*.up"],
+        "head": ["int4", "fp32"],
+    }
 
     def plans(seed: int) -> list[Any]:
         result = searched(file, data, space=space, trials=12, first=3, sampler=sampler, seed=seed)
@@ -324,4 +422,6 @@ def test_the_line_in_the_picture_is_the_front_in_the_two_objectives_that_are_dra
     ends = [f"{circles[place].get('cx')},{circles[place].get('cy')}" for place in ("0", "1")]
     assert line.get("points", "").split() == ends
     assert [circles[place].get("opacity") for place in "0123"] == ["1", "1", "1", "0.5"]
-    assert not [each.text for each in drawn.findall("svg:text", space) if (each.text or "").startswith("-")]
+    assert not [
+        each.text for each in drawn.findall("svg:text", space) if (each.text or "").startswith("-")
+    ]

@@ -59,10 +59,16 @@ def postgresql(folder: Path) -> Iterator[str]:
     """A server of its own, in a folder that it may write; as another user, since PostgreSQL does not run as root."""
     places = [os.environ.get("PATH", ""), *glob.glob("/usr/lib/postgresql/*/bin")]  # noqa: PTH207 - not in PATH on Debian
     programs = [shutil.which(name, path=os.pathsep.join(places)) for name in ("initdb", "pg_ctl")]
-    driver = next((name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name)), None)
+    driver = next(
+        (name for name in ("psycopg", "psycopg2") if importlib.util.find_spec(name)), None
+    )
     if None in programs or driver is None:
         pytest.skip("needs the server of PostgreSQL (initdb, pg_ctl) and psycopg or psycopg2")
-    as_user: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.STDOUT, "check": True}
+    as_user: dict[str, Any] = {
+        "stdout": subprocess.DEVNULL,
+        "stderr": subprocess.STDOUT,
+        "check": True,
+    }
     with tempfile.TemporaryDirectory(prefix="htp_pg_") as place:
         if os.getuid() == 0:
             names = {entry.pw_name for entry in pwd.getpwall()}
@@ -75,7 +81,9 @@ def postgresql(folder: Path) -> Iterator[str]:
         initdb, pg_ctl = map(str, programs)
         subprocess.run([initdb, "-D", base, "-A", "trust", "-U", "htp", "--no-sync"], **as_user)
         options = f"-c listen_addresses=127.0.0.1 -c unix_socket_directories='' -p {port}"
-        subprocess.run([pg_ctl, "-D", base, "-o", options, "-l", f"{place}/log", "-w", "start"], **as_user)
+        subprocess.run(
+            [pg_ctl, "-D", base, "-o", options, "-l", f"{place}/log", "-w", "start"], **as_user
+        )
         try:
             yield f"postgresql+{driver}://htp@127.0.0.1:{port}/postgres"
         finally:
@@ -110,7 +118,10 @@ KINDS: dict[str, Callable[[Path], AbstractContextManager[str]]] = {
 
 
 @pytest.fixture(
-    params=["journal", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sqlite", "postgresql", "grpc"))]
+    params=[
+        "journal",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("sqlite", "postgresql", "grpc")),
+    ]
 )
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     with KINDS[request.param](tmp_path) as opened:
@@ -121,7 +132,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("storages") / "net.onnx"
-    model = nn.Sequential(*(layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.Tanh()))).eval()
+    model = nn.Sequential(
+        *(layer for _ in range(5) for layer in (nn.Linear(48, 48), nn.Tanh()))
+    ).eval()
     htp_export.export(model, (torch.randn(4, 48),), path, verbose=False)
     return path
 
@@ -174,13 +187,30 @@ def test_two_processes_share_a_study_and_take_up_what_a_killed_one_had(storage, 
     left, other = ("FAIL", "RUNNING") if has_heartbeats else ("RUNNING", "FAIL")
     assert (states.count(left), states.count(other)) == (1, 0)
     [dead] = [trial for trial in study.trials if trial.state.name == left]
-    again = [trial for trial in study.trials if trial.params == dead.params and trial.state.name == "COMPLETE"]
+    again = [
+        trial
+        for trial in study.trials
+        if trial.params == dead.params and trial.state.name == "COMPLETE"
+    ]
     assert again
-    assert [dead.number] in [again[0].user_attrs.get("taken up again"), again[0].system_attrs.get("retry_history")]
+    assert [dead.number] in [
+        again[0].user_attrs.get("taken up again"),
+        again[0].system_attrs.get("retry_history"),
+    ]
 
 
 def test_a_later_command_joins_the_study(storage, file, capsys):
-    command = ["search", str(file), "--choices", "int4,2:4+fp16", "--trials", "5", "--storage", storage, "--json"]
+    command = [
+        "search",
+        str(file),
+        "--choices",
+        "int4,2:4+fp16",
+        "--trials",
+        "5",
+        "--storage",
+        storage,
+        "--json",
+    ]
     assert main(command) == 0
     first = capsys.readouterr().out
     assert main(command) == 0
@@ -208,7 +238,9 @@ def test_a_storage_that_is_not_there_is_said(named, problem, file):
     assert "\n" not in str(raised.value)
 
 
-def test_the_front_so_far_is_written_and_the_same_command_goes_on(file, tmp_path, monkeypatch, capsys):
+def test_the_front_so_far_is_written_and_the_same_command_goes_on(
+    file, tmp_path, monkeypatch, capsys
+):
     journal, folder = tmp_path / "study.journal", tmp_path / "found"
     measure = Measurer.measure
 
@@ -217,7 +249,16 @@ def test_the_front_so_far_is_written_and_the_same_command_goes_on(file, tmp_path
             signal.raise_signal(signal.SIGINT)
         return measure(*given, **named)
 
-    words = ["search", str(file), "--choices", "int4,fp16,fp32", "--storage", str(journal), "-o", str(folder)]
+    words = [
+        "search",
+        str(file),
+        "--choices",
+        "int4,fp16,fp32",
+        "--storage",
+        str(journal),
+        "-o",
+        str(folder),
+    ]
     with monkeypatch.context() as patch:
         patch.setattr(Measurer, "measure", interrupted)
         assert main([*words, "--trials", "200"]) == 130
@@ -233,13 +274,18 @@ def test_the_front_so_far_is_written_and_the_same_command_goes_on(file, tmp_path
     assert main([*words, "--trials", str(measured + 1)]) == 0
     after = json.loads((folder / "front.json").read_text(encoding="utf-8"))
     kept = {json.dumps(trial, sort_keys=True) for trial in after["trials"]}
-    assert {json.dumps({**trial, "origin": trial["origin"]}, sort_keys=True) for trial in front["trials"]} <= kept
+    assert {
+        json.dumps({**trial, "origin": trial["origin"]}, sort_keys=True)
+        for trial in front["trials"]
+    } <= kept
 
 
 def test_before_a_plan_is_measured_nothing_is_written(file, tmp_path, monkeypatch, capsys):
     from htp_export.capabilities.search.search_work import SearchWork
 
-    monkeypatch.setattr(SearchWork, "measure_alone", lambda self: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(
+        SearchWork, "measure_alone", lambda self: signal.raise_signal(signal.SIGINT)
+    )
     assert main(["search", str(file), "--choices", "int4", "-o", str(tmp_path / "found")]) == 130
     said = capsys.readouterr().err
     assert "0 of 50 trials are measured\n" in said

@@ -51,7 +51,9 @@ def test_the_loop_generates_what_pytorch_does(mistral):
     made = loop.generate(session, ids, 12)
     model.generation_config.eos_token_id = None
     with torch.no_grad():
-        expected = model.generate(torch.from_numpy(ids), max_new_tokens=12, do_sample=False, pad_token_id=0)
+        expected = model.generate(
+            torch.from_numpy(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
+        )
     assert made.tokens.tolist() == expected[:, ids.shape[1] :].tolist()
     forced = loop.generate(session, ids, 12, made.tokens)
     assert np.array_equal(forced.logits, made.logits)
@@ -70,18 +72,29 @@ def test_tokens_and_time_are_objectives(mistral, tmp_path):
         new_tokens=8,
         trials=4,
     )
-    [kept] = [trial for trial in found.trials if set(trial.choices.values()) == {"fp32"} and trial.number is not None]
+    [kept] = [
+        trial
+        for trial in found.trials
+        if set(trial.choices.values()) == {"fp32"} and trial.number is not None
+    ]
     assert kept.values["tokens"] == 1
     assert kept.measured["kl"] == 0
-    assert all(0 <= trial.values["tokens"] <= 1 and trial.values["time"] > 0 for trial in found.trials)
+    assert all(
+        0 <= trial.values["tokens"] <= 1 and trial.values["time"] > 0 for trial in found.trials
+    )
     assert not any("random" in note for note in found.notes)
 
 
 def test_a_pipeline_calibrates_on_the_prompts_of_the_search(mistral, tmp_path):
     """It makes what was measured: with other ranges, the logits of the tokens would differ. Random ones are written."""
     (tmp_path / "space.yaml").write_text('"model.layers.0.mlp.down_proj": [0.5+int8, fp32]\n')
-    out, words = tmp_path / "found", ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"]
-    assert main(["search", str(mistral[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
+    out, words = (
+        tmp_path / "found",
+        ["--objectives", "tokens,nonzeros", "--new-tokens", "4", "--trials", "4"],
+    )
+    assert (
+        main(["search", str(mistral[1]), str(tmp_path / "space.yaml"), *words, "-o", str(out)]) == 0
+    )
     best = json.loads((out / "front.json").read_text())["pareto"][0]
     assert best["prune"]
     made = tmp_path / "made.onnx"
@@ -106,7 +119,10 @@ def test_random_prompts_are_said(mistral, capsys):
 
 def test_a_file_without_a_cache_is_refused():
     program = htp_export.export(nn.Linear(4, 4).eval(), (torch.randn(1, 4),), verbose=False)
-    with pytest.raises(InputError, match="needs a key-value cache, which the model does not take; export it for the"):
+    with pytest.raises(
+        InputError,
+        match="needs a key-value cache, which the model does not take; export it for the",
+    ):
         htp_export.search(program, ["int4"], objectives=["tokens"])
 
 
@@ -116,9 +132,19 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch):
     Path("prompts").mkdir()
     np.savez("prompts/0.npz", input_ids=prompt())
     export, search = (each.text for each in documents.commands(PAGE) if "past.onnx" in each.text)
-    small = [word for key, value in TEXT.items() if key not in export for word in ("--set", f"{key}={value}")]
+    small = [
+        word
+        for key, value in TEXT.items()
+        if key not in export
+        for word in ("--set", f"{key}={value}")
+    ]
     assert main([*shlex.split(export)[1:], *small]) == 0
-    assert main([*shlex.split(search)[1:], "--select", "lm_head", "--new-tokens", "4", "--trials", "3"]) == 0
+    assert (
+        main(
+            [*shlex.split(search)[1:], "--select", "lm_head", "--new-tokens", "4", "--trials", "3"]
+        )
+        == 0
+    )
     assert Path("found/front.json").exists()
 
 
@@ -130,18 +156,26 @@ def test_a_searched_plan_keeps_the_tokens_that_int8_arithmetic_flips(tmp_path):
     """
     file, ids = tmp_path / "past.onnx", np.random.default_rng(0).integers(3, 60, (8, 6))
     sizes = {**TEXT, "hidden_size": 64, "intermediate_size": 128}
-    model = load_model("llama", task="text-generation-with-past", random_weights=True, overrides=sizes)
+    model = load_model(
+        "llama", task="text-generation-with-past", random_weights=True, overrides=sizes
+    )
     teach_with_outliers(model)
     Programs(model, example_calls(model))["model"].save(file)
     expected = tokens_of(file, ids)
     htp_export.quantize(file, "int4", tmp_path / "fast.onnx")
     assert tokens_of(tmp_path / "fast.onnx", ids) != expected
 
-    settings: dict[str, Any] = {"objectives": ["tokens", "time"], "data": {"input_ids": ids}, "trials": 24}
+    settings: dict[str, Any] = {
+        "objectives": ["tokens", "time"],
+        "data": {"input_ids": ids},
+        "trials": 24,
+    }
     # Measured times steer the search: few decisions leave a good plan no matter of luck.
     space = dict.fromkeys(["model.layers.*", "lm_head", "**.embed_tokens"], CHOICES)
     found = htp_export.search(file, space, **settings)
-    same = [trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1]
+    same = [
+        trial for trial in found.trials if trial.number is not None and trial.values["tokens"] == 1
+    ]
     best = max(same, key=lambda trial: list(trial.choices.values()).count("int4"))
     assert list(best.choices.values()).count("int4") > len(best.choices) / 2
     htp_export.quantize(file, best.plan, tmp_path / "planned.onnx")

@@ -17,7 +17,15 @@ def expression(chance: random.Random, depth: int) -> str:
     if not depth or chance.random() < 0.2:
         return chance.choice([*SIZES, str(chance.randrange(9))])
     first, second = (expression(chance, depth - 1) for _ in range(2))
-    forms = ("{0} + {1}", "{0} - {1}", "{0}*{1}", "({0})//({1} + 1)", "Max({0}, {1})", "min({0},{1})", "({0})**2")
+    forms = (
+        "{0} + {1}",
+        "{0} - {1}",
+        "{0}*{1}",
+        "({0})//({1} + 1)",
+        "Max({0}, {1})",
+        "min({0},{1})",
+        "({0})**2",
+    )
     forms += ("floor(({0})/3)", "({0}) % 4", "Mod({0}, 3)", "({0})", "(({0}) - ({1}))*2")
     return chance.choice(forms).format(first, second)
 
@@ -72,9 +80,26 @@ def test_what_is_no_size_is_not_known():
 
 
 ENDLESS = (
-    *("n**n**n", "2**2**2**2**2**2*n", "n**99999999", "9**9**9*n", "((((n**99)**99)**99)**99)**99", "max(n, 1)**7**7"),
-    *("n%m%" * 80 + "7", "*".join(["n"] * 20_000), "max(" + ",".join(f"n*{k}-m" for k in range(40)) + ")"),
-    *("(" * 240 + "n" + ")" * 240, "-" * 490 + "n", "9" * 5000 + "*n", "max(" * 100 + "n" + ")" * 100, "n" * 100_000),
+    *(
+        "n**n**n",
+        "2**2**2**2**2**2*n",
+        "n**99999999",
+        "9**9**9*n",
+        "((((n**99)**99)**99)**99)**99",
+        "max(n, 1)**7**7",
+    ),
+    *(
+        "n%m%" * 80 + "7",
+        "*".join(["n"] * 20_000),
+        "max(" + ",".join(f"n*{k}-m" for k in range(40)) + ")",
+    ),
+    *(
+        "(" * 240 + "n" + ")" * 240,
+        "-" * 490 + "n",
+        "9" * 5000 + "*n",
+        "max(" * 100 + "n" + ")" * 100,
+        "n" * 100_000,
+    ),
 )
 
 
@@ -91,7 +116,9 @@ def test_an_input_of_such_a_size_is_read(text):
     x = ir.val("x", ir.DataType.FLOAT, [text, 4])
     act = ir.node("Relu", [x], name="act", metadata_props={"htp.module": "act"})
     act.outputs[0].name = "y"
-    model = ir.Model(ir.Graph([x], act.outputs, nodes=[act], opset_imports={"": 20}, name="g"), ir_version=10)
+    model = ir.Model(
+        ir.Graph([x], act.outputs, nodes=[act], opset_imports={"": 20}, name="g"), ir_version=10
+    )
     with within(20):
         assert htp_export.cost(model, shapes={"x": [3, 4]}).modules["act"].other_flops == 12
         assert htp_export.info(model).inputs[0].shape[1] == 4

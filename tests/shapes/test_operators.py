@@ -10,14 +10,20 @@ from htp_export.shapes import operator_kinds as operators
 from htp_export.shapes.operator_kinds import CONTROL_FLOW, LAYOUT, RANDOM, RESHAPING, SIZES_ONLY
 
 
-@pytest.mark.parametrize("kind", [RANDOM, SIZES_ONLY, CONTROL_FLOW, LAYOUT, RESHAPING, operators.COMMUTATIVE])
+@pytest.mark.parametrize(
+    "kind", [RANDOM, SIZES_ONLY, CONTROL_FLOW, LAYOUT, RESHAPING, operators.COMMUTATIVE]
+)
 def test_a_kind_has_operators_of_onnx_only(kind):
     assert kind <= operators._standard()
 
 
 def test_a_set_that_a_kind_names_is_not_written_again():
     """`capture` is apart: it knows torch's operators, and ONNX's only by what its exporters write."""
-    kinds = {kind for name, kind in vars(operators).items() if name.isupper() and isinstance(kind, frozenset)}
+    kinds = {
+        kind
+        for name, kind in vars(operators).items()
+        if name.isupper() and isinstance(kind, frozenset)
+    }
     package, again = Path(htp_export.__file__).parent, []
     for path in sorted(package.rglob("*.py")):
         text = path.read_text(encoding="utf-8")

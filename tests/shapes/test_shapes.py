@@ -29,7 +29,9 @@ def inferred(text: str, **given) -> dict[str, list[int | str] | None]:
     found = {}
     for value in (value for node in model.graph for value in node.outputs if value.name):
         shape = known.shape(value)
-        found[value.name] = None if shape is None else [dim if isinstance(dim, int) else str(dim) for dim in shape]
+        found[value.name] = (
+            None if shape is None else [dim if isinstance(dim, int) else str(dim) for dim in shape]
+        )
     return found
 
 
@@ -41,8 +43,13 @@ def computed(text: str, **given: np.ndarray) -> dict[str, list[int]]:
     proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    session = onnxruntime.InferenceSession(proto.SerializeToString(), options, ["CPUExecutionProvider"])
-    return {name: list(array.shape) for name, array in zip(names, session.run(names, given), strict=True)}
+    session = onnxruntime.InferenceSession(
+        proto.SerializeToString(), options, ["CPUExecutionProvider"]
+    )
+    return {
+        name: list(array.shape)
+        for name, array in zip(names, session.run(names, given), strict=True)
+    }
 
 
 MODELS = {
@@ -105,8 +112,13 @@ def test_what_is_inferred_is_what_onnxruntime_computes(name):
     for output, shape in truth.items():
         for found in (in_numbers[output], in_names[output]):
             assert found is None or len(found) == len(shape), output
-            dims = [dim if dim in ("a", "b") or "?" in str(dim) else eval(str(dim), namespace) for dim in found or ()]
-            assert all(dim == size for dim, size in zip(dims, shape, strict=False) if isinstance(dim, int)), output
+            dims = [
+                dim if dim in ("a", "b") or "?" in str(dim) else eval(str(dim), namespace)
+                for dim in found or ()
+            ]
+            assert all(
+                dim == size for dim, size in zip(dims, shape, strict=False) if isinstance(dim, int)
+            ), output
 
 
 KNOWN = {
@@ -116,7 +128,8 @@ KNOWN = {
         "made": ["m//3"],
         "last": ["n", "Max(0, m + -1)", 6],
     },
-    "slices up to a limit": {"cut": [1, "Min(512, m)"], "y": ["n", "m"]},  # a limit does not hide the size
+    # a limit does not hide the size
+    "slices up to a limit": {"cut": [1, "Min(512, m)"], "y": ["n", "m"]},
     "both branches": {"y": ["n", "m"], "z": ["?z#0", "?z#1"]},
     "a state that grows": {"y": ["a", "m"]},
     "a state that keeps its shape": {"y": ["n", "m"], "all": ["?all#0"]},
@@ -148,9 +161,13 @@ def test_every_call_of_a_function_has_its_own_sizes():
 
 
 def test_sizes_in_another_file_are_read_if_it_is_there(tmp_path):
-    proto = onnx.parser.parse_model(NET + "net (float[n, 6] x) => (float[a, b, c] y) { y = Reshape(x, s) }")
+    proto = onnx.parser.parse_model(
+        NET + "net (float[n, 6] x) => (float[a, b, c] y) { y = Reshape(x, s) }"
+    )
     proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array([0, 2, 3]), "s"))
-    onnx.save(proto, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    onnx.save(
+        proto, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0
+    )
     for found in (["n", "2", "3"], None):
         tagged = load(tmp_path / "m.onnx")
         if found is None:
@@ -186,14 +203,19 @@ HUGE = 2**40
 
 def repeated(text: str, first: str = "s = Shape(x)") -> str:
     """A chain of nodes: ``text`` with one number after another for the tensor before and the one that is made."""
-    return first + "".join(text.replace("BEFORE", f"s{k or ''}").replace("AFTER", f"s{k + 1}") for k in range(60))
+    return first + "".join(
+        text.replace("BEFORE", f"s{k or ''}").replace("AFTER", f"s{k + 1}") for k in range(60)
+    )
 
 
 @pytest.mark.parametrize(
     "text",
     [
         repeated(" AFTER = Mul(BEFORE, BEFORE)") + " y = ConstantOfShape(s60)",
-        repeated(" AFTERq = Div(BEFORE, t) AFTER = Mul(AFTERq, AFTERq)", "s = Shape(x) t = Constant<value_ints=[3]>()"),
+        repeated(
+            " AFTERq = Div(BEFORE, t) AFTER = Mul(AFTERq, AFTERq)",
+            "s = Shape(x) t = Constant<value_ints=[3]>()",
+        ),
         repeated(" AFTER = Mul(BEFORE, BEFORE)", "s = Constant<value_ints=[3]>()"),
         repeated(" AFTER = Concat<axis=0>(BEFORE, BEFORE)") + " y = ConstantOfShape(s60)",
         f"s = Constant<value_ints=[{HUGE}, {HUGE}]>() y = ConstantOfShape(s) z = Expand(x, s) r = Tile(x, s)",
@@ -224,7 +246,9 @@ def test_what_a_few_bytes_ask_for_is_not_computed(text):
 
 def test_a_version_that_no_operator_has_makes_its_nodes_unknown():
     relu = ir.node("Relu", [ir.val("x", ir.DataType.FLOAT, [2])], domain="other")
-    graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20, "other": 2**40})
+    graph = ir.Graph(
+        relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20, "other": 2**40}
+    )
     assert Symbolic(graph).shape(relu.outputs[0]) is None
 
 
@@ -244,7 +268,9 @@ def test_functions_that_call_each_other_twice_are_not_walked_without_end(monkeyp
         for k in range(40)
     )
     last = '\n<domain: "own", opset_import: ["": 20]> f40 (v) => (r) { r = Relu(v) }'
-    model = parsed("net (float[n] x) => (float[a] y) { y = own.f0(x) z = Neg(x) }" + functions + last)
+    model = parsed(
+        "net (float[n] x) => (float[a] y) { y = own.f0(x) z = Neg(x) }" + functions + last
+    )
     known = Symbolic(model.graph, functions=model.functions)
     assert [str(dim) for dim in known.shape(model.graph.node(1).outputs[0])] == ["n"]
 
@@ -263,7 +289,12 @@ def test_every_file_of_the_folder_of_rules_is_read(tmp_path, monkeypatch):
 
 def test_sizes_are_written_as_sympy_reads_them():
     n, m = symbol("n"), symbol("m")
-    for size in (3 * divide(n, 2) * m + 4, smaller_of(512, n + m), not_negative(n - 7) * 2, divide(n * n + 1, m)):
+    for size in (
+        3 * divide(n, 2) * m + 4,
+        smaller_of(512, n + m),
+        not_negative(n - 7) * 2,
+        divide(n * n + 1, m),
+    ):
         assert isinstance(size, Size)
         for values in ({"n": 9, "m": 4}, {"n": 3, "m": 700}):
             expected = eval(str(size), {"Min": min, "Max": max, **values})
@@ -287,4 +318,8 @@ def test_a_map_over_sequences_has_the_type_that_its_body_makes():
     known = Symbolic(model.graph)
     made = {value.name: known.type(value) for node in model.graph for value in node.outputs}
     double, boolean = ir.TensorType(ir.DataType.DOUBLE), ir.TensorType(ir.DataType.BOOL)
-    assert (made["t"], made["u"], made["y"]) == (ir.SequenceType(double), ir.SequenceType(boolean), double)
+    assert (made["t"], made["u"], made["y"]) == (
+        ir.SequenceType(double),
+        ir.SequenceType(boolean),
+        double,
+    )

@@ -35,7 +35,9 @@ def places(tagged: htp_export.TaggedModel) -> dict[str, str]:
 
 
 @BOTH
-@pytest.mark.parametrize("name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"])
+@pytest.mark.parametrize(
+    "name", ["conv_bn_relu", "cond", "modules_in_branches", "two_parents_in_a_loop"]
+)
 def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_the_file(
     name, exporter, shared_files, tmp_path
 ):
@@ -47,31 +49,45 @@ def test_a_tapped_file_says_of_its_modules_what_it_did_and_without_taps_it_is_th
     assert wanted
     htp_export.tap(file, wanted, tmp_path / "tapped.onnx")
     tapped = htp_export.load(tmp_path / "tapped.onnx")
-    assert [value.name for value in tapped.results] == [value.name for value in before.model.graph.outputs]
-    assert {tap: list(each.places) for tap, each in tapped.taps.items()} == {tap: [p] for tap, p in wanted.items()}
+    assert [value.name for value in tapped.results] == [
+        value.name for value in before.model.graph.outputs
+    ]
+    assert {tap: list(each.places) for tap, each in tapped.taps.items()} == {
+        tap: [p] for tap, p in wanted.items()
+    }
     assert tapped.signatures == before.signatures
     assert dict(tapped.hierarchy.items()) == dict(before.hierarchy.items())
     for path in before.paths:
         for side in ("inputs", "outputs"):
-            ends = [[value.name for value in getattr(each[path], side)] for each in (before, tapped)]
+            ends = [
+                [value.name for value in getattr(each[path], side)] for each in (before, tapped)
+            ]
             assert ends[0] == ends[1], (path, side)
     assert not tapped.untagged
-    assert htp_export.contamination(tapped.model).after == htp_export.contamination(before.model).after
+    assert (
+        htp_export.contamination(tapped.model).after == htp_export.contamination(before.model).after
+    )
     for folder in ("back", "saved"):
         (tmp_path / folder).mkdir()
     htp_export.untap(tmp_path / "tapped.onnx", None, tmp_path / "back" / "net.onnx")
     before.save(tmp_path / "saved" / "net.onnx")
-    assert (tmp_path / "back" / "net.onnx").read_bytes() == (tmp_path / "saved" / "net.onnx").read_bytes()
+    assert (tmp_path / "back" / "net.onnx").read_bytes() == (
+        tmp_path / "saved" / "net.onnx"
+    ).read_bytes()
     first = next(iter(wanted))
     rest = htp_export.untap(tmp_path / "tapped.onnx", first)
     assert set(rest.tagged.taps) == wanted.keys() - {first}
 
 
-def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(shared_files, tmp_path):
+def test_taps_in_branches_are_given_by_the_branch_that_runs_and_empty_by_the_other(
+    shared_files, tmp_path
+):
     model, _ = NETS["modules_in_branches"].build()
     tagged = htp_export.load(shared_files.net("modules_in_branches", "dynamo"))
     [name] = [value.name for value in tagged.model.graph.inputs]
-    tapped = htp_export.tap(tagged, ["block.fc:out", "both#0:out", "both#1:out", "act:in"], tmp_path / "tapped.onnx")
+    tapped = htp_export.tap(
+        tagged, ["block.fc:out", "both#0:out", "both#1:out", "act:in"], tmp_path / "tapped.onnx"
+    )
     onnx.checker.check_model(str(tmp_path / "tapped.onnx"))
     x = torch.ones(2, 4)
     with torch.no_grad():
@@ -113,7 +129,9 @@ def test_a_tap_in_a_scan_has_what_each_step_gave_and_without_it_the_file_is_as_b
         rows = [(state, model.fc(state), state := model.act(model.fc(state) + row)) for row in x]
     [name] = [value.name for value in tapped.model.graph.inputs]
     found = run(tmp_path / "tapped.onnx", {name: x.numpy()})
-    for place, expected in zip(("fc:in", "fc:out", "act:out"), zip(*rows, strict=True), strict=True):
+    for place, expected in zip(
+        ("fc:in", "fc:out", "act:out"), zip(*rows, strict=True), strict=True
+    ):
         np.testing.assert_allclose(found[place], torch.stack(expected), atol=1e-6)
     [only] = htp_export.untap(tapped, ["fc:in", "act:out"]).model.graph.outputs[1:]
     assert only.name == "fc:out"
@@ -131,14 +149,24 @@ def test_a_tapped_file_that_is_optimised_has_the_modules_of_the_optimised_file(e
     file = tmp_path / "net.onnx"
     htp_export.export(net, (torch.randn(2, 4),), file, dynamo=exporter == "dynamo", verbose=False)
     tapped = htp_export.tap(file, ["0.1:out", "0.2:in", "0:in"])
-    plain, kept = htp_export.optimize(file, level="exact").tagged, htp_export.optimize(tapped, level="exact").tagged
+    plain, kept = (
+        htp_export.optimize(file, level="exact").tagged,
+        htp_export.optimize(tapped, level="exact").tagged,
+    )
     assert kept.taps.keys() == {"0.1:out", "0.2:in", "0:in"}
     assert len(kept.results) == 1
-    assert [info.fate for info in plain.hierarchy.values()] == [info.fate for info in kept.hierarchy.values()]
+    assert [info.fate for info in plain.hierarchy.values()] == [
+        info.fate for info in kept.hierarchy.values()
+    ]
     for path in plain.paths:
-        sides = [(len(each[path].inputs), len(each[path].outputs), len(each[path].nodes)) for each in (plain, kept)]
+        sides = [
+            (len(each[path].inputs), len(each[path].outputs), len(each[path].nodes))
+            for each in (plain, kept)
+        ]
         assert sides[0] == sides[1] or not path, path
-    assert [value.name for value in kept["0"].outputs] == [value.name for value in plain["0"].outputs]
+    assert [value.name for value in kept["0"].outputs] == [
+        value.name for value in plain["0"].outputs
+    ]
 
 
 class Two(Holding, fc=nn.Linear(4, 3)):
@@ -155,17 +183,26 @@ class Net(Holding, two=Two(), act=nn.ReLU(), idle=nn.ModuleList()):
 
 
 @pytest.fixture(scope="module", params=["dynamo", "torchscript"])
-def net(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, dict[str, Any]]:
+def net(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Any, Path, dict[str, Any]]:
     torch.manual_seed(0)
     model, x, scale = Net().eval(), torch.randn(2, 4), torch.randn(4)
     file = tmp_path_factory.mktemp("net") / "net.onnx"
     htp_export.export(
-        model, (x, scale), file, dynamo=request.param == "dynamo", input_names=["x", "scale"], verbose=False
+        model,
+        (x, scale),
+        file,
+        dynamo=request.param == "dynamo",
+        input_names=["x", "scale"],
+        verbose=False,
     )
     return model, file, {"x": x, "scale": scale}
 
 
-def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(net):
+def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_and_a_tensor_twice(
+    net,
+):
     model, file, inputs = net
     with hooks(model) as seen, torch.no_grad():
         model(**inputs)
@@ -188,7 +225,9 @@ def test_calls_arguments_positions_inputs_and_outputs_of_the_graph_are_tapped_an
     }
     joined = htp_export.tap(file, {"h": ["two#0:in", "two.fc#0:out"]}, concat=1)
     found = run(joined, {name: value.numpy() for name, value in inputs.items()})
-    np.testing.assert_allclose(found["h"], torch.cat([inputs["x"], seen["two.fc#0:out[0]"]], 1), atol=1e-6)
+    np.testing.assert_allclose(
+        found["h"], torch.cat([inputs["x"], seen["two.fc#0:out[0]"]], 1), atol=1e-6
+    )
     assert [str(each.kind) for each in joined.tensors] == ["FLOAT[2,7]"]
     assert htp_export.verify(model, joined, kwargs=inputs).ok
 
@@ -208,7 +247,9 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "options", "problem"), REFUSED)
-def test_a_place_that_is_not_there_is_refused_with_what_to_do(wanted, options, problem, net, tmp_path):
+def test_a_place_that_is_not_there_is_refused_with_what_to_do(
+    wanted, options, problem, net, tmp_path
+):
     with pytest.raises(InputError) as raised:
         htp_export.tap(net[1], wanted, tmp_path / "out.onnx", **options)
     assert problem in str(raised.value)
@@ -217,13 +258,20 @@ def test_a_place_that_is_not_there_is_refused_with_what_to_do(wanted, options, p
         htp_export.untap(net[1], "h")
 
 
-def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(shared_files, tmp_path):
+def test_a_tensor_that_an_optimiser_took_is_refused_with_the_module_and_a_tap_before_stays(
+    shared_files, tmp_path
+):
     file = shared_files.net("conv_bn_relu", "torchscript")
     tagged = htp_export.load(file)
     gone = next(path for path in tagged.paths if tagged.hierarchy[path].fused_with)
     [other] = tagged.hierarchy[gone].fused_with[:1]
-    with pytest.raises(InputError, match=rf"merged with .*{other!r}.*; tap the file before it is optimised"):
-        htp_export.tap(file, f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"))
+    with pytest.raises(
+        InputError, match=rf"merged with .*{other!r}.*; tap the file before it is optimised"
+    ):
+        htp_export.tap(
+            file,
+            f"{gone}:*"[: len(gone)] + (":out" if not tagged.tensors(gone)[-1].values else ":in"),
+        )
 
 
 class Twins(Holding, one=nn.Sequential(nn.Tanh()), two=nn.Sequential(nn.Tanh())):
@@ -240,7 +288,10 @@ def test_a_vector_is_refused_at_a_tensor_that_another_module_gives_too(tmp_path)
     merged = htp_export.optimize(file, level="exact")
     assert merged.tagged.tensors("one")[-1].tensor == merged.tagged.tensors("two")[-1].tensor
     for place in ("one:out", "one.0:out"):
-        with pytest.raises(InputError, match=r"the same tensor for two:out, two\.0:out, and cannot add to one alone"):
+        with pytest.raises(
+            InputError,
+            match=r"the same tensor for two:out, two\.0:out, and cannot add to one alone",
+        ):
             htp_export.steer(merged, place)
 
 
@@ -251,7 +302,9 @@ def test_the_map_stays_true(tmp_path):
     mapped = htp_export.embed_map(file)
     tapped = htp_export.tap(mapped, "0:out")
     assert "htp.map" in tapped.model.metadata_props
-    assert htp_export.untap(tapped).model.metadata_props["htp.map"] == mapped.metadata_props["htp.map"]
+    assert (
+        htp_export.untap(tapped).model.metadata_props["htp.map"] == mapped.metadata_props["htp.map"]
+    )
     carried = htp_export.tools.onnxruntime(tapped.model, level="basic")
     assert [value.name for value in carried.model.graph.outputs][-1] == "0:out"
     assert set(carried.tagged.taps) == {"0:out"}
@@ -263,7 +316,24 @@ def test_the_commands_and_a_pipeline_do_the_same(tmp_path, capsys):
     htp_export.export(net, (torch.randn(1, 4),), file, verbose=False)
     assert main(["tap", str(file), "*:out", "-o", str(out)]) == 0
     assert "0:out  FLOAT[1,4]  0:out" in capsys.readouterr().out
-    assert main(["tap", str(file), "0:out", "1:out", "--name", "h", "--concat", "-1", "-o", str(out), "--json"]) == 0
+    assert (
+        main(
+            [
+                "tap",
+                str(file),
+                "0:out",
+                "1:out",
+                "--name",
+                "h",
+                "--concat",
+                "-1",
+                "-o",
+                str(out),
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["tensors"] == [
         {"name": "h", "places": ["0:out", "1:out"], "kind": "FLOAT[1,8]"}
     ]
@@ -271,13 +341,23 @@ def test_the_commands_and_a_pipeline_do_the_same(tmp_path, capsys):
     assert main(["steer", str(file), "0:out", "1:in", "--name", "v", "-o", str(out)]) == 0
     assert main(["tap", str(file), "-o", str(out)]) == 2
     assert main(["tap", str(file), "0:out", "--concat", "0", "-o", str(out)]) == 2
-    steps = [{"tap": {"places": {"h": "1:out"}}}, {"steer": {"places": ["0:out"]}}, {"optimize": {"level": "fused"}}]
+    steps = [
+        {"tap": {"places": {"h": "1:out"}}},
+        {"steer": {"places": ["0:out"]}},
+        {"optimize": {"level": "fused"}},
+    ]
     result = htp_export.pipeline([*steps, "compare"], file, tmp_path / "made.onnx")
     assert result.ok
-    assert [value.name for value in htp_export.load(tmp_path / "made.onnx").model.graph.outputs][1:] == ["h"]
+    assert [value.name for value in htp_export.load(tmp_path / "made.onnx").model.graph.outputs][
+        1:
+    ] == ["h"]
 
 
-STEER_REFUSED = [("two#0:out[1]", "the same tensor for :in\\[x\\]"), ("two#0:in[scale]", None), (".:in[scale]", None)]
+STEER_REFUSED = [
+    ("two#0:out[1]", "the same tensor for :in\\[x\\]"),
+    ("two#0:in[scale]", None),
+    (".:in[scale]", None),
+]
 
 
 @pytest.mark.parametrize(("place", "problem"), STEER_REFUSED)

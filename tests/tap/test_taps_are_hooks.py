@@ -48,19 +48,33 @@ def hooks(model: nn.Module) -> Iterator[Hooked]:
         number = counts[path]
         counts[path] += 1
         running[path].append(number)
-        for name, value in inspect.signature(module.forward).bind(*args, **kwargs).arguments.items():
+        for name, value in (
+            inspect.signature(module.forward).bind(*args, **kwargs).arguments.items()
+        ):
             if isinstance(value, torch.Tensor):
                 seen[f"{path}#{number}:in[{name}]"] = value.detach().clone()
 
     def after(path: str, _: nn.Module, __: Any, ___: Any, result: Any) -> None:
-        number, given = running[path].pop(), result.values() if isinstance(result, Mapping) else result
-        leaves = [*given] if isinstance(given, Iterable) and not isinstance(given, torch.Tensor) else [given]
-        for place, value in enumerate(leaves) if all(isinstance(each, torch.Tensor) for each in leaves) else ():
+        number, given = (
+            running[path].pop(),
+            result.values() if isinstance(result, Mapping) else result,
+        )
+        leaves = (
+            [*given]
+            if isinstance(given, Iterable) and not isinstance(given, torch.Tensor)
+            else [given]
+        )
+        for place, value in (
+            enumerate(leaves) if all(isinstance(each, torch.Tensor) for each in leaves) else ()
+        ):
             seen[f"{path}#{number}:out[{place}]"] = value.detach().clone()
 
     with contextlib.ExitStack() as handles:
         for path, module in model.named_modules():
-            for register, note in ((module.register_forward_pre_hook, before), (module.register_forward_hook, after)):
+            for register, note in (
+                (module.register_forward_pre_hook, before),
+                (module.register_forward_hook, after),
+            ):
                 handles.callback(register(functools.partial(note, path), with_kwargs=True).remove)
         yield seen
 
@@ -94,7 +108,9 @@ def with_other_values(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: other(value) for name, value in kwargs.items()}
 
 
-def held(model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol: float = 2e-4) -> tuple[int, list[str]]:
+def held(
+    model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol: float = 2e-4
+) -> tuple[int, list[str]]:
     """How many places of a file hold what hooks saw, and those that are refused, each for a reason that is true.
 
     A module was merged with others, which the message names; or the tensor is the same in another run, ``again``.
@@ -120,10 +136,14 @@ def held(model: Any, seen: Hooked, again: Hooked, feed: Mapping[str, Any], atol:
     for name, place in zip(places, wanted, strict=True):
         expected = seen[place].numpy()
         if expected.dtype.kind == "f":
-            scale = max(1.0, float(np.abs(np.nan_to_num(expected, posinf=0, neginf=0)).max(initial=0)))
+            scale = max(
+                1.0, float(np.abs(np.nan_to_num(expected, posinf=0, neginf=0)).max(initial=0))
+            )
             if scale > 1e30:  # a mask: -inf in its type
                 continue
-            np.testing.assert_allclose(found[name], expected, atol=atol * scale, rtol=2e-4, err_msg=place)
+            np.testing.assert_allclose(
+                found[name], expected, atol=atol * scale, rtol=2e-4, err_msg=place
+            )
         else:
             np.testing.assert_array_equal(found[name], expected, err_msg=place)
     declared = {value.name: value for value in tapped.model.graph.outputs}
@@ -149,7 +169,9 @@ def feed_of(tagged: htp_export.TaggedModel, kwargs: Mapping[str, Any]) -> dict[s
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple[nn.Module, dict[str, Any], Path]]:
+def made(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[str, str], tuple[nn.Module, dict[str, Any], Path]]:
     """Family and exporter → a model, its arguments and its file, each made once."""
 
     @functools.cache
@@ -161,7 +183,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], tuple
                 setattr(model, noise, 0.0)
         file = tmp_path_factory.mktemp(family) / "model.onnx"
         try:
-            htp_export.export(model, (), file, kwargs=dict(kwargs), dynamo=exporter == "dynamo", verbose=False)
+            htp_export.export(
+                model, (), file, kwargs=dict(kwargs), dynamo=exporter == "dynamo", verbose=False
+            )
         except Exception as error:
             pytest.skip(f"torch does not export it: {type(error).__name__}")
         return model, kwargs, file
@@ -178,8 +202,12 @@ FAMILIES = [
 CASES = [(family, exporter) for family in FAMILIES for exporter in ("dynamo", "torchscript")]
 
 
-@pytest.mark.parametrize(("family", "exporter"), quick(CASES, ("bert", "dynamo"), ("resnet", "torchscript")))
-def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(family, exporter, made):
+@pytest.mark.parametrize(
+    ("family", "exporter"), quick(CASES, ("bert", "dynamo"), ("resnet", "torchscript"))
+)
+def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(
+    family, exporter, made
+):
     model, kwargs, program = made(family, exporter)
     seen, again = seen_in(model, kwargs), seen_in(model, with_other_values(kwargs))
     if not (verified := htp_export.verify(model, program, kwargs=kwargs)).ok:
@@ -189,7 +217,9 @@ def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(fa
     print(f"{family} {exporter}: {count} places, refused {len(refused)}", refused[:4])
     tree = htp_export.load(program).hierarchy
     varying = [place for place in refused if not torch.equal(seen[place], again[place])]
-    assert exporter == "torchscript" or all(tree[place.rpartition("#")[0]].fate.is_merged for place in varying), varying
+    assert exporter == "torchscript" or all(
+        tree[place.rpartition("#")[0]].fate.is_merged for place in varying
+    ), varying
     for level in LEVELS:
         optimized = htp_export.optimize(program, level=level)
         count, refused = held(optimized, seen, again, feed)
@@ -197,20 +227,36 @@ def test_a_tap_holds_what_a_hook_sees_at_every_path_before_and_after_optimize(fa
         assert count > len(refused)
 
 
-@pytest.mark.parametrize("name", quick(["llama", "gpt2", "qwen3", "gemma", "mistral", "phi"], "mistral"))
-def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(name, shared_files):
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+@pytest.mark.parametrize(
+    "name", quick(["llama", "gpt2", "qwen3", "gemma", "mistral", "phi"], "mistral")
+)
+def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_keeps_them(
+    name, shared_files
+):
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
     model = decoder(name)
     call, program = example_calls(model)["model"], htp_export.load(shared_files.decoder(name))
     [layer] = [path for path, _ in model.named_modules() if path.endswith((".layers.1", ".h.1"))]
     tapped = htp_export.tap(program, {"hidden_states": [f"{layer}:in", f"{layer}:out"]}, concat=-1)
     assert [value.name for value in program.model.graph.outputs] == list(call.output_names)
-    sessions = [session_of(file) for file in (tapped.model, htp_export.optimize(tapped, level="fused").model)]
+    sessions = [
+        session_of(file)
+        for file in (tapped.model, htp_export.optimize(tapped, level="fused").model)
+    ]
     with call.adapted():
         for kwargs in call.runs.values():
             feed = feed_of(program, copy.deepcopy(kwargs))
-            seen, again = seen_in(call.model, kwargs), seen_in(call.model, with_other_values(kwargs))
-            entering = next(value for place, value in seen.items() if place.startswith(f"{layer}#0:in[hidden_states"))
+            seen, again = (
+                seen_in(call.model, kwargs),
+                seen_in(call.model, with_other_values(kwargs)),
+            )
+            entering = next(
+                value
+                for place, value in seen.items()
+                if place.startswith(f"{layer}#0:in[hidden_states")
+            )
             expected = torch.cat([entering, seen[f"{layer}#0:out[0]"]], -1)
             for session in sessions:
                 [found] = session.run(["hidden_states"], feed)
@@ -222,10 +268,15 @@ def test_taps_of_a_decoder_with_a_cache_hold_in_prefill_and_decode_and_optimize_
 
 @pytest.mark.slow
 def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files, tmp_path):
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
-    genai: Any = pytest.importorskip("onnxruntime_genai", reason="onnxruntime-genai is not installed")
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
+    genai: Any = pytest.importorskip(
+        "onnxruntime_genai", reason="onnxruntime-genai is not installed"
+    )
     model = decoder("mistral")
-    steered = htp_export.steer(shared_files.decoder("mistral"), "model.layers.0:out")  # by a vector that nobody gives
+    # by a vector that nobody gives
+    steered = htp_export.steer(shared_files.decoder("mistral"), "model.layers.0:out")
     places = ["model.layers.1:in", "model.layers.1:out"]
     tapped = htp_export.tap(steered, {"hidden_states": places}, tmp_path / "model.onnx", concat=-1)
     config = genai_config(tapped.model, model.config, model.generation_config)
@@ -237,10 +288,14 @@ def test_genai_gives_the_hidden_states_of_prefill_and_of_each_step(shared_files,
     generator.append_tokens(prompt()[0].astype(np.int32))
     for length in (None, -1):
         generator.generate_next_token()
-        seen = seen_in(model, {"input_ids": torch.tensor([[*map(int, generator.get_sequence(0)[:-1])]])})
+        seen = seen_in(
+            model, {"input_ids": torch.tensor([[*map(int, generator.get_sequence(0)[:-1])]])}
+        )
         taken = [seen["model.layers.1#0:in[hidden_states]"], seen["model.layers.1#0:out[0]"]]
         found = generator.get_output("hidden_states")
-        np.testing.assert_allclose(found[:, length:], torch.cat(taken, -1).numpy()[:, length:], atol=1e-4)
+        np.testing.assert_allclose(
+            found[:, length:], torch.cat(taken, -1).numpy()[:, length:], atol=1e-4
+        )
 
 
 # --- steer ------------------------------------------------------------------------------------------------
@@ -252,7 +307,12 @@ STEERED = [(level, exporter) for level in (None, *LEVELS) for exporter in ("dyna
 @pytest.mark.parametrize(("level", "exporter"), quick(STEERED, (None, "dynamo")))
 def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter, level, made):
     model, kwargs, program = made("bert", exporter)
-    places = ["encoder.layer.0:out", "encoder.layer.1:in", "encoder.layer.1.output.dense:out", "pooler:in"]
+    places = [
+        "encoder.layer.0:out",
+        "encoder.layer.1:in",
+        "encoder.layer.1.output.dense:out",
+        "pooler:in",
+    ]
     steered = htp_export.steer(program, places)
     assert htp_export.verify(model, steered, kwargs=kwargs).ok
     if level is not None:
@@ -274,7 +334,9 @@ def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter, level,
             if side == "out":
                 handle = module.register_forward_hook(lambda _m, _a, result, v=vector: result + v)
             else:
-                handle = module.register_forward_pre_hook(lambda _m, args, v=vector: (args[0] + v, *args[1:]))
+                handle = module.register_forward_pre_hook(
+                    lambda _m, args, v=vector: (args[0] + v, *args[1:])
+                )
             handles.callback(handle.remove)
         with hooks(model) as seen, torch.no_grad():
             expected = model(**kwargs)
@@ -283,5 +345,7 @@ def test_steering_is_a_hook_that_adds_and_zero_without_a_vector(exporter, level,
     assert np.abs(found[0] - plain[0]).max() > 0.01
     if level is None:
         tapped = htp_export.tap(steered, ["encoder.layer.0:out", "encoder.layer.1:in"])
-        values = session_of(tapped.model).run([each.name for each in tapped.tensors], {**feed, **vectors})
+        values = session_of(tapped.model).run(
+            [each.name for each in tapped.tensors], {**feed, **vectors}
+        )
         np.testing.assert_allclose(values[0], seen["encoder.layer.0#0:out[0]"], atol=1e-4)

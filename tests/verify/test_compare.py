@@ -30,7 +30,9 @@ class Wide(Holding, first=nn.Linear(32, 32), norm=nn.LayerNorm(32), last=nn.Line
         return self.last(torch.relu(self.last(self.norm(self.first(x)))))
 
 
-def file_of(folder: Path, exporter: str = "torchscript", model: nn.Module | None = None, **options: Any) -> Path:
+def file_of(
+    folder: Path, exporter: str = "torchscript", model: nn.Module | None = None, **options: Any
+) -> Path:
     folder.mkdir(exist_ok=True)
     exported(spread(model or Wide()).eval(), {"x": x(2, 32)}, exporter, folder, **options)
     return folder / "model.onnx"
@@ -70,7 +72,9 @@ def test_a_change_is_found_in_its_module(files):
 def test_random_inputs_follow_the_seed_and_the_sizes_asked_for(files, tmp_path):
     changed = htp_export.load(files[1])
     faults.weight_changed(changed, "norm")
-    one, again, other = (htp_export.compare(files[1], changed, seed=seed).to_dict() for seed in (0, 0, 1))
+    one, again, other = (
+        htp_export.compare(files[1], changed, seed=seed).to_dict() for seed in (0, 0, 1)
+    )
     assert one == again != other
     dynamic = {"input_names": ["x"], "dynamic_axes": {"x": {0: "batch"}}}
     path = file_of(tmp_path, **dynamic)
@@ -101,7 +105,10 @@ def test_half_precision_is_compared_with_its_own_tolerance_and_a_note(files, tmp
     half = in_half(files[1], tmp_path / "half.onnx")
     result = htp_export.compare(files[1], half)
     assert result.ok, str(result)
-    assert result.modules["first"].differences[0].note == "float16 against float32, with the tolerance of float16"
+    assert (
+        result.modules["first"].differences[0].note
+        == "float16 against float32, with the tolerance of float16"
+    )
     assert 0 < result.modules["first"].max_abs < 1e-2
 
 
@@ -112,7 +119,9 @@ def to_uint8(file, to):
     quantize_dynamic(file, to, weight_type=QuantType.QUInt8)
 
 
-def test_quantized_weights_agree_within_a_tolerance_and_a_module_that_a_tool_breaks_does_not(tmp_path):
+def test_quantized_weights_agree_within_a_tolerance_and_a_module_that_a_tool_breaks_does_not(
+    tmp_path,
+):
     """Broken are rows of a quantized weight in another order: the error is far above that of quantization."""
     net = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
     exported(spread(net).eval(), {"input": x(2, 32)}, "torchscript", tmp_path)
@@ -120,12 +129,20 @@ def test_quantized_weights_agree_within_a_tolerance_and_a_module_that_a_tool_bre
     result = htp_export.compare(tmp_path / "model.onnx", tmp_path / "uint8.onnx")
     assert (result.ok, result.first_wrong) == (False, "0")
     assert all(module.cosine > 0.999 for module in result.modules.values())
-    assert htp_export.compare(tmp_path / "model.onnx", tmp_path / "uint8.onnx", tolerances={"**": (0.1, 0.1)}).ok
+    assert htp_export.compare(
+        tmp_path / "model.onnx", tmp_path / "uint8.onnx", tolerances={"**": (0.1, 0.1)}
+    ).ok
     broken = onnx.load(tmp_path / "uint8.onnx")
-    weight = next(w for w in broken.graph.initializer if w.name.startswith("2.weight") and len(w.dims) == 2)
-    weight.CopyFrom(onnx.numpy_helper.from_array(np.roll(onnx.numpy_helper.to_array(weight), 5, 0), weight.name))
+    weight = next(
+        w for w in broken.graph.initializer if w.name.startswith("2.weight") and len(w.dims) == 2
+    )
+    weight.CopyFrom(
+        onnx.numpy_helper.from_array(np.roll(onnx.numpy_helper.to_array(weight), 5, 0), weight.name)
+    )
     onnx.save(broken, tmp_path / "broken.onnx")
-    result = htp_export.compare(tmp_path / "model.onnx", tmp_path / "broken.onnx", tolerances={"**": (0.2, 0.2)})
+    result = htp_export.compare(
+        tmp_path / "model.onnx", tmp_path / "broken.onnx", tolerances={"**": (0.2, 0.2)}
+    )
     assert result.wrong == ("2",)
     assert result.modules["2"].cosine < 0.5
 
@@ -165,14 +182,18 @@ def test_files_of_two_models_are_refused(files, tmp_path):
             self.norm = nn.RMSNorm(32)
 
     other = file_of(tmp_path, "dynamo", Wider())
-    with pytest.raises(InputError, match=r"are not of one model: module '\(root\)' is a Wide in one and a Wider"):
+    with pytest.raises(
+        InputError, match=r"are not of one model: module '\(root\)' is a Wide in one and a Wider"
+    ):
         htp_export.compare(files[0], other)
 
 
 # --- tensors that another engine computed: the first wrong module in it, found with few outputs ---
 
 
-class Block(Holding, norm=nn.LayerNorm(8), up=nn.Linear(8, 12), act=nn.GELU(), down=nn.Linear(12, 8)):
+class Block(
+    Holding, norm=nn.LayerNorm(8), up=nn.Linear(8, 12), act=nn.GELU(), down=nn.Linear(12, 8)
+):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(self.act(self.up(self.norm(x))))
 
@@ -196,7 +217,10 @@ class Engine:
         tagged = htp_export.load(model)
         if wrong is not None:
             *_, node = tagged[wrong].nodes
-            result, readers = node.outputs[0], [(use.node, use.idx) for use in node.outputs[0].uses()]
+            result, readers = (
+                node.outputs[0],
+                [(use.node, use.idx) for use in node.outputs[0].uses()],
+            )
             factor = add_constant(model.graph, np.array(1.1, np.float32), "factor")
             fault = ir.node("Mul", [result, factor], name="fault")
             model.graph.insert_after(node, fault)
@@ -209,7 +233,10 @@ class Engine:
         model.graph.outputs.clear()
         model.graph.outputs.extend(values[name] for name in names)
         session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString())
-        return {"x": x.numpy(), **dict(zip(names, session.run(None, {"x": x.numpy()}), strict=True))}
+        return {
+            "x": x.numpy(),
+            **dict(zip(names, session.run(None, {"x": x.numpy()}), strict=True)),
+        }
 
 
 @pytest.fixture(scope="module")
@@ -220,11 +247,15 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("wrong", quick(["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"], "blocks.4.act"))
+@pytest.mark.parametrize(
+    "wrong", quick(["blocks.0.up", "blocks.4.act", "blocks.7.down", "head"], "blocks.4.act")
+)
 def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file, wrong):
     model, (x,) = example()
     engine, tagged = Engine(file, wrong), htp_export.load(file)
-    tensors = {each.tensor for path in tagged.paths for each in tagged.tensors(path) if each.side == "out"}
+    tensors = {
+        each.tensor for path in tagged.paths for each in tagged.tensors(path) if each.side == "out"
+    }
     [output] = [str(value.name) for value in tagged.results]
     asked, result = [output], None
     while True:
@@ -233,7 +264,9 @@ def test_the_first_wrong_module_of_an_engine_is_found_with_few_outputs(file, wro
         assert not result.ok
         if not result.next_outputs:
             break
-        assert wrong == result.first_wrong or wrong.startswith(result.first_wrong + "." if result.first_wrong else "")
+        assert wrong == result.first_wrong or wrong.startswith(
+            result.first_wrong + "." if result.first_wrong else ""
+        )
         assert result.next_outputs[0] in str(result)
         asked += result.next_outputs
     assert result.first_wrong == wrong
@@ -268,7 +301,8 @@ def test_a_tap_is_a_tensor_of_its_module_and_names_may_be_those_that_engines_wri
 @pytest.mark.parametrize("axis", [-1, 1])
 def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file, axis, tmp_path):
     model, (x,) = example()
-    places = ["blocks.3:out", "blocks.4:out"] + ["blocks.2.up:out"] * (axis == -1)  # the last is of another size
+    # the last is of another size
+    places = ["blocks.3:out", "blocks.4:out"] + ["blocks.2.up:out"] * (axis == -1)
     tapped = htp_export.tap(file, {"h": places}, tmp_path / "tapped.onnx", concat=axis)
     [given] = [value for value in tapped.model.graph.outputs if value.name == "h"]
     session = onnxruntime.InferenceSession(tmp_path / "tapped.onnx")
@@ -283,8 +317,12 @@ def test_tensors_that_a_tap_put_together_are_those_of_their_modules(file, axis, 
     assert result.modules["blocks.2.up"].status == ("agrees" if axis == -1 else "not compared")
 
 
-def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(shared_files, tmp_path, capsys):
-    pytest.importorskip("transformers.exporters", reason="transformers older than 5.23 has no exporters")
+def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(
+    shared_files, tmp_path, capsys
+):
+    pytest.importorskip(
+        "transformers.exporters", reason="transformers older than 5.23 has no exporters"
+    )
     options = ["llama", "--random-weights", "--task", "text-generation-with-past"]
     options += [word for name, value in TEXT.items() for word in ("--set", f"{name}={value}")]
     steered = htp_export.steer(shared_files.decoder("llama"), "model.layers.0:out")
@@ -298,7 +336,9 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(s
                 sizes[2] = past
             elif value.name == "attention_mask":
                 sizes[1] = past + 2
-            feed[value.name] = np.ones(sizes, np.float32 if value.type == "tensor(float)" else np.int64)
+            feed[value.name] = np.ones(
+                sizes, np.float32 if value.type == "tensor(float)" else np.int64
+            )
         if "position_ids" in feed:
             feed["position_ids"][:] = np.arange(past, past + 2)
         names = [value.name for value in session.get_outputs()]
@@ -309,7 +349,9 @@ def test_the_command_takes_the_run_prefill_or_decode_whose_inputs_the_dump_has(s
         typed = ["verify", str(tmp_path / "file.onnx"), *options, "--outputs-from"]
         assert main([*typed, str(tmp_path / "wrong.npz"), "--json"]) == 1
         found = json.loads(capsys.readouterr().out)
-        assert [path for path, each in found["modules"].items() if each["status"] == "differs"] == ["model.layers.0"]
+        assert [path for path, each in found["modules"].items() if each["status"] == "differs"] == [
+            "model.layers.0"
+        ]
     assert main([*typed, str(tmp_path / "bare.npz")]) == 2
     assert "write the inputs of the run into the dump" in capsys.readouterr().err
 

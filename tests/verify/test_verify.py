@@ -27,7 +27,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
-        self.first, self.act, self.second = nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width)
+        self.first, self.act, self.second = (
+            nn.Linear(width, width),
+            nn.ReLU(),
+            nn.Linear(width, width),
+        )
         self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -68,7 +72,9 @@ def verified(file: Any, **options: Any) -> htp_export.results.Verification:
     return htp_export.verify(model, file, (), kwargs, **options)
 
 
-def file_of(model: nn.Module, kwargs: dict[str, Any], folder: Path, exporter: str = "dynamo", **options: Any) -> Path:
+def file_of(
+    model: nn.Module, kwargs: dict[str, Any], folder: Path, exporter: str = "dynamo", **options: Any
+) -> Path:
     exported(model, kwargs, exporter, folder, **options)
     return folder / "model.onnx"
 
@@ -83,11 +89,21 @@ NOT_COMPARED = {
     "branches_inside_branches": ("one.inner", "two.block"),
     "passes_numbers": ("counts",),
 }
-QUICK = {"called_twice", "two_parents", "conv_bn_relu", "dict_of_tuples", "lstm", "in_place", "cond_over_self"}
+QUICK = {
+    "called_twice",
+    "two_parents",
+    "conv_bn_relu",
+    "dict_of_tuples",
+    "lstm",
+    "in_place",
+    "cond_over_self",
+}
 
 
 CASES = [
-    pytest.param(name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow)
+    pytest.param(
+        name, exporter, id=f"{name}-{exporter}", marks=() if name in QUICK else pytest.mark.slow
+    )
     for name, net in NETS.items()
     for exporter in EXPORTERS
     if exporter not in net.skip and name not in HOOKED
@@ -102,11 +118,16 @@ def test_what_was_exported_agrees_as_a_whole_and_each_module_alone(shared_files,
         result = htp_export.verify(model, path, (), kwargs, isolated=isolated)
         assert result.ok, str(result)
         assert result.modules[""].status == "agrees"
-        untold = {each.path for each in result.modules.values() if each.fate == "computed" and not each.compared}
+        untold = {
+            each.path
+            for each in result.modules.values()
+            if each.fate == "computed" and not each.compared
+        }
         assert untold == {
             each.path
             for each in result.modules.values()
-            if each.fate == "computed" and any(is_under(each.path, path) for path in NOT_COMPARED.get(name, ()))
+            if each.fate == "computed"
+            and any(is_under(each.path, path) for path in NOT_COMPARED.get(name, ()))
         }
         assert all(result.modules[path].status == "not compared" for path in untold)
 
@@ -154,13 +175,21 @@ def test_in_a_whole_run_modules_after_the_fault_inherit_it_and_alone_they_agree(
     tagged = htp_export.load(stack_file)
     faults.weight_changed(tagged, "blocks.0.second")
     whole = verified(tagged)
-    assert {whole.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.norm")} == {"inherits"}
-    assert whole.wrong == ("blocks.0.second",)  # though the error fades in blocks.2.act and grows again after it
+    assert {
+        whole.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.norm")
+    } == {"inherits"}
+    # though the error fades in blocks.2.act and grows again after it
+    assert whole.wrong == ("blocks.0.second",)
     assert whole.modules["blocks.0.first"].status == "agrees"
     assert "modules after it inherit the error" in whole.summary
     alone = verified(tagged, isolated=True)
-    assert {alone.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.second")} == {"agrees"}
-    assert {path for path, module in alone.modules.items() if module.status == "inherits"} == {"", "blocks.0"}
+    assert {
+        alone.modules[path].status for path in ("blocks.0.norm", "blocks.1", "blocks.2.second")
+    } == {"agrees"}
+    assert {path for path, module in alone.modules.items() if module.status == "inherits"} == {
+        "",
+        "blocks.0",
+    }
 
 
 def test_alone_two_faults_are_both_found_innermost_first(stack_file):
@@ -194,7 +223,10 @@ def test_a_merged_module_is_named_with_those_it_was_merged_with(shared_files):
     path = shared_files.net("conv_bn_relu", "dynamo")
     for isolated in (False, True):
         tagged = htp_export.load(path)
-        assert htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status == "fused"
+        assert (
+            htp_export.verify(model, tagged, (), kwargs, isolated=isolated).modules["0"].status
+            == "fused"
+        )
         faults.weight_changed(tagged, "1")
         result = htp_export.verify(model, tagged, (), kwargs, isolated=isolated)
         assert result.first_wrong == "1"
@@ -260,7 +292,9 @@ def test_only_selected_modules_are_compared(stack_file):
 def renamed(source: Path, path: Path) -> Path:
     """As by a tool that gives tensors other names."""
     file = onnx.load(source)
-    kept = {value.name for value in (*file.graph.input, *file.graph.output, *file.graph.initializer)}
+    kept = {
+        value.name for value in (*file.graph.input, *file.graph.output, *file.graph.initializer)
+    }
     for node in file.graph.node:
         for names in (node.input, node.output):
             names[:] = [name if not name or name in kept else f"t_{name}" for name in names]
@@ -270,7 +304,9 @@ def renamed(source: Path, path: Path) -> Path:
 
 
 @BOTH
-def test_tensors_with_other_names_are_found_at_the_borders_of_regions(stack_files, tmp_path, exporter):
+def test_tensors_with_other_names_are_found_at_the_borders_of_regions(
+    stack_files, tmp_path, exporter
+):
     path = renamed(stack_files[exporter], tmp_path / "renamed.onnx")
     result = verified(path)
     assert result.ok, str(result)
@@ -286,7 +322,11 @@ def test_a_file_without_our_tags_is_compared_by_torchs_scopes(tmp_path):
     torch.onnx.export(model, (), tmp_path / "plain.onnx", kwargs=kwargs, dynamo=True, verbose=False)
     result = htp_export.verify(model, tmp_path / "plain.onnx", (), kwargs)
     assert result.ok
-    assert {path for path, module in result.modules.items() if module.status == "agrees"} == {"", "first", "second"}
+    assert {path for path, module in result.modules.items() if module.status == "agrees"} == {
+        "",
+        "first",
+        "second",
+    }
 
 
 def test_modules_inside_functions_are_compared(stack_file, tmp_path):
@@ -315,12 +355,18 @@ def test_the_model_is_left_as_it_was_where_it_fails_too(stack_file, monkeypatch)
     model, kwargs = stack()
     model.train()
     model.blocks[0].eval()
-    before, values = state(model), {name: value.clone() for name, value in model.state_dict().items()}
+    before, values = (
+        state(model),
+        {name: value.clone() for name, value in model.state_dict().items()},
+    )
     assert htp_export.verify(model, stack_file, (), kwargs).ok
     assert state(model) == before
     assert all(torch.equal(value, values[name]) for name, value in model.state_dict().items())
     monkeypatch.setattr(model.blocks[1].act, "forward", fail)
-    with pytest.raises(InputError, match=r"cannot run on these inputs in module 'blocks\.1\.act': ValueError: no more"):
+    with pytest.raises(
+        InputError,
+        match=r"cannot run on these inputs in module 'blocks\.1\.act': ValueError: no more",
+    ):
         htp_export.verify(model, stack_file, (), kwargs)
     assert state(model) == before
 
@@ -341,7 +387,10 @@ def test_a_file_of_another_model_is_refused(tmp_path):
     path = file_of(spread(Other(nn.Linear(4, 4))).eval(), {"x": x(2, 4)}, tmp_path)
     for model, message in (
         (Other(nn.LayerNorm(4)), "its module 'last' is a Linear, not a LayerNorm"),
-        (Other(nn.Linear(4, 5)), "its 'last.weight' has the shape [4, 4], and the model's has [5, 4]"),
+        (
+            Other(nn.Linear(4, 5)),
+            "its 'last.weight' has the shape [4, 4], and the model's has [5, 4]",
+        ),
         (Other(nn.Linear(4, 4)).double(), "4 of 4 parameters have other values"),
         (spread(Other(nn.Linear(4, 4)), seed=1), "4 of 4 parameters have other values"),
         (nn.Sequential(nn.Linear(4, 4)), "its module '(root)' is a Other, not a Sequential"),
@@ -363,7 +412,8 @@ def test_a_file_that_lacks_modules_of_the_model_is_refused(stack_file):
 def test_wrong_inputs_are_said_with_what_the_file_wants(stack_file):
     model, _ = stack()
     with pytest.raises(
-        InputError, match=r"model\.onnx: input 'x': is float \[3, 4\], and the model wants float \[2, 4\]"
+        InputError,
+        match=r"model\.onnx: input 'x': is float \[3, 4\], and the model wants float \[2, 4\]",
     ):
         htp_export.verify(model, stack_file, (x(3, 4),))
     with pytest.raises(InputError, match="takes 1 inputs, and the call has 0 tensors"):
@@ -383,7 +433,9 @@ def test_what_cannot_be_run_is_said_with_the_module(stack_file):
     tagged = htp_export.load(stack_file)
     node = next(node for node in tagged["blocks.2.act"].nodes if node.op_type == "Relu")
     node.op_type = "Relux"
-    with pytest.raises(InputError, match=r"ONNX Runtime cannot load it in module 'blocks.2.act'.*Relux"):
+    with pytest.raises(
+        InputError, match=r"ONNX Runtime cannot load it in module 'blocks.2.act'.*Relux"
+    ):
         verified(tagged)
     alone = verified(tagged, isolated=True)
     assert alone.wrong == ("blocks.2.act",)
@@ -421,10 +473,16 @@ class Positions(Holding, table=nn.Embedding(4, 8)):
 @BOTH
 def test_parameters_are_read_where_pytorch_reads_them(tmp_path, shared_files, exporter):
     """Also where two modules share one, or the TorchScript exporter merges equal ones under one name."""
-    files = {name: shared_files.net(name, exporter) for name in ("siblings", "tied_weights", "twin_branches")}
+    files = {
+        name: shared_files.net(name, exporter)
+        for name in ("siblings", "tied_weights", "twin_branches")
+    }
     cases = [(*NETS[name].build(), file) for name, file in files.items()]
     positions = Positions()
-    made = (Borrowing(), {"x": x(2, 4)}), (nn.Sequential(positions, nn.Tanh(), positions), {"input": x(2, 4, 8)})
+    made = (
+        (Borrowing(), {"x": x(2, 4)}),
+        (nn.Sequential(positions, nn.Tanh(), positions), {"input": x(2, 4, 8)}),
+    )
     for model, kwargs in made:
         folder = tmp_path / type(model).__name__
         folder.mkdir()
@@ -451,13 +509,17 @@ def test_a_parameter_read_by_a_node_of_another_module_is_misplaced(tmp_path):
     path = owned_by("second", "Gemm", file_of(model, kwargs, tmp_path))
     result = htp_export.verify(model, path, (), kwargs)
     assert not result.ok
-    assert result.wrong == ("first",)  # its values agree, but the graph shows that other nodes compute them
+    # its values agree, but the graph shows that other nodes compute them
+    assert result.wrong == ("first",)
     assert {line.split()[0] for line in result.misplaced} == {"first.weight", "first.bias"}
     assert "owners of 2 of 4 parameters are wrong" in result.summary
 
 
 def test_a_weight_that_lost_its_name_to_a_transposition_is_looked_at_too(tmp_path):
-    model, kwargs = nn.Sequential(spread(nn.Linear(4, 3)), nn.ReLU()).eval(), {"input": torch.ones(1, 2, 4)}
+    model, kwargs = (
+        nn.Sequential(spread(nn.Linear(4, 3)), nn.ReLU()).eval(),
+        {"input": torch.ones(1, 2, 4)},
+    )
     path = file_of(model, kwargs, tmp_path)
     assert htp_export.verify(model, path, (), kwargs).parameters == 2
     result = htp_export.verify(model, owned_by("1", "MatMul", path), (), kwargs)
@@ -478,16 +540,22 @@ def test_readers_are_the_modules_that_hold_or_read_a_parameter():
 
 class Scaled(Holding, scale=nn.Parameter(torch.rand(32) + 0.5)):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.float() * self.scale.float()).to(x.dtype)  # ONNX Runtime multiplies no bfloat16 on CPUs
+        # ONNX Runtime multiplies no bfloat16 on CPUs
+        return (x.float() * self.scale.float()).to(x.dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_float_types_are_compared_in_their_own_precision(tmp_path, dtype):
-    model, kwargs = ready(nn.Sequential(Scaled(), Scaled())).to(dtype), {"input": x(2, 32).to(dtype)}
+    model, kwargs = (
+        ready(nn.Sequential(Scaled(), Scaled())).to(dtype),
+        {"input": x(2, 32).to(dtype)},
+    )
     tagged = htp_export.load(file_of(model, kwargs, tmp_path))
     result = htp_export.verify(model, tagged, (), kwargs)
     assert result.ok, str(result)
-    faults.change(tagged, faults.weights(tagged, "1")[0], lambda array: (array * 1.5).astype(array.dtype))
+    faults.change(
+        tagged, faults.weights(tagged, "1")[0], lambda array: (array * 1.5).astype(array.dtype)
+    )
     assert htp_export.verify(model, tagged, (), kwargs).wrong == ("1",)
 
 
@@ -506,7 +574,9 @@ def test_a_result_is_plain_data(stack_file):
     model, kwargs = stack()
     with torch.no_grad():
         model.blocks[0].first.weight[0, 0] = float("nan")
-    plain = json.loads(json.dumps(htp_export.verify(model, stack_file, (), kwargs).to_dict(), allow_nan=False))
+    plain = json.loads(
+        json.dumps(htp_export.verify(model, stack_file, (), kwargs).to_dict(), allow_nan=False)
+    )
     assert plain["first_wrong"] == "blocks.0.first"
     assert plain["modules"]["blocks.0.first"]["max_abs"] == "nan"
     assert plain["modules"]["blocks.1.first"]["calls"][1]["call"] == 1

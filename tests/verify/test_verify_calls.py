@@ -53,7 +53,9 @@ def files(net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
     def export(exporter: str) -> onnx.ModelProto:
         sizes = open_sizes(exporter, x={2: "height", 3: "width"})
-        return exported(net, {"x": x(2, 3, 8, 6)}, exporter, tmp_path_factory.mktemp(exporter), **sizes)
+        return exported(
+            net, {"x": x(2, 3, 8, 6)}, exporter, tmp_path_factory.mktemp(exporter), **sizes
+        )
 
     return {exporter: export(exporter) for exporter in EXPORTERS}
 
@@ -108,7 +110,9 @@ class UsesTwins(Holding, twins=Twins()):
 @BOTH
 def test_each_tensor_beside_a_size_is_compared_with_its_own(tmp_path, exporter):
     model = spread(UsesTwins()).eval()
-    result = htp_export.verify(model, exported(model, {"x": x(3, 3)}, exporter, tmp_path), kwargs={"x": x(3, 3)})
+    result = htp_export.verify(
+        model, exported(model, {"x": x(3, 3)}, exporter, tmp_path), kwargs={"x": x(3, 3)}
+    )
     assert result.ok, result
     (call,) = result.modules["twins"].calls
     assert [output.name for output in call.outputs] == ["0", "1"]
@@ -156,11 +160,15 @@ def test_each_call_in_the_branches_that_run_is_compared_with_the_call_of_the_fil
     assert (result.ok, result.misplaced) == (True, ())
     assert [call.number for call in result.modules["b.0"].calls] == numbers
     assert {each.path for each in result.modules.values() if not each.compared} == not_taken
-    assert {result.modules[each].reason for each in not_taken} <= {"the branch that it runs in was not taken"}
+    assert {result.modules[each].reason for each in not_taken} <= {
+        "the branch that it runs in was not taken"
+    }
 
 
 @MODES
-@pytest.mark.parametrize("fault", [faults.weight_changed, faults.matrix_transposed, faults.nan_planted])
+@pytest.mark.parametrize(
+    "fault", [faults.weight_changed, faults.matrix_transposed, faults.nan_planted]
+)
 def test_a_fault_in_a_branch_is_found_in_the_module_where_it_is(fault, isolated, branching):
     model, path = branching
     tagged = htp_export.load(path)
@@ -174,18 +182,25 @@ def test_a_file_that_takes_the_other_branch_is_wrong_where_the_branches_are(bran
     model, path = branching
     tagged = htp_export.load(path)
     choice = next(node for node in tagged.nodes if node.op_type == "If")
-    then, other = choice.attributes["then_branch"].as_graph(), choice.attributes["else_branch"].as_graph()
+    then, other = (
+        choice.attributes["then_branch"].as_graph(),
+        choice.attributes["else_branch"].as_graph(),
+    )
     choice.attributes["then_branch"], choice.attributes["else_branch"] = (
         ir.AttrGraph("then_branch", other),
         ir.AttrGraph("else_branch", then),
     )
     result = htp_export.verify(model, tagged, (of_sum(-3.0),))
     assert (result.ok, result.modules["a"].status) == (False, "not compared")
-    assert result.modules["a"].reason == "it runs in a branch that PyTorch took now, and the file did not"
+    assert (
+        result.modules["a"].reason
+        == "it runs in a branch that PyTorch took now, and the file did not"
+    )
 
 
 @pytest.mark.parametrize(
-    "name", ["modules_in_branches", pytest.param("branches_inside_branches", marks=pytest.mark.slow)]
+    "name",
+    ["modules_in_branches", pytest.param("branches_inside_branches", marks=pytest.mark.slow)],
 )
 def test_two_files_are_compared_in_the_branches_that_run(name, shared_files):
     model, kwargs = NETS[name].build()
@@ -199,7 +214,11 @@ def test_two_files_are_compared_in_the_branches_that_run(name, shared_files):
     }
     before = path.read_bytes()
     tagged = htp_export.load(path)
-    inner = next(each.path for each in verified.modules.values() if each.compared and each.path.endswith("fc"))
+    inner = next(
+        each.path
+        for each in verified.modules.values()
+        if each.compared and each.path.endswith("fc")
+    )
     faults.weight_changed(tagged, inner)
     assert htp_export.compare(path, tagged, inputs).wrong == (inner,)
     assert path.read_bytes() == before
@@ -216,7 +235,9 @@ def right(shared_files: SharedFiles) -> onnx.ModelProto:
     return shared_files.read(NET, "dynamo")
 
 
-def wrong(right: onnx.ModelProto, op_type: str, owner: str, path: str = "", fate: str = "") -> onnx.ModelProto:
+def wrong(
+    right: onnx.ModelProto, op_type: str, owner: str, path: str = "", fate: str = ""
+) -> onnx.ModelProto:
     """The file with a node of another owner, and a module of another fate."""
     file = onnx.ModelProto()
     file.CopyFrom(right)
@@ -242,7 +263,10 @@ CASES = {
         ("Reshape", "", "", ""),
         {"2": "'view_1', which it gives back, is computed by the model itself"},
     ),
-    "computed by the module before": (("Relu", "0", "", ""), {"1": "'relu', which it gives back, is computed by '0'"}),
+    "computed by the module before": (
+        ("Relu", "0", "", ""),
+        {"1": "'relu', which it gives back, is computed by '0'"},
+    ),
 }
 
 
@@ -255,7 +279,9 @@ def test_verify_names_modules_whose_tags_contradict_the_graph(case, isolated, ri
     assert not result.ok
     assert set(expected) <= set(result.wrong)
     if not isolated:  # alone, what has no nodes cannot run, which is said instead
-        assert {path: each.reason for path, each in result.modules.items() if each.status == "differs"} == expected
+        assert {
+            path: each.reason for path, each in result.modules.items() if each.status == "differs"
+        } == expected
 
 
 def model_and_file(file: onnx.ModelProto) -> tuple[object, onnx.ModelProto, tuple[object, ...]]:
@@ -285,8 +311,12 @@ def test_a_file_without_signatures_shows_nothing(right, tmp_path):
 
 
 @pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
-@pytest.mark.parametrize("name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"])
-def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(name, exporter, shared_files):
+@pytest.mark.parametrize(
+    "name", ["zeros_of_the_same_size", "input_beside_something_new", "loop_of_three", "cells"]
+)
+def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradiction(
+    name, exporter, shared_files
+):
     assert contradictions(htp_export.load(shared_files.read(name, exporter))) == {}
 
 
@@ -296,7 +326,9 @@ def test_what_is_read_for_its_size_given_on_or_given_back_again_is_no_contradict
 class Scaled(Holding, fc=nn.Linear(4, 3), drop=nn.Dropout(0.5)):
     """Takes one argument by position and two by keyword, and computes otherwise in training."""
 
-    def forward(self, x: torch.Tensor, pair: list[torch.Tensor], *, factor: float = 1.0) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, pair: list[torch.Tensor], *, factor: float = 1.0
+    ) -> torch.Tensor:
         y: torch.Tensor = self.drop(self.fc(x)) * factor + pair[0] - pair[1]
         return y
 
@@ -327,7 +359,9 @@ def test_temporary_inputs_are_those_of_the_exported_program(tmp_path):
     assert htp_export.verify(net, file).ok
     del program
     gc.collect()
-    with pytest.raises(InputError, match=r"net\.onnx: the example inputs of its export are gone, .*; give args"):
+    with pytest.raises(
+        InputError, match=r"net\.onnx: the example inputs of its export are gone, .*; give args"
+    ):
         htp_export.verify(net, file)
     assert htp_export.verify(net, file, (torch.randn(2, 4),)).ok
 
@@ -365,9 +399,13 @@ def test_what_is_not_known_is_an_error_that_says_what_to_give():
     with htp_export.tagging():
         theirs = torch.onnx.export(net, (x,), dynamo=True, verbose=False)
     assert theirs is not None
-    with pytest.raises(InputError, match=r"not known of which model .* give verify\(model, program, args\)"):
+    with pytest.raises(
+        InputError, match=r"not known of which model .* give verify\(model, program, args\)"
+    ):
         htp_export.verify(theirs)
-    with pytest.raises(InputError, match=r"a model and its file, or what htp_export\.export returned"):
+    with pytest.raises(
+        InputError, match=r"a model and its file, or what htp_export\.export returned"
+    ):
         htp_export.verify(net)
     with pytest.raises(InputError, match="a program knows the model"):
         htp_export.verify(theirs, theirs)

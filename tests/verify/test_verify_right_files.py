@@ -35,7 +35,9 @@ class Frequencies(nn.Module):
         self.register_buffer("table", torch.polar(torch.ones(5, 4), x(5, 4)))
 
     def forward(self, y: Tensor) -> Tensor:
-        return self.table * torch.polar(torch.ones(5, 4), y.mean((0, 2))[:, None] + torch.arange(4.0))
+        return self.table * torch.polar(
+            torch.ones(5, 4), y.mean((0, 2))[:, None] + torch.arange(4.0)
+        )
 
 
 class Rotary(nn.Module):
@@ -122,7 +124,10 @@ class Experts(Holding, work=nn.Linear(3, 3)):
 
 def test_modules_between_two_sorts_agree():
     generator = torch.Generator().manual_seed(0)
-    x, expert = torch.randn(200, 3, generator=generator), torch.randint(0, 4, (200,), generator=generator)
+    x, expert = (
+        torch.randn(200, 3, generator=generator),
+        torch.randint(0, 4, (200,), generator=generator),
+    )
     net = Experts().eval()
     program = htp_export.export(net, (x, expert), verbose=False)
     result = htp_export.verify(net, program, (x, expert))
@@ -142,7 +147,11 @@ def test_every_way_of_sorting_is_stable_inside_and_takes_its_arguments():
             torch.argsort(equal, stable=True),
         ):
             assert found.tolist() == [rising] * 4
-        assert torch.sort(torch.tensor([1.0, 3.0, 2.0]), descending=True)[0].tolist() == [3.0, 2.0, 1.0]
+        assert torch.sort(torch.tensor([1.0, 3.0, 2.0]), descending=True)[0].tolist() == [
+            3.0,
+            2.0,
+            1.0,
+        ]
 
 
 # --- modules without calls, or without tensors, of their own ---------------------------------------------------
@@ -178,7 +187,10 @@ def test_the_module_of_an_exported_program(tmp_path):
     file = file_of(program, args, tmp_path)
     result = htp_export.verify(program.module(), file, args)
     assert result.ok, str(result)
-    assert (result.modules[""].status, result.modules["router"].status) == ("agrees", "not compared")
+    assert (result.modules[""].status, result.modules["router"].status) == (
+        "agrees",
+        "not compared",
+    )
     assert htp_export.verify(model, file, args).ok
 
 
@@ -193,7 +205,9 @@ def test_a_graph_module_and_its_copy_stand_for_the_model(tmp_path):
             assert result.ok, str(result)
             assert result.score == "4 of 4"
         with pytest.raises(htp_export.InputError, match="is a ReLU, not a Tanh"):
-            htp_export.verify(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), file, args)
+            htp_export.verify(
+                nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), file, args
+            )
 
 
 # --- half precision ---------------------------------------------------
@@ -207,7 +221,9 @@ def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_o
         lambda: htp_export.quantize(file, {"**": "fp16"}, half),  # takes and gives float32
         lambda: htp_export.quantize(file, {"0": "fp16"}, half),
         lambda: htp_export.tools.float16(file, half),
-        lambda: htp_export.export(copy.deepcopy(model).half(), (args[0].half(),), half, verbose=False),
+        lambda: htp_export.export(
+            copy.deepcopy(model).half(), (args[0].half(),), half, verbose=False
+        ),
     ):
         make()
         for isolated in (False, True):
@@ -220,7 +236,9 @@ def test_files_in_half_precision_are_compared_with_its_tolerance_which_is_said_o
         assert htp_export.compare(half, file).ok
         assert htp_export.compare(file, half).ok
         tagged = htp_export.load(half)
-        faults.change(tagged, faults.weights(tagged, "2")[0], lambda array: (array * 1.5).astype(array.dtype))
+        faults.change(
+            tagged, faults.weights(tagged, "2")[0], lambda array: (array * 1.5).astype(array.dtype)
+        )
         assert htp_export.verify(model, tagged, args).wrong == ("2",)
 
 
@@ -234,7 +252,9 @@ def test_other_weights_are_refused_in_half_precision_too(tmp_path):
 
 @BOTH
 def test_a_weight_of_a_layer_that_the_model_returns(tmp_path, exporter):
-    model = spread(composed(lambda self, y: (self.fc(y), self.fc.weight), fc=nn.Linear(4, 3)).eval())
+    model = spread(
+        composed(lambda self, y: (self.fc(y), self.fc.weight), fc=nn.Linear(4, 3)).eval()
+    )
     result = htp_export.verify(model, file_of(model, (x(2, 4),), tmp_path, exporter), (x(2, 4),))
     assert result.ok
     assert not result.misplaced
@@ -268,7 +288,8 @@ def streams() -> nn.Module:
 def test_equal_caches_that_forward_replaces_belong_to_both_modules(tmp_path):
     model, args = streams(), (x(1, 4, 10),)
     file = file_of(model, args, tmp_path)
-    assert sum("left" in name for name in htp_export.load(file).model.graph.initializers) == 1  # torch merged them
+    # torch merged them
+    assert sum("left" in name for name in htp_export.load(file).model.graph.initializers) == 1
     for isolated in (False, True):
         result = htp_export.verify(model, file, args, isolated=isolated)
         assert result.ok, str(result)
@@ -287,7 +308,11 @@ class PackedNet(nn.Module):
 
     def __init__(self, *layers: nn.Module, batch_first: bool, is_sorted: bool) -> None:
         super().__init__()
-        self.layers, self.batch_first, self.is_sorted = nn.ModuleList(layers), batch_first, is_sorted
+        self.layers, self.batch_first, self.is_sorted = (
+            nn.ModuleList(layers),
+            batch_first,
+            is_sorted,
+        )
 
     def forward(self, y: Tensor, lengths: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(
@@ -299,7 +324,8 @@ class PackedNet(nn.Module):
         return padded
 
 
-PACKED: dict[str, tuple[Any, ...]] = {  # layers, whether the batch comes first, the lengths of the sequences
+# layers, whether the batch comes first, the lengths of the sequences
+PACKED: dict[str, tuple[Any, ...]] = {
     "LSTM": ([nn.LSTM(6, 5)], True, [7, 5, 2]),
     "GRU": ([nn.GRU(6, 5)], False, [7, 5, 2]),
     "RNN": ([nn.RNN(6, 5)], True, [7, 7, 7]),
@@ -310,19 +336,25 @@ PACKED: dict[str, tuple[Any, ...]] = {  # layers, whether the batch comes first,
 }
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size"
+)
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_sequences_are_compared_step_by_step(name, tmp_path, capfd):
     layers, batch_first, lengths = PACKED[name]
     is_sorted = lengths == sorted(lengths, reverse=True)
-    model = spread(PackedNet(*copy.deepcopy(layers), batch_first=batch_first, is_sorted=is_sorted)).eval()
+    model = spread(
+        PackedNet(*copy.deepcopy(layers), batch_first=batch_first, is_sorted=is_sorted)
+    ).eval()
     shape = (len(lengths), max(lengths), 6) if batch_first else (max(lengths), len(lengths), 6)
     args = (x(*shape), torch.tensor(lengths))
     file = file_of(model, args, tmp_path, "torchscript")
     for isolated in (False, True):
         result = htp_export.verify(model, file, args, isolated=isolated)
         assert result.ok, str(result)
-        assert {result.modules[f"layers.{number}"].status for number in range(len(layers))} == {"agrees"}
+        assert {result.modules[f"layers.{number}"].status for number in range(len(layers))} == {
+            "agrees"
+        }
     last = f"layers.{len(layers) - 1}"
     tagged = htp_export.load(file)
     faults.change(tagged, faults.weights(tagged, last)[0], lambda array: array * 1.5)
@@ -331,7 +363,9 @@ def test_packed_sequences_are_compared_step_by_step(name, tmp_path, capfd):
     capfd.readouterr()  # torch prints warnings about the shapes of packed sequences
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size")
+@pytest.mark.filterwarnings(
+    "ignore::torch.jit.TracerWarning", "ignore:Exporting a model to ONNX with a batch_size"
+)
 def test_an_extracted_layer_of_packed_sequences_has_the_names_of_their_fields(tmp_path, capfd):
     model = spread(PackedNet(nn.LSTM(6, 5), batch_first=True, is_sorted=True)).eval()
     file = file_of(model, (x(3, 7, 6), torch.tensor([7, 5, 2])), tmp_path, "torchscript")
@@ -349,11 +383,20 @@ class LastDropout(Holding, rnn=nn.LSTM(8, 8, 2, dropout=0.5)):
         return self.rnn(y)[0]
 
 
-TRAINING: dict[str, tuple[Any, str, str]] = {  # the net, the module in training mode, and what it does
+# the net, the module in training mode, and what it does
+TRAINING: dict[str, tuple[Any, str, str]] = {
     "dropout": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 4)), "1", "Dropout"),
-    "batch normalization": (nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), "1", "BatchNormalization"),
+    "batch normalization": (
+        nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)),
+        "1",
+        "BatchNormalization",
+    ),
     "dropout in a layer": (LastDropout(), "rnn", "Dropout"),
-    "random numbers": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.5)), "1", "RandomUniformLike"),
+    "random numbers": (
+        nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.5)),
+        "1",
+        "RandomUniformLike",
+    ),
 }
 
 
@@ -372,7 +415,11 @@ def test_a_file_in_training_mode_is_said_to_be_one(name, exporter, tmp_path):
     net, path, operator = TRAINING[name]
     model, args, file = spread(copy.deepcopy(net)).train(), (x(30, 8),), tmp_path / "training.onnx"
     dynamo = exporter == "dynamo"
-    options = {} if dynamo else {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
+    options = (
+        {}
+        if dynamo
+        else {"training": torch.onnx.TrainingMode.TRAINING, "do_constant_folding": False}
+    )
     htp_export.export(model, args, file, dynamo=dynamo, verbose=False, **options)
     for verified in (model, copy.deepcopy(model).eval()):
         result = htp_export.verify(verified, file, args)
@@ -385,7 +432,9 @@ def test_a_file_in_training_mode_is_said_to_be_one(name, exporter, tmp_path):
 
 
 @BOTH
-def test_a_model_that_draws_random_numbers_in_eval_mode_is_not_said_to_be_in_training_mode(exporter, tmp_path):
+def test_a_model_that_draws_random_numbers_in_eval_mode_is_not_said_to_be_in_training_mode(
+    exporter, tmp_path
+):
     model = composed(lambda self, y: nn.functional.dropout(y, 0.5, training=True)).eval()
     result = htp_export.verify(model, file_of(model, (x(20, 8),), tmp_path, exporter), (x(20, 8),))
     assert result.training == ()

@@ -14,4 +14,5 @@ def without_errors(request: pytest.FixtureRequest) -> Iterator[None]:
     page = request.getfixturevalue("page")
     page.size(1400, 850)
     yield
-    assert [said for said in page.said if "favicon" not in said] == []  # which browsers ask a server for
+    # which browsers ask a server for
+    assert [said for said in page.said if "favicon" not in said] == []

@@ -20,7 +20,12 @@ from htp_export.capabilities.view import viewing
 from htp_export.capabilities.view.inventory import take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of, spread
 from htp_export.capabilities.view.model_explorer import application
-from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, graph_of, netron_attachment, overlay_of
+from htp_export.capabilities.view.model_explorer.graphs import (
+    dtype_overlay,
+    graph_of,
+    netron_attachment,
+    overlay_of,
+)
 from htp_export.capabilities.view.model_explorer.main import HtpExportAdapter
 from htp_export.capabilities.view.page.document import asset
 from htp_export.command.main import main
@@ -72,7 +77,11 @@ def test_edges_go_into_subgraphs_and_come_out_at_the_node_that_holds_them():
     inventory = take_inventory(load(handmade.branching()))
     named = {node.name: node for node in inventory.nodes}
     place = {node.name: position for position, node in enumerate(inventory.nodes)}
-    assert [link.node for link in named["node_gated"].inputs] == [None, place["node_yes"], place["node_no"]]
+    assert [link.node for link in named["node_gated"].inputs] == [
+        None,
+        place["node_yes"],
+        place["node_no"],
+    ]
     assert ("minus", place["node_minus"], 0) in named["node_yes"].inputs
 
 
@@ -104,13 +113,18 @@ def test_numbers_by_module_are_found_in_objects_and_in_json():
         assert time.total["layer.0"] == 4.0
         assert time.own["layer.0"] == 1.0
         assert time.nodes == {"node_fc0": 2.5, "not_in_the_graph": 9.0}
-    assert measures_of({"modules": {"fc": {"wobble": 2, "calls": 1, "name": "x"}}})[0].title == "wobble"
+    assert (
+        measures_of({"modules": {"fc": {"wobble": 2, "calls": 1, "name": "x"}}})[0].title
+        == "wobble"
+    )
     with pytest.raises(InputError, match="no numbers by module"):
         measures_of(3)
 
 
 def test_words_of_a_result_are_kept_and_numbers_that_are_none():
-    [error] = measures_of({"modules": {"fc": {"max_abs": "nan", "status": "differs", "problem": "shape"}}})
+    [error] = measures_of(
+        {"modules": {"fc": {"max_abs": "nan", "status": "differs", "problem": "shape"}}}
+    )
     assert str(error.total["fc"]) == "nan"
     assert error.words == {"fc": "differs: shape"}
 
@@ -118,7 +132,9 @@ def test_words_of_a_result_are_kept_and_numbers_that_are_none():
 def test_nodes_sum_up_to_what_their_modules_have():
     inventory = encoder()
     [time] = measures_of(TIME)
-    values = dict(zip((node.name for node in inventory.nodes), spread(time, inventory), strict=True))
+    values = dict(
+        zip((node.name for node in inventory.nodes), spread(time, inventory), strict=True)
+    )
     assert values["node_fc0"] == 2.5
     assert values["node_turned"] == pytest.approx(0.5)  # what is left of layer.0.fc's 3 ms
     assert values["node_out"] == 1.0
@@ -129,7 +145,9 @@ def test_nodes_sum_up_to_what_their_modules_have():
 def test_a_node_has_the_error_of_its_owner():
     inventory = encoder()
     [error] = measures_of({"modules": {"layer.0": {"max_abs": 0.5}, "layer.1": {"max_abs": 0.25}}})
-    values = dict(zip((node.name for node in inventory.nodes), spread(error, inventory), strict=True))
+    values = dict(
+        zip((node.name for node in inventory.nodes), spread(error, inventory), strict=True)
+    )
     assert (values["node_mask"], values["node_layer0"], values["node_layer1"]) == (0.5, 0.5, 0.25)
     assert values["node_out"] is None
 
@@ -147,10 +165,17 @@ def test_the_graph_has_modules_as_layers_with_their_attributes():
 
 
 def test_small_constants_are_kept_and_large_ones_are_not_read():
-    x, shape = handmade.value("x"), ir.Value(name="shape", const_value=ir.tensor([8, -1], name="shape"))
-    away = ir.ExternalTensor("no.data", 0, 8, ir.DataType.INT64, shape=ir.Shape([1]), name="away", base_dir="nowhere")
+    x, shape = (
+        handmade.value("x"),
+        ir.Value(name="shape", const_value=ir.tensor([8, -1], name="shape")),
+    )
+    away = ir.ExternalTensor(
+        "no.data", 0, 8, ir.DataType.INT64, shape=ir.Shape([1]), name="away", base_dir="nowhere"
+    )
     node = handmade.tagged_node("Reshape", [x, shape], "fc", "flat")
-    other = handmade.tagged_node("Gather", [x, ir.Value(name="away", const_value=away)], "fc", "picked")
+    other = handmade.tagged_node(
+        "Gather", [x, ir.Value(name="away", const_value=away)], "fc", "picked"
+    )
     weights = [shape, other.inputs[1], handmade.weight("fc.weight", 5)]
     modules = [ModuleInfo("", "net.Net", 1, "computed"), ModuleInfo("fc", "net.Fc", 1, "computed")]
     inventory = take_inventory(load(handmade.model([x], [node, other], weights, modules)))
@@ -169,7 +194,8 @@ def test_a_tied_parameter_is_marked_at_the_module_that_holds_it_second():
     assert tied == {"layer.1.fc": {"layer.1.fc.weight": "layer.0.fc.weight"}}
     assert (modules[""].parameters, modules["layer.1.fc"].parameters) == (16, 16)
     counted = {
-        path: modules[path].counted_parameters for path in ("", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc")
+        path: modules[path].counted_parameters
+        for path in ("", "layer.0", "layer.0.fc", "layer.1", "layer.1.fc")
     }
     assert counted == {"": 16, "layer.0": 16, "layer.0.fc": 16, "layer.1": 0, "layer.1.fc": 0}
 
@@ -186,7 +212,13 @@ def test_overlays_hold_a_value_and_a_colour_for_each_node():
     overlay = overlay_of(measures_of(TIME)[0], encoder())
     assert overlay["results"]["node_fc1"] == {"value": 3.0, "bgColor": "#d7301f"}
     assert overlay["name"] == "time (ms)"
-    counted = Measure("flops", "FLOPs", additive=True, total={"layer.0.fc": 12345678.0}, own={"layer.0.fc": 12345678.0})
+    counted = Measure(
+        "flops",
+        "FLOPs",
+        additive=True,
+        total={"layer.0.fc": 12345678.0},
+        own={"layer.0.fc": 12345678.0},
+    )
     values = [result["value"] for result in overlay_of(counted, encoder())["results"].values()]
     assert sum(values) == 12345678
     nothing = overlay_of(Measure("flops", "FLOPs", additive=True), encoder())
@@ -198,7 +230,9 @@ def test_netrons_sidecar_has_short_values_for_nodes_that_have_a_name():
     sidecar = netron_attachment(encoder(), measures_of(TIME))
     assert sidecar["signature"] == "netron:attachment"
     said = {
-        (entry["target"], entry["name"]): entry["value"] for key in ("metadata", "metrics") for entry in sidecar[key]
+        (entry["target"], entry["name"]): entry["value"]
+        for key in ("metadata", "metrics")
+        for entry in sidecar[key]
     }
     assert said["node_fc0", "module"] == "layer.0.fc"
     assert said["node_fc0", "class"] == "Linear"
@@ -218,7 +252,11 @@ def exported_file(tmp_path_factory):
 def layers_in(adapter, file) -> set[str]:
     """The layers that Model Explorer makes of what an adapter gives it: all prefixes of the nodes' namespaces."""
     [graph] = adapter.convert(str(file), {})["graphs"]
-    spaces = {node.namespace for node in graph.nodes if not node.label.startswith(("Input", "Output", "Initializer"))}
+    spaces = {
+        node.namespace
+        for node in graph.nodes
+        if not node.label.startswith(("Input", "Output", "Initializer"))
+    }
     return {space for full in spaces for space in prefixes(full)}
 
 
@@ -244,7 +282,9 @@ def test_model_explorers_adapter_draws_the_modules_that_have_nodes_as_layers(exp
 
 def test_an_adapter_that_knows_nothing_of_our_tags_draws_the_same_layers(exported_file):
     root = onnx.load(str(exported_file), load_external_data=False).graph.name
-    found = {space.removeprefix(f"{root}/") for space in layers_in(ONNXAdapter(), exported_file)} - {root}
+    found = {
+        space.removeprefix(f"{root}/") for space in layers_in(ONNXAdapter(), exported_file)
+    } - {root}
     assert found == expected_layers(exported_file)
 
 
@@ -285,7 +325,9 @@ class Half(Holding, good=torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReL
         return self.bad(self.good(x))
 
 
-def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_failed(without_dynamo, capsys):
+def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_failed(
+    without_dynamo, capsys
+):
     net = Half().eval()
     shown = htp_export.view(net, torch.ones(2, 4), explorer=False, weights=True)
     assert "def forward" not in capsys.readouterr().err  # torch's graph of what failed
@@ -298,7 +340,14 @@ def test_a_model_that_exports_in_parts_shows_them_with_their_costs_and_what_fail
     assert not any(module._forward_pre_hooks for module in net.modules())
     flops = next(measure for measure in data["measures"] if measure["key"] == "flops")
     linear = 2 * 2 * 4 * 4
-    expected = {"": 2 * linear, "good": linear, "good.0": linear, "good.1": 0, "bad": linear, "bad.inner": linear}
+    expected = {
+        "": 2 * linear,
+        "good": linear,
+        "good.0": linear,
+        "good.1": 0,
+        "bad": linear,
+        "bad.inner": linear,
+    }
     assert dict(zip(nodes, flops["total"], strict=True)) == expected
     assert [value for value in flops["nodes"] if value] == [linear, linear]
 
@@ -356,16 +405,29 @@ def test_a_model_whose_costs_cannot_be_computed_is_drawn_without_them():
     model = handmade.model([x], [handmade.tagged_node("Neg", [x], "", "y")], [], [])
     shown = htp_export.view(model, explorer=False)
     assert page_data_of(shown.html)["measures"] == []
-    assert page_data_of(shown.html, "graphs")[0]["note"].startswith("FLOPs and activations are not known: ")
+    assert page_data_of(shown.html, "graphs")[0]["note"].startswith(
+        "FLOPs and activations are not known: "
+    )
 
 
 def test_parts_that_are_alike_stand_each_at_their_own_place(without_dynamo):
-    shown = htp_export.view(torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), explorer=False)
-    assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {"0.bad", "1.bad"}
+    shown = htp_export.view(
+        torch.nn.Sequential(Half(), Half()).eval(), torch.ones(2, 4), explorer=False
+    )
+    assert {path for path, why in shown.failures.items() if not why.startswith("because")} == {
+        "0.bad",
+        "1.bad",
+    }
     data = page_data_of(shown.html)
     nodes = [(node["owners"], node["op"], node["name"].split("/")[0]) for node in data["nodes"]]
-    part = [("good.0", "Gemm", "good"), ("good.1", "Relu", "good"), ("bad.inner", "Gemm", "bad.inner")]
-    assert nodes == [([f"{k}.{path}"], op, f"{k}.{name}") for k in (0, 1) for path, op, name in part]
+    part = [
+        ("good.0", "Gemm", "good"),
+        ("good.1", "Relu", "good"),
+        ("bad.inner", "Gemm", "bad.inner"),
+    ]
+    assert nodes == [
+        ([f"{k}.{path}"], op, f"{k}.{name}") for k in (0, 1) for path, op, name in part
+    ]
 
 
 def test_a_view_shows_itself_in_a_notebook():
@@ -377,13 +439,16 @@ def test_a_view_shows_itself_in_a_notebook():
 
 def test_a_tagged_model_shows_its_tree_in_a_notebook_as_text():
     model = handmade.encoder()
-    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace("net.Layer", "net.<b>")
+    model.metadata_props["htp.modules"] = model.metadata_props["htp.modules"].replace(
+        "net.Layer", "net.<b>"
+    )
     drawn = load(model)._repr_html_()
     assert "layer.0.fc" in drawn
     assert "&lt;b&gt;" in drawn
     assert "<b>" not in drawn
     assert "6 captured at export, 1 shared by several modules" in drawn
-    assert drawn.count("<details") == drawn.count("</details>") == 3  # the root and both layers; "layer" never ran
+    # the root and both layers; "layer" never ran
+    assert drawn.count("<details") == drawn.count("</details>") == 3
     assert ">layer.1 <" in drawn
     assert "Linear · 2 nodes" in drawn
 
@@ -396,7 +461,10 @@ def test_the_command_writes_pages_overlays_and_sidecars(tmp_path, capsys):
     assert "6 modules, 7 nodes" in capsys.readouterr().out
     assert '"total_ms"' in (tmp_path / "net.html").read_text(encoding="utf-8")
     assert main(["view", str(file), "--overlay", "latency", "--profile", str(time)]) == 0
-    assert json.loads((tmp_path / "net.latency.json").read_text())["results"]["node_fc0"]["value"] == 2.5
+    assert (
+        json.loads((tmp_path / "net.latency.json").read_text())["results"]["node_fc0"]["value"]
+        == 2.5
+    )
     assert main(["view", str(file), "--netron", "-o", str(tmp_path / "side.json")]) == 0
     assert json.loads((tmp_path / "side.json").read_text())["signature"] == "netron:attachment"
 
@@ -408,7 +476,9 @@ def test_the_page_measures_what_it_is_asked_to(tmp_path, capsys):
     for measure in ("time", ("cost",), "time, cost", ["cost", "time", "cost"]):
         data = page_data_of(htp_export.view(file, measure=measure, explorer=False).html)
         found = [entry["key"] for entry in data["measures"]]
-        assert {kind for kind, key in keys.items() if key in found} == {kind for kind in keys if kind in measure}
+        assert {kind for kind, key in keys.items() if key in found} == {
+            kind for kind in keys if kind in measure
+        }
         assert len(found) == len(set(found))
         assert bool(data["offer"]) == ("time" not in measure)
     given = htp_export.view(file, results=[TIME], measure="cost", explorer=False)
@@ -430,20 +500,32 @@ def test_what_is_measured_runs_on_the_sizes_that_are_given_and_the_page_says_no_
         return next(entry["total"][0] for entry in data["measures"] if entry["key"] == "flops")
 
     shown = htp_export.view(file, measure="cost", dims={"batch": 8}, explorer=False)
-    assert page_data_of(shown.html, "graphs")[0]["note"] == ""  # the batch is 8 in all of its numbers
-    assert flops(dims={"batch": 8}) == flops(data={"input": np.ones((8, 3), np.float32)}) == 8 * flops()
-    assert main(["view", file, "--measure", "cost", "--dims", "batch=8", "--no-explorer", "--json"]) == 0
+    # the batch is 8 in all of its numbers
+    assert page_data_of(shown.html, "graphs")[0]["note"] == ""
+    assert (
+        flops(dims={"batch": 8})
+        == flops(data={"input": np.ones((8, 3), np.float32)})
+        == 8 * flops()
+    )
+    assert (
+        main(["view", file, "--measure", "cost", "--dims", "batch=8", "--no-explorer", "--json"])
+        == 0
+    )
     with pytest.raises(InputError, match="give measure, too"):
         htp_export.view(file, dims={"batch": 8})
 
 
 def test_a_pytorch_model_is_measured_if_it_exports():
-    shown = htp_export.view(torch.nn.Linear(3, 2).eval(), torch.ones(1, 3), measure=("time", "cost"), explorer=False)
+    shown = htp_export.view(
+        torch.nn.Linear(3, 2).eval(), torch.ones(1, 3), measure=("time", "cost"), explorer=False
+    )
     data = page_data_of(shown.html)
     assert {"total_ms", "peak_bytes"} <= {entry["key"] for entry in data["measures"]}
     assert data["offer"] == data["file"] == ""  # there is no file to name
     with pytest.raises(InputError, match="times are those of an ONNX model"):
-        htp_export.view(Inspected(handmade.encoder(), "torch.export"), measure="time", explorer=False)
+        htp_export.view(
+            Inspected(handmade.encoder(), "torch.export"), measure="time", explorer=False
+        )
 
 
 def test_a_file_without_tags_has_no_times_and_none_are_offered(tmp_path):
@@ -462,10 +544,14 @@ def test_large_models_have_model_explorer_on_demand(tmp_path, monkeypatch, capsy
     shown = htp_export.view(file)
     assert "explorer-drawing-0" not in shown.html
     assert shown.missing.startswith("of 7 nodes")
-    assert "--explorer (in Python: view(..., explorer=True)) puts it in" in page_data_of(shown.html)["missing_explorer"]
+    assert (
+        "--explorer (in Python: view(..., explorer=True)) puts it in"
+        in page_data_of(shown.html)["missing_explorer"]
+    )
     assert main(["view", str(file)]) == 0
-    assert "without Model Explorer: of 7 nodes, it would make the page large and slow; --explorer puts it in" in (
-        " ".join(capsys.readouterr().out.split())
+    assert (
+        "without Model Explorer: of 7 nodes, it would make the page large and slow; --explorer puts it in"
+        in (" ".join(capsys.readouterr().out.split()))
     )
     assert 'id="explorer-drawing-0"' in htp_export.view(file, explorer=True).html
 
@@ -481,7 +567,12 @@ def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
     assert {row["path"]: row["status"] for row in data["rows"]}[""] == "changed"
     assert {row["path"]: row["status"] for row in data["rows"]}["layer.0"] == "same"
     evidence = [["captured at export", 6, ["scope"]], ["shared by several modules", 1, ["shared"]]]
-    known = {"source": "htp", "headline": "every node has a module", "untagged": 0, "evidence": evidence}
+    known = {
+        "source": "htp",
+        "headline": "every node has a module",
+        "untagged": 0,
+        "evidence": evidence,
+    }
     assert data["files"] == [{"name": "a.onnx", **known}, {"name": "b.onnx", **known}]
     assert data["notes"] == []
     assert data["columns"] == ["nodes", "parameters", "weight_bytes"]
@@ -490,7 +581,11 @@ def test_the_page_of_a_difference_says_what_changed_and_what_is_known(tmp_path):
 def test_every_word_for_how_owners_are_known_is_explained_in_pages():
     docs = (Path(__file__).parents[2] / "docs" / "format.md").read_text(encoding="utf-8")
     tables = docs.split("| `htp.reason` | the owners are known from |")[1:]
-    documented = {word for table in tables for word in re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.M)}
+    documented = {
+        word
+        for table in tables
+        for word in re.findall(r"^\| `(\w+)` \|", table.split("\n\n")[0], re.M)
+    }
     assert documented == set(re.findall(r"^  (\w+): \[", asset("reasons.js"), re.M))
 
 
@@ -501,7 +596,9 @@ def linear(colour: str) -> np.ndarray:
 
 def contrast(one: str, other: str) -> float:
     """WCAG 2.2, "contrast ratio"."""
-    light, dark = sorted((linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (one, other)), reverse=True)
+    light, dark = sorted(
+        (linear(colour) @ [0.2126, 0.7152, 0.0722] for colour in (one, other)), reverse=True
+    )
     return float((light + 0.05) / (dark + 0.05))
 
 

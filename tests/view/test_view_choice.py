@@ -25,14 +25,18 @@ def net(*operators: str) -> ShownGraph:
     for k, operator in enumerate(operators):
         nodes.append(handmade.tagged_node(operator, [value], "b" if k else "a", f"v{k}"))
         value = nodes[-1].outputs[0]
-    modules = [ModuleInfo(path, f"net.{path.upper() or 'Net'}", 1, "computed") for path in ("", "a", "b")]
+    modules = [
+        ModuleInfo(path, f"net.{path.upper() or 'Net'}", 1, "computed") for path in ("", "a", "b")
+    ]
     return shown_graph(handmade.model([first], nodes, [], modules))
 
 
 def graphs() -> list[ShownGraph]:
     large, small = net("Neg", "Abs", "Exp"), net("Tanh", "Log")
     return [
-        ShownGraph(large.inventory, large.measures, "graph 1 of 2", "Dynamo's graph up to a break in b."),
+        ShownGraph(
+            large.inventory, large.measures, "graph 1 of 2", "Dynamo's graph up to a break in b."
+        ),
         ShownGraph(small.inventory, small.measures, HOSTILE, HOSTILE),
     ]
 
@@ -77,7 +81,10 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
     page.open(several, "#module=b")
     opened(page)
     assert operators(page) == ["Neg", "Abs", "Exp"]
-    assert page.run("document.getElementById('note').innerText") == "Dynamo's graph up to a break in b."
+    assert (
+        page.run("document.getElementById('note').innerText")
+        == "Dynamo's graph up to a break in b."
+    )
     labels = "[...document.querySelectorAll('#choice option')].map((option) => option.textContent)"
     assert page.run(labels) == ["graph 1 of 2", HOSTILE]
     choose(page, 1)
@@ -97,7 +104,9 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
     choose(page, 0)
     assert operators(page) == ["Neg", "Abs", "Exp"]
     assert page.run("htp.selected.path") == "b"
-    assert page.run("document.getElementById('tab-explorer').getAttribute('aria-selected')") == "true"
+    assert (
+        page.run("document.getElementById('tab-explorer').getAttribute('aria-selected')") == "true"
+    )
     assert page.run("document.title") == "Net"
     assert page.run("document.querySelectorAll('img').length") == 0
     assert page.asked == []
@@ -105,7 +114,12 @@ def test_the_graph_that_is_chosen_is_shown_in_every_part_of_the_page(page, sever
 
 @needs_chromium
 def test_a_link_shows_a_graph_and_one_that_does_not_exist_is_the_first(page, several):
-    for fragment, shown in {"#part=1": "Tanh", "#part=7": "Neg", "#part=constructor": "Neg", "#b": "Neg"}.items():
+    for fragment, shown in {
+        "#part=1": "Tanh",
+        "#part=7": "Neg",
+        "#part=constructor": "Neg",
+        "#b": "Neg",
+    }.items():
         page.open(several, fragment)
         opened(page)
         assert operators(page)[0] == shown

@@ -37,7 +37,10 @@ class Heads(torch.nn.Module):
         self.out = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (layer(x).reshape(2, 6, 2, 4).transpose(1, 2) for layer in (self.query, self.key, self.value))
+        q, k, v = (
+            layer(x).reshape(2, 6, 2, 4).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
         scores = torch.softmax(q @ k.transpose(2, 3) * 0.5, dim=-1)
         return self.out((scores @ v).transpose(1, 2).reshape(2, 6, 8))
 
@@ -54,12 +57,20 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, htp_export.resu
     folder = tmp_path_factory.mktemp("graph")
     torch.manual_seed(0)
     htp_export.export(Net().eval(), (torch.randn(2, 6, 8),), folder / "net.onnx", verbose=False)
-    times = {"modules": {"": {"total_ms": 9.0}, "layer.1": {"total_ms": 6.0}, "layer.0": {"total_ms": 3.0}}}
+    times = {
+        "modules": {
+            "": {"total_ms": 9.0},
+            "layer.1": {"total_ms": 6.0},
+            "layer.0": {"total_ms": 3.0},
+        }
+    }
     htp_export.view(folder / "net.onnx", folder / "net.html", results=[times], explorer=False)
     return folder / "net.html", htp_export.cost(folder / "net.onnx"), load(folder / "net.onnx")
 
 
-def open_graph(page: Page, file: Path, size: tuple[int, int] = (1400, 850), table: bool = True) -> None:
+def open_graph(
+    page: Page, file: Path, size: tuple[int, int] = (1400, 850), table: bool = True
+) -> None:
     page.size(*size)
     start(page, file)
     page.run("document.getElementById('tab-graph').click()")
@@ -69,7 +80,11 @@ def open_graph(page: Page, file: Path, size: tuple[int, int] = (1400, 850), tabl
 
 def box(page: Page, element: str) -> list[float]:
     """The left, top, width and height of an element."""
-    return list(page.run(f"(({{ x, y, width, height }}) => [x, y, width, height])({element}.getBoundingClientRect())"))
+    return list(
+        page.run(
+            f"(({{ x, y, width, height }}) => [x, y, width, height])({element}.getBoundingClientRect())"
+        )
+    )
 
 
 def click(page: Page, element: str) -> None:
@@ -115,14 +130,20 @@ def test_numbers_on_modules_and_nodes_are_those_of_cost(page, net, size):
     open_graph(page, file, size)
     press_switch(page, "graph-unfold")
     found = cards(page)
-    modules = [path for path, module in costs.modules.items() if path and module.nodes and module.calls]
+    modules = [
+        path for path, module in costs.modules.items() if path and module.nodes and module.calls
+    ]
     assert len(modules) == 11
     for path in modules:
         numbers, module = found[path], costs.modules[path]
-        assert {key: exact(numbers, key) for key in COSTS} == {key: getattr(module, key) for key in COSTS}
+        assert {key: exact(numbers, key) for key in COSTS} == {
+            key: getattr(module, key) for key in COSTS
+        }
         assert exact(numbers, "parameters") == module.parameters
     for node in costs.nodes:
-        assert {key: exact(found[node.name], key) for key in COSTS} == {key: getattr(node, key) for key in COSTS}
+        assert {key: exact(found[node.name], key) for key in COSTS} == {
+            key: getattr(node, key) for key in COSTS
+        }
     weights = {node.name: exact(found[node.name], "parameters") for node in tagged.nodes}
     assert sum(weights.values()) == costs.modules[""].parameters
     of_query = [node.name for node in tagged["layer.0.query"].nodes if node.op_type == "MatMul"]
@@ -137,16 +158,23 @@ def test_trivial_nodes_are_merged_into_a_neighbour_of_their_module_and_shown_aga
     before = order(page)
     press_switch(page, "graph-merge")
     trivial = [node.name for node in costs.nodes if node.op_type in ("Reshape", "Transpose")]
-    assert len(trivial) == 16  # three reshapes and transposes in, one each out, and one of the keys, in two layers
-    assert page.run("document.getElementById('graph-merged').textContent") == f"{len(trivial)} merged"
+    # three reshapes and transposes in, one each out, and one of the keys, in two layers
+    assert len(trivial) == 16
+    assert (
+        page.run("document.getElementById('graph-merged').textContent") == f"{len(trivial)} merged"
+    )
     assert sorted(set(before) - set(order(page))) == sorted(trivial)
     owner = {node.name: node.metadata_props["htp.module"] for node in tagged.nodes}
-    groups = page.run("[...htp.graph.state.groups.values()].map((group) => group.map((node) => node.name))")
+    groups = page.run(
+        "[...htp.graph.state.groups.values()].map((group) => group.map((node) => node.name))"
+    )
     assert all(len({owner[name] for name in group}) == 1 for group in groups)
     by_name = {node.name: node for node in costs.nodes}
     found = cards(page)
     for head, *others in groups:
-        summed = {key: sum(getattr(by_name[name], key) for name in (head, *others)) for key in COSTS}
+        summed = {
+            key: sum(getattr(by_name[name], key) for name in (head, *others)) for key in COSTS
+        }
         assert {key: exact(found[head], key) for key in COSTS} == summed
     head, *others = groups[0]
     page.run(f"htp.select(htp.nodes.find((node) => node.name === {json.dumps(head)}))")
@@ -183,14 +211,21 @@ def test_edges_of_each_module_are_those_of_what_it_holds(page, net):
     for node in tagged.nodes:
         ends = [(value.name, "") for value in node.inputs if value.is_graph_input()]
         ends += [
-            (names[maker], maker.metadata_props["htp.module"]) for value in node.inputs if (maker := value.producer())
+            (names[maker], maker.metadata_props["htp.module"])
+            for value in node.inputs
+            if (maker := value.producer())
         ]
         for name, owner in ends:
-            one, other = chain_of(owner, name), chain_of(node.metadata_props["htp.module"], node.name)
+            one, other = (
+                chain_of(owner, name),
+                chain_of(node.metadata_props["htp.module"], node.name),
+            )
             at = next(k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
             expected[one[at - 1]].add((one[at], other[at]))
         if any(value.is_graph_output() for value in node.outputs):
-            expected[""].add((chain_of(node.metadata_props["htp.module"], node.name)[1], node.outputs[0].name))
+            expected[""].add(
+                (chain_of(node.metadata_props["htp.module"], node.name)[1], node.outputs[0].name)
+            )
     assert {path: {tuple(pair) for pair in pairs} for path, pairs in drawn.items()} == expected
     assert all(expected[path] for path in ("", "layer.0", "layer.1"))
 
@@ -202,7 +237,8 @@ def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     press_switch(page, "graph-fold")
     page.run(f"document.getElementById('{pane}').focus()")
     page.press("Home", "ArrowDown")
-    assert page.run("htp.selected.path") == "layer.0"  # past the input, which is not a part of the model
+    # past the input, which is not a part of the model
+    assert page.run("htp.selected.path") == "layer.0"
     page.press("ArrowRight", "ArrowDown")
     assert page.run("htp.selected.above.path") == "layer.0"
     assert page.run("htp.graph.state.open.size") == 2
@@ -214,10 +250,17 @@ def test_the_keyboard_opens_modules_and_walks_through_them(page, net, pane):
     page.press("ArrowLeft")
     assert page.run("htp.graph.state.open.size") == 1
     page.press("Enter")
-    assert page.run("document.querySelector('#graph-rows .row.selected').getAttribute('aria-expanded')") == "true"
+    assert (
+        page.run(
+            "document.querySelector('#graph-rows .row.selected').getAttribute('aria-expanded')"
+        )
+        == "true"
+    )
     page.press("End")
     assert page.run("htp.selected.path") == "head"
-    active = page.run("document.getElementById('graph-table').getAttribute('aria-activedescendant')")
+    active = page.run(
+        "document.getElementById('graph-table').getAttribute('aria-activedescendant')"
+    )
     assert page.run(f"document.getElementById('{active}').getAttribute('aria-selected')") == "true"
 
 
@@ -242,14 +285,20 @@ def labels(page: Page) -> list[str]:
 
 
 def paths_drawn(page: Page) -> int:
-    return int(page.run("document.querySelectorAll('#graph-canvas .edges:not(.over) > path').length"))
+    return int(
+        page.run("document.querySelectorAll('#graph-canvas .edges:not(.over) > path').length")
+    )
 
 
 @pytest.fixture(scope="module")
 def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("blocks") / "blocks.html"
-    times = {"modules": {"": {"total_ms": 16.0}, **{f"h.{k}": {"total_ms": k + 1.0} for k in range(4)}}}
-    htp_export.view(Blocks(4, around=False).eval(), torch.randn(2, 6, 8), file, results=[times], explorer=False)
+    times = {
+        "modules": {"": {"total_ms": 16.0}, **{f"h.{k}": {"total_ms": k + 1.0} for k in range(4)}}
+    }
+    htp_export.view(
+        Blocks(4, around=False).eval(), torch.randn(2, 6, 8), file, results=[times], explorer=False
+    )
     return file
 
 
@@ -272,7 +321,12 @@ def test_the_graph_opens_with_alike_modules_drawn_once(page, blocks):
 
 
 def test_alike_modules_with_others_between_them_are_drawn_each(page, tmp_path):
-    htp_export.view(Blocks(2, around=True).eval(), torch.randn(2, 6, 8), tmp_path / "around.html", explorer=False)
+    htp_export.view(
+        Blocks(2, around=True).eval(),
+        torch.randn(2, 6, 8),
+        tmp_path / "around.html",
+        explorer=False,
+    )
     open_graph(page, tmp_path / "around.html")
     assert [label for label in labels(page) if label.startswith("h.")] == ["h.0", "h.1"]
     assert page.run("document.querySelectorAll('#graph-canvas .back').length") == 0

@@ -48,29 +48,39 @@ TIMES = {
     "layer.1.act": (1.0, 1.0),
     "head": (1.0, 1.0),
 }
-PROFILE = {"modules": {path: {"total_ms": total, "self_ms": own} for path, (total, own) in TIMES.items()}}
+PROFILE = {
+    "modules": {path: {"total_ms": total, "self_ms": own} for path, (total, own) in TIMES.items()}
+}
 
 
 @pytest.fixture(scope="module")
 def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("net") / "net.html"
     torch.manual_seed(0)
-    errors = {"modules": {"layer.1": {"max_abs": float("nan"), "status": "differs"}, "": {"max_abs": 1e-7}}}
+    errors = {
+        "modules": {
+            "layer.1": {"max_abs": float("nan"), "status": "differs"},
+            "": {"max_abs": 1e-7},
+        }
+    }
     htp_export.view(Net().eval(), torch.randn(2, 8), file, results=[PROFILE, errors])
     return file
 
 
 def shown(page: Page) -> list[str]:
     """What stands at the lines of the table."""
-    names = (
-        "[...document.querySelectorAll('#rows .row .name')].map((name) => name.innerText.replace(/\\s+/g, ' ').trim())"
-    )
+    names = "[...document.querySelectorAll('#rows .row .name')]"
+    names += ".map((name) => name.innerText.replace(/\\s+/g, ' ').trim())"
     return [name.removeprefix("▶").strip() for name in page.run(names)]
 
 
 def cells(page: Page, path: str) -> list[str]:
     page.run(f"htp.select(htp.byPath.get({json.dumps(path)}))")
-    return list(page.run("[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"))
+    return list(
+        page.run(
+            "[...document.querySelectorAll('.row.selected .number')].map((cell) => cell.innerText)"
+        )
+    )
 
 
 def search(page: Page, text: str) -> None:
@@ -88,7 +98,9 @@ def start(page: Page, file: Path) -> None:
 def test_the_page_opens_without_an_error_or_a_request(page, net):
     start(page, net)
     assert shown(page)[:3] == ["(root)", "layer.1", "fc"]
-    assert page.run("['repeats', 'choice'].map((name) => document.getElementById(name).offsetParent)") == [None, None]
+    assert page.run(
+        "['repeats', 'choice'].map((name) => document.getElementById(name).offsetParent)"
+    ) == [None, None]
     for tab in ("map", "graph", "modules"):
         page.run(f"document.getElementById('tab-{tab}').click()")
     assert page.asked == []
@@ -96,19 +108,48 @@ def test_the_page_opens_without_an_error_or_a_request(page, net):
 
 def test_columns_hold_what_the_results_say(page, net):
     start(page, net)
-    heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
-    assert heads == ["module", "class", "time ms, % ↓", "max abs error", "FLOPs", "nodes", "parameters", "fate"]
+    heads = page.run(
+        "[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)"
+    )
+    assert heads == [
+        "module",
+        "class",
+        "time ms, % ↓",
+        "max abs error",
+        "FLOPs",
+        "nodes",
+        "parameters",
+        "fate",
+    ]
     assert cells(page, "layer.1") == ["5.00 50 %", "NaN", "256", "3", "72"]
     assert cells(page, "layer.0.fc") == ["2.50 25 %", "", "256", "1", "72"]
     detail = page.run("document.getElementById('detail').innerText")
     assert "torch.nn.modules.linear.Linear" in detail
     assert "float32[2, 8]" in detail
     assert "Gemm" in detail
-    sizes = [0, 1, 999, 1000, 1440, 9_999, 10_000, 99_990, 99_999, 999_949, 999_960, 437_598_208, 2.5e12, 3e21]
-    assert page.run(f"{sizes}.map(bytesText)") == [si(size, "B") for size in sizes]  # as in the terminal
+    sizes = [
+        0,
+        1,
+        999,
+        1000,
+        1440,
+        9_999,
+        10_000,
+        99_990,
+        99_999,
+        999_949,
+        999_960,
+        437_598_208,
+        2.5e12,
+        3e21,
+    ]
+    # as in the terminal
+    assert page.run(f"{sizes}.map(bytesText)") == [si(size, "B") for size in sizes]
 
 
-def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_there_is_nothing(page, net):
+def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_there_is_nothing(
+    page, net
+):
     start(page, net)
     search(page, "LAYER.1.fc")
     assert shown(page) == ["(root)", "layer.1", "fc"]
@@ -119,7 +160,9 @@ def test_search_finds_modules_and_nodes_with_what_is_above_them_or_says_that_the
     assert shown(page) == ["(root)", "layer.1", "drop", "layer.0", "drop"]
     search(page, "<b>nowhere")
     assert shown(page) == []
-    assert "Nothing matches “<b>nowhere”" in page.run("document.getElementById('nothing').innerText")
+    assert "Nothing matches “<b>nowhere”" in page.run(
+        "document.getElementById('nothing').innerText"
+    )
     page.run("document.getElementById('clear').click()")
     assert shown(page)[0] == "(root)"
     assert page.run("document.getElementById('nothing').offsetParent") is None
@@ -143,11 +186,15 @@ def test_areas_of_the_map_are_as_large_as_what_they_measure(page, net):
     page.run("htp.tab('map')")
     assert page.run("document.getElementById('map-size').value") == "total_ms"
     page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
-    widths = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))")
+    widths = page.run(
+        "Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))"
+    )
     assert widths["layer.1"] / widths[""] == pytest.approx(0.5)
     assert widths["layer.0.fc"] / widths["layer.0"] == pytest.approx(2.5 / 4)
     page.run("document.getElementById('map-shape').value = 'tree', htp.map.draw()")
-    areas = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width * box.height]))")
+    areas = page.run(
+        "Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width * box.height]))"
+    )
     assert areas["layer.1"] / areas["layer.0"] == pytest.approx(5 / 4, rel=0.01)
 
 
@@ -166,16 +213,24 @@ class Tied(torch.nn.Module):
 
 
 def test_a_tied_weight_has_its_area_once_and_is_marked(page, tmp_path):
-    htp_export.view(Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", explorer=False)
+    htp_export.view(
+        Tied().eval(), (torch.arange(6).reshape(1, 6),), tmp_path / "tied.html", explorer=False
+    )
     start(page, tmp_path / "tied.html")
     page.run("htp.tab('map')")
     page.run("document.getElementById('map-size').value = 'parameters'")
     page.run("document.getElementById('map-shape').value = 'flame', htp.map.draw()")
-    widths = page.run("Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))")
+    widths = page.run(
+        "Object.fromEntries(htp.map.boxes().map((box) => [box.module.path, box.width]))"
+    )
     shares = {path: width / widths[""] for path, width in widths.items()}
     whole = 400 + 64 + 50
-    assert shares == pytest.approx({"": 1, "embed": 400 / whole, "mix": 64 / whole, "head": 50 / whole})
-    labels = page.run("Object.fromEntries(htp.map.boxes().map(({ module }) => [module.path, htp.map.labelOf(module)]))")
+    assert shares == pytest.approx(
+        {"": 1, "embed": 400 / whole, "mix": 64 / whole, "head": 50 / whole}
+    )
+    labels = page.run(
+        "Object.fromEntries(htp.map.boxes().map(({ module }) => [module.path, htp.map.labelOf(module)]))"
+    )
     assert labels == {"": "(root)", "embed": "embed · tied", "mix": "mix", "head": "head · tied"}
     said = page.run("[...htp.ties.entries()].map(([module, lines]) => [module.path, ...lines])")
     assert sorted(said) == [
@@ -191,7 +246,9 @@ def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chose
     start(page, net)
     page.run("document.getElementById('flat').click()")
     nodes, modules = page.run("[htp.root.nodes, htp.table.state.rows.length]")
-    assert f"{nodes} nodes · {modules} modules" in page.run("document.getElementById('facts').innerText")
+    assert f"{nodes} nodes · {modules} modules" in page.run(
+        "document.getElementById('facts').innerText"
+    )
     page.run("htp.explorer.show(htp.byPath.get('layer.1.fc')).then(() => 0)")
     page.wait("document.getElementById('explorer').dataset.ready")
     frame = "document.querySelector('#explorer iframe')"
@@ -227,7 +284,9 @@ def test_model_explorer_unfolds_to_a_module_counts_as_the_page_and_what_is_chose
 
 def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
     x = handmade.value(HOSTILE + "x")
-    weight = ir.Value(name=HOSTILE + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=HOSTILE + "w"))
+    weight = ir.Value(
+        name=HOSTILE + "w", const_value=ir.tensor(np.ones((4, 4), np.float32), name=HOSTILE + "w")
+    )
     nodes = [
         handmade.tagged_node("Neg", [x], HOSTILE, HOSTILE),
         handmade.tagged_node("MatMul", [x, weight], CLOSING, CLOSING),
@@ -242,7 +301,12 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
     model = handmade.model([x], nodes, [weight], modules)
     model.graph.name = model.producer_name = CLOSING
     file = tmp_path / "hostile.html"
-    htp_export.view(model, file, results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}], weights=True)
+    htp_export.view(
+        model,
+        file,
+        results=[{"modules": {HOSTILE: {HOSTILE: 1.0, "status": HOSTILE}}}],
+        weights=True,
+    )
     start(page, file)
     page.run("document.getElementById('unfold').click()")
     for item in ("htp.byPath.get(htp.modules[1].path)", "htp.nodes[0]", "htp.nodes[1]", "htp.root"):
@@ -267,7 +331,9 @@ def test_names_of_a_file_are_text_whatever_they_look_like(page, tmp_path):
 
 def test_scripts_that_get_into_the_page_do_not_run(page, net):
     start(page, net)
-    page.run("document.body.insertAdjacentHTML('beforeend', `<img src=\"data:,\" onerror=\"document.title = 'ran'\">`)")
+    page.run(
+        "document.body.insertAdjacentHTML('beforeend', `<img src=\"data:,\" onerror=\"document.title = 'ran'\">`)"
+    )
     page.run(
         "document.body.append(Object.assign(document.createElement('script'), { textContent: 'document.title = 1' }))"
     )
@@ -285,7 +351,9 @@ def chain(length: int) -> ir.Model:
         owner = f"group.{k // 50}.layer.{k // 5 % 10}"
         paths += [owner] if owner not in paths[-1:] else []
         inputs = [value, weight] if k % 5 == 0 else [value]
-        nodes.append(handmade.tagged_node("MatMul" if k % 5 == 0 else "Neg", inputs, owner, f"v{k}"))
+        nodes.append(
+            handmade.tagged_node("MatMul" if k % 5 == 0 else "Neg", inputs, owner, f"v{k}")
+        )
         value = nodes[-1].outputs[0]
     groups = dict.fromkeys(path.rpartition(".layer")[0] for path in paths)
     modules = [ModuleInfo(path, "net.Part", 1, "computed") for path in ("", *groups, *paths)]
@@ -317,13 +385,24 @@ def test_a_page_of_3000_nodes_draws_no_more_rows_than_can_be_seen(page, tmp_path
 
 def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     rows = [
-        SimpleNamespace(path="", status="changed", before={"nodes": 9, "class_name": "a.Net"}, after={"nodes": 7}),
+        SimpleNamespace(
+            path="",
+            status="changed",
+            before={"nodes": 9, "class_name": "a.Net"},
+            after={"nodes": 7},
+        ),
         SimpleNamespace(path="fc", status="same", before={"nodes": 2}, after={"nodes": 2}),
-        SimpleNamespace(path="bn", status="removed", before={"nodes": 2, "operators": {"Mul": 2}}, after=None),
-        SimpleNamespace(path="q.in", status="added", before=None, after={"nodes": 1, "class_name": HOSTILE}),
+        SimpleNamespace(
+            path="bn", status="removed", before={"nodes": 2, "operators": {"Mul": 2}}, after=None
+        ),
+        SimpleNamespace(
+            path="q.in", status="added", before=None, after={"nodes": 1, "class_name": HOSTILE}
+        ),
     ]
     file = tmp_path / "diff.html"
-    file.write_text(comparison_page(rows, "a.onnx", CLOSING, notes=["10 nodes by scope"]), encoding="utf-8")
+    file.write_text(
+        comparison_page(rows, "a.onnx", CLOSING, notes=["10 nodes by scope"]), encoding="utf-8"
+    )
     start(page, file)
     assert page.run("document.getElementById('detail').clientWidth") < 400 < page.run("innerWidth")
     assert shown(page) == ["(root)", "bn", "q.in"]
@@ -343,7 +422,9 @@ def test_two_trees_are_shown_side_by_side_with_what_changed(page, tmp_path):
     assert page.asked == []
 
 
-class Stack(Holding, layer=torch.nn.ModuleList([*(Block() for _ in range(4)), torch.nn.Linear(8, 3)])):
+class Stack(
+    Holding, layer=torch.nn.ModuleList([*(Block() for _ in range(4)), torch.nn.Linear(8, 3)])
+):
     """Four equal blocks, and a last one that is larger."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -352,7 +433,9 @@ class Stack(Holding, layer=torch.nn.ModuleList([*(Block() for _ in range(4)), to
         return x
 
 
-STACK_TIMES = {f"layer.{k}": float(k + 1) for k in range(4)} | {f"layer.{k}.fc": 0.5 * (k + 1) for k in range(4)}
+STACK_TIMES = {f"layer.{k}": float(k + 1) for k in range(4)} | {
+    f"layer.{k}.fc": 0.5 * (k + 1) for k in range(4)
+}
 FOLDED = ["(root)", "layer.0 … layer.3 × 4", "fc", "act", "drop", "layer.4"]  # noqa: RUF001 - "times"
 
 ADDED = "Add node_add_2"
@@ -374,7 +457,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory, stacked: htp_export.TaggedMo
 
 
 def selected(page: Page) -> str:
-    return str(page.run("document.querySelector('.row.selected .name').innerText")).strip("▶ \n").split("\n")[0]
+    return (
+        str(page.run("document.querySelector('.row.selected .name').innerText"))
+        .strip("▶ \n")
+        .split("\n")[0]
+    )
 
 
 def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
@@ -386,7 +473,8 @@ def test_the_rows_are_those_of_the_tree_in_the_terminal(page, stack, stacked):
     start(page, stack)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(render(tree_rows(stacked)))
-    drawn = console.export_text().splitlines()[1:-1]  # between the header and what is known of the tags
+    # between the header and what is known of the tags
+    drawn = console.export_text().splitlines()[1:-1]
     lines = [re.split(r"\s{2,}", line.lstrip("│├└─ "))[0] for line in drawn]
     assert shown(page) == lines
 
@@ -400,7 +488,15 @@ def test_a_module_inside_of_repeats_is_found_and_shown_on_its_own(page, stack):
     page.run("htp.select(htp.byPath.get('layer.2.fc'))")
     assert selected(page) == "fc"
     inside = ["fc", "act", "drop", ADDED]
-    assert shown(page) == [*FOLDED[:2], "layer.0", "layer.1", "layer.2", *inside, "layer.3", "layer.4"]
+    assert shown(page) == [
+        *FOLDED[:2],
+        "layer.0",
+        "layer.1",
+        "layer.2",
+        *inside,
+        "layer.3",
+        "layer.4",
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +513,12 @@ def constants(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "kernels": [{"name": "node_flat", "ms": 2.0}],
     }
     file = tmp_path_factory.mktemp("constants") / "constants.html"
-    htp_export.view(handmade.model([x], [reshape, last], [shape], modules), file, results=[measured], explorer=False)
+    htp_export.view(
+        handmade.model([x], [reshape, last], [shape], modules),
+        file,
+        results=[measured],
+        explorer=False,
+    )
     return file
 
 
@@ -434,9 +535,13 @@ def go(page: Page, file: Path, fragment: str) -> None:
     page.wait("document.documentElement.dataset.ready")
 
 
-def test_a_node_has_its_time_or_an_equal_part_its_attributes_and_the_values_of_small_constants(page, constants):
+def test_a_node_has_its_time_or_an_equal_part_its_attributes_and_the_values_of_small_constants(
+    page, constants
+):
     start(page, constants)
-    page.run("document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])")
+    page.run(
+        "document.getElementById('unfold').click(), htp.select(htp.nodes[1]), htp.select(htp.nodes[0])"
+    )
     cells = "[...document.querySelectorAll('.row.node')].map((row) => row.querySelector('.number').innerText)"
     assert page.run(cells) == ["2.00 67 %", "≈ 1.00 33 %"]
     said = detail(page)

@@ -27,7 +27,9 @@ def net(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("net") / "net.onnx"
     torch.manual_seed(0)
     layers = [torch.nn.Linear(16, 32), torch.nn.ReLU(), torch.nn.Linear(32, 4)]
-    htp_export.export(torch.nn.Sequential(*layers).eval(), (torch.randn(2, 16),), file, verbose=False)
+    htp_export.export(
+        torch.nn.Sequential(*layers).eval(), (torch.randn(2, 16),), file, verbose=False
+    )
     return file
 
 
@@ -56,8 +58,16 @@ def test_a_quantized_model_has_a_precision_and_bytes_by_module(quantized):
         assert {path: precision.words[path] for path in PARTS} == {
             path: quantized.modules[path].precision for path in PARTS
         }
-        assert (precision.words["0"], precision.words["2"], precision.words[""]) == ("int8", "fp16", "mixed")
-        assert measures["bytes_before"].total["0"] == quantized.modules["0"].bytes_before == (16 * 32 + 32) * 4
+        assert (precision.words["0"], precision.words["2"], precision.words[""]) == (
+            "int8",
+            "fp16",
+            "mixed",
+        )
+        assert (
+            measures["bytes_before"].total["0"]
+            == quantized.modules["0"].bytes_before
+            == (16 * 32 + 32) * 4
+        )
         assert measures["bytes_after"].total["2"] == quantized.modules["2"].bytes_after
         assert "sparsity" not in measures
 
@@ -74,7 +84,10 @@ def test_a_sensitivity_has_errors_by_module_for_each_precision(net, data):
     found = htp_export.sensitivity(net, ["int8", "int4"], data=data)
     for result in (found, json.loads(json.dumps(found.to_dict()))):
         measures = by_key(result)
-        assert [key for key, measure in measures.items() if measure.main] == ["error:int8", "error:int4"]
+        assert [key for key, measure in measures.items() if measure.main] == [
+            "error:int8",
+            "error:int4",
+        ]
         for name in ("int8", "int4"):
             error = measures[f"error:{name}"]
             assert error.title == f"error of the outputs, {name}"
@@ -100,7 +113,9 @@ def file_of_results(quantized: Any, tmp_path_factory: pytest.TempPathFactory) ->
     return file
 
 
-def test_the_command_draws_precision_and_sparsity_as_overlays(net, file_of_results, tmp_path, capsys):
+def test_the_command_draws_precision_and_sparsity_as_overlays(
+    net, file_of_results, tmp_path, capsys
+):
     target = tmp_path / "drawn.json"
     command = ["view", str(net), "--result", str(file_of_results), "-o", str(target)]
     assert main([*command, "--overlay", "precision"]) == 0
@@ -129,7 +144,9 @@ def drawn(net: Path, file_of_results: Path, tmp_path_factory: pytest.TempPathFac
     return file
 
 
-def trial(number: int | None, plan: dict[str, Any], error: float, size: float, origin: str = "front") -> Trial:
+def trial(
+    number: int | None, plan: dict[str, Any], error: float, size: float, origin: str = "front"
+) -> Trial:
     return Trial(number, plan, {"error": error, "size": size}, origin, {})
 
 
@@ -149,7 +166,11 @@ FOUND = Search(
 def test_a_search_is_read_back_from_what_its_command_wrote():
     read = search_from(json.loads(json.dumps(FOUND.to_dict())))
     assert read is not None
-    assert (read.objectives, read.summary, read.modules) == (FOUND.objectives, FOUND.summary, FOUND.modules)
+    assert (read.objectives, read.summary, read.modules) == (
+        FOUND.objectives,
+        FOUND.summary,
+        FOUND.modules,
+    )
     assert read.trials[:3] == FOUND.trials[:3]
     assert math.isnan(read.trials[3].values["error"])
     assert search_from({"modules": {"": {"flops": 1}}}) is None
@@ -169,7 +190,20 @@ def test_a_search_is_read_back_from_what_its_command_wrote():
 def test_a_file_that_is_no_search_is_refused_with_its_name(net, tmp_path, capsys, change):
     file = tmp_path / "front.json"
     file.write_text(json.dumps({**FOUND.to_dict(), **change}), encoding="utf-8")
-    assert main(["view", str(net), "--result", str(file), "--no-explorer", "-o", str(tmp_path / "net.html")]) == 2
+    assert (
+        main(
+            [
+                "view",
+                str(net),
+                "--result",
+                str(file),
+                "--no-explorer",
+                "-o",
+                str(tmp_path / "net.html"),
+            ]
+        )
+        == 2
+    )
     assert "front.json: this is no result of a search" in " ".join(capsys.readouterr().err.split())
 
 
@@ -217,7 +251,9 @@ def test_the_front_of_a_search_is_drawn_and_the_plan_of_a_point_is_read(page, ne
 
 @needs_chromium
 def test_names_in_a_search_are_text(page, net, tmp_path):
-    hostile = "<img src=x onerror=\"document.title='ran'\"></title><script>document.title='ran'</script>"
+    hostile = (
+        "<img src=x onerror=\"document.title='ran'\"></title><script>document.title='ran'</script>"
+    )
     found = replace(FOUND, trials=(trial(0, {hostile: hostile}, 0.1, 5.0), *FOUND.trials))
     htp_export.view(net, tmp_path / "net.html", results=[found], explorer=False)
     start(page, tmp_path / "net.html")

@@ -19,9 +19,19 @@ from tests.view.test_view_page import search, shown, start
 pytestmark = needs_chromium
 
 LAYERS = [f"{stack}.{k}" for stack in ("encoder.layer", "decoder.layer") for k in (0, 1, 2, 10)]
-PARTS = {"": "bert.BertLayer", ".self": "bert.SelfAttention", ".self.query": "torch.nn.Linear", ".norm": "LayerNorm"}
+PARTS = {
+    "": "bert.BertLayer",
+    ".self": "bert.SelfAttention",
+    ".self.query": "torch.nn.Linear",
+    ".norm": "LayerNorm",
+}
 TREES = {
-    "stacks": {"": "bert.Model", "encoder": "bert.Encoder", "decoder": "bert.Decoder", "pooler": "bert.Pooler"}
+    "stacks": {
+        "": "bert.Model",
+        "encoder": "bert.Encoder",
+        "decoder": "bert.Decoder",
+        "pooler": "bert.Pooler",
+    }
     | {layer + part: name for layer in LAYERS for part, name in PARTS.items()},
     "names": {
         "": "net.Net",
@@ -31,7 +41,13 @@ TREES = {
         "a.é": "net.É",
         "A": "net.a",
     }
-    | {"a.*": "net.Star", "a.b,c": "net.Comma", "a.😀": "net.Smile", "a.^": "net.Caret", "a.re": "net.^"},
+    | {
+        "a.*": "net.Star",
+        "a.b,c": "net.Comma",
+        "a.😀": "net.Smile",
+        "a.^": "net.Caret",
+        "a.re": "net.^",
+    },
     "root": {"": "torch.nn.Linear"},
 }
 SELECTORS = (
@@ -102,9 +118,15 @@ def test_words_of_a_node_are_those_of_its_modules_too(page, encoder_page):
     assert look(page, "layers.3.** op:Mat*") == {"modules": [], "nodes": ["MatMul"] * 8}
     assert look(page, "class:SelfAttention op:softmax")["nodes"] == ["Softmax"] * screens.LAYERS
     assert look(page, "op:MatMul !layers.**") == {"modules": [], "nodes": ["MatMul"] * 2}
-    found = {"modules": [f"layers.{k}.attention.query" for k in layers], "nodes": ["MatMul", "Add"] * screens.LAYERS}
+    found = {
+        "modules": [f"layers.{k}.attention.query" for k in layers],
+        "nodes": ["MatMul", "Add"] * screens.LAYERS,
+    }
     assert look(page, "QUERY") == found  # the names of the nodes have it
-    assert look(page, "layers.*, op:Gather") == {"modules": [f"layers.{k}" for k in layers], "nodes": ["Gather"]}
+    assert look(page, "layers.*, op:Gather") == {
+        "modules": [f"layers.{k}" for k in layers],
+        "nodes": ["Gather"],
+    }
     assert look(page, "layers.2") == {"modules": ["layers.2"], "nodes": []}
     assert "layers.2.mlp" in look(page, "layers.2.")["modules"]  # no module has this name: words
 
@@ -169,7 +191,9 @@ def test_commands_that_are_copied_run(page, file, tmp_path, monkeypatch, capsys)
     capsys.readouterr()
 
 
-def test_the_command_that_measures_is_offered_where_there_are_no_times(page, file, monkeypatch, capsys):
+def test_the_command_that_measures_is_offered_where_there_are_no_times(
+    page, file, monkeypatch, capsys
+):
     monkeypatch.chdir(file.parent)
     start(page, file.with_name("net.html"))
     offer = shlex.split(copied(page, "document.querySelector('#detail .offer button')"))
@@ -177,7 +201,9 @@ def test_the_command_that_measures_is_offered_where_there_are_no_times(page, fil
     assert main([*offer[1:], "--no-explorer"]) == 0
     capsys.readouterr()
     start(page, file.with_suffix(".html"))
-    heads = page.run("[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)")
+    heads = page.run(
+        "[...document.querySelectorAll('#head > div')].map((cell) => cell.textContent)"
+    )
     assert heads[2:4] == ["time ms, % ↓", "FLOPs"]
     assert page.run("htp.columns.map((column) => column.key)").count("peak_bytes") == 1
     assert page.run("document.querySelector('#detail .offer')") is None
@@ -190,7 +216,10 @@ NAMES = (
 
 
 def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_path, monkeypatch):
-    modules = [ModuleInfo("", "net.Net", 1, "computed"), *(ModuleInfo(name, "net.N", 1, "computed") for name in NAMES)]
+    modules = [
+        ModuleInfo("", "net.Net", 1, "computed"),
+        *(ModuleInfo(name, "net.N", 1, "computed") for name in NAMES),
+    ]
     x = handmade.value("x")
     nodes = [handmade.tagged_node("Neg", [x], name, f"v{k}") for k, name in enumerate(NAMES)]
     monkeypatch.chdir(tmp_path)
@@ -209,4 +238,6 @@ def test_selectors_and_commands_of_any_names_are_one_word_of_a_shell(page, tmp_p
             words = shlex.split(line)
             assert named.get(words[1], selector) in words
             assert words[2] == "./-n.onnx"
-            assert not any(word.startswith("-") and word not in ("-o", "--select", "--rule") for word in words)
+            assert not any(
+                word.startswith("-") and word not in ("-o", "--select", "--rule") for word in words
+            )

@@ -31,10 +31,14 @@ def server() -> Iterator[PageServer]:
         running.join()
 
 
-def ask(server: PageServer, path: str | None = None, method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+def ask(
+    server: PageServer, path: str | None = None, method: str = "GET", **headers: str
+) -> http.client.HTTPResponse:
     """The answer to one request; its body is read."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
-    connection.putrequest(method, server.path if path is None else path, skip_host="Host" in headers)
+    connection.putrequest(
+        method, server.path if path is None else path, skip_host="Host" in headers
+    )
     for name, value in headers.items():
         if value:
             connection.putheader(name, value)
@@ -88,8 +92,21 @@ def test_other_paths_have_no_answer(server, path):
 
 
 # DNS rebinding: the browser names the attacker's host.
-HOSTS = ("evil.example", "evil.example:{port}", "127.0.0.1", "127.0.0.1:1", "127.0.0.1.evil.example:{port}", "")
-ORIGINS = ("http://evil.example", "null", "https://127.0.0.1:{port}", "http://127.0.0.1:1", "http://127.0.0.1")
+HOSTS = (
+    "evil.example",
+    "evil.example:{port}",
+    "127.0.0.1",
+    "127.0.0.1:1",
+    "127.0.0.1.evil.example:{port}",
+    "",
+)
+ORIGINS = (
+    "http://evil.example",
+    "null",
+    "https://127.0.0.1:{port}",
+    "http://127.0.0.1:1",
+    "http://127.0.0.1",
+)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +120,11 @@ def test_other_hosts_and_origins_have_no_answer(server, header, value, status):
 
 def test_a_request_names_one_host(server):
     hosts = f"Host: evil.example\r\nHost: 127.0.0.1:{server.port}\r\n".encode()
-    assert raw(server, b"GET " + server.path.encode() + b" HTTP/1.1\r\n" + hosts + b"\r\n").startswith(b"HTTP/1.0 421")
-    assert PAGE.encode() not in raw(server, b"GET " + server.path.encode() + b"\r\n\r\n")  # HTTP/0.9 has no host
+    assert raw(
+        server, b"GET " + server.path.encode() + b" HTTP/1.1\r\n" + hosts + b"\r\n"
+    ).startswith(b"HTTP/1.0 421")
+    # HTTP/0.9 has no host
+    assert PAGE.encode() not in raw(server, b"GET " + server.path.encode() + b"\r\n\r\n")
 
 
 def test_localhost_is_this_host_too(server):
@@ -122,13 +142,17 @@ def test_its_own_origin_has_an_answer_that_other_sites_may_not_read_or_frame(ser
     assert answer.headers["Server"] == "htp-export"
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"])
+@pytest.mark.parametrize(
+    "method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
+)
 def test_nothing_can_be_sent(server, method):
     answer = ask(server, method=method)
     assert (answer.status, answer.body, answer.headers["Allow"]) == (405, b"", "GET, HEAD")
 
 
-@pytest.mark.parametrize("request_", [b"", b"\x00\xff\r\n\r\n", b"SPAM / HTTP/1.1\r\n\r\n", b"GET " + b"/" * 70000])
+@pytest.mark.parametrize(
+    "request_", [b"", b"\x00\xff\r\n\r\n", b"SPAM / HTTP/1.1\r\n\r\n", b"GET " + b"/" * 70000]
+)
 def test_what_is_no_request_does_not_end_it(server, request_):
     assert PAGE.encode() not in raw(server, request_)
     assert ask(server).status == 200
@@ -197,7 +221,9 @@ def test_a_page_that_is_read_slowly_is_sent_to_its_end(monkeypatch):
 def test_a_port_that_is_taken_is_said_in_one_line(tmp_path, capsys):
     ir.save(handmade.encoder(), tmp_path / "net.onnx")
     with PageServer() as server:
-        assert main(["view", str(tmp_path / "net.onnx"), "--serve", "--port", str(server.port)]) == 2
+        assert (
+            main(["view", str(tmp_path / "net.onnx"), "--serve", "--port", str(server.port)]) == 2
+        )
     said = capsys.readouterr().err
     assert said.startswith(f"htp-export: error: cannot listen on port {server.port} of 127.0.0.1: ")
     assert said.count("\n") == 1
@@ -205,7 +231,9 @@ def test_a_port_that_is_taken_is_said_in_one_line(tmp_path, capsys):
 
 def test_serving_writes_no_file(tmp_path, capsys):
     ir.save(handmade.encoder(), tmp_path / "net.onnx")
-    assert main(["view", str(tmp_path / "net.onnx"), "--serve", "-o", str(tmp_path / "net.html")]) == 2
+    assert (
+        main(["view", str(tmp_path / "net.onnx"), "--serve", "-o", str(tmp_path / "net.html")]) == 2
+    )
     assert "--output has no effect" in capsys.readouterr().err
 
 
@@ -213,8 +241,19 @@ def test_serving_writes_no_file(tmp_path, capsys):
 def test_the_page_of_a_model_is_served_from_memory_until_ctrl_c(tmp_path):
     file = tmp_path / "net.onnx"
     ir.save(handmade.encoder(), file)
-    command = [sys.executable, "-m", "htp_export", "view", str(file), "--serve", "--no-explorer", "--json"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "htp_export",
+        "view",
+        str(file),
+        "--serve",
+        "--no-explorer",
+        "--json",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stdout is not None
         said = "".join(iter(process.stdout.readline, "}\n"))
         url = json.loads(f"{said}}}")["url"]

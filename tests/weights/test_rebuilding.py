@@ -36,7 +36,9 @@ def residual() -> nn.Module:
     """Convolutions of each kind with a normalisation after them."""
     return composed(
         convolve,
-        stem=nn.Sequential(nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)),
+        stem=nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.GroupNorm(2, 8)
+        ),
         block=nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.BatchNorm2d(8)),
         up=nn.ConvTranspose2d(8, 4, 2, 2),
         norm=nn.BatchNorm2d(4),
@@ -48,13 +50,17 @@ def residual() -> nn.Module:
 def recurrent() -> nn.Module:
     """Gates in another order, two directions beside each other."""
     lstm = nn.LSTM(6, 8, 2, batch_first=True, bidirectional=True)
-    return composed(lambda self, sequence: self.head(self.lstm(sequence)[0]), lstm=lstm, head=nn.Linear(16, 3))
+    return composed(
+        lambda self, sequence: self.head(self.lstm(sequence)[0]), lstm=lstm, head=nn.Linear(16, 3)
+    )
 
 
 def positions() -> nn.Module:
     """Positions are added with the channels last: ONNX Runtime transposes them, and keeps the name of the tensor."""
     return composed(
-        lambda self, images: self.out((self.patch(images).permute(0, 2, 3, 1) + self.pos).permute(0, 3, 1, 2)),
+        lambda self, images: self.out(
+            (self.patch(images).permute(0, 2, 3, 1) + self.pos).permute(0, 3, 1, 2)
+        ),
         patch=nn.Conv2d(3, 8, 2, 2),
         pos=nn.Parameter(torch.randn(1, 4, 4, 8)),
         out=nn.Conv2d(8, 4, 1),
@@ -72,7 +78,12 @@ def language(name: str, **sizes: int) -> nn.Module:
     )
 
 
-_BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+_BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 
 
 def _ids() -> dict[str, torch.Tensor]:
@@ -89,7 +100,10 @@ NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, torch.Tens
     "positions": (positions, lambda: {"images": x(1, 3, 8, 8)}),
     "bert": (lambda: language("Bert", max_position_embeddings=32, **_BERT), _ids),
     "gpt2": (lambda: language("GPT2", n_embd=32, n_layer=2, n_head=4, n_positions=32), _ids),
-    "llama": (lambda: language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT), _ids),
+    "llama": (
+        lambda: language("Llama", num_key_value_heads=2, max_position_embeddings=32, **_BERT),
+        _ids,
+    ),
 }
 
 
@@ -149,13 +163,17 @@ def check(of: Exported, descendant: str) -> Rebuilt:
     same = rebuilt(tagged, of.model.state_dict())
     assert not list(wrong(same))
     if not same.unknown:
-        of.model.load_state_dict(spread(copy.deepcopy(of.model), seed=5).state_dict())  # other buffers are constants
+        # other buffers are constants
+        of.model.load_state_dict(spread(copy.deepcopy(of.model), seed=5).state_dict())
         for value, tensor in rebuilt(tagged, of.model.state_dict()).tensors.items():
             value.const_value = tensor
         bound = of.file.with_name("bound.onnx")
         tagged.save(bound)
         wanted = of.model(of.sample).detach().numpy()
-        assert np.abs(run_of(bound, of.sample) - wanted).max() < CLOSE.get(descendant, 1e-4) * np.abs(wanted).max()
+        assert (
+            np.abs(run_of(bound, of.sample) - wanted).max()
+            < CLOSE.get(descendant, 1e-4) * np.abs(wanted).max()
+        )
         assert np.abs(run_of(out, of.sample) - wanted).max() > 1e-2  # the parameters are others
     return same
 
@@ -168,7 +186,9 @@ def test_the_weights_of_an_export_are_made_of_other_parameters(name, dynamo, tmp
     assert not made.unknown
 
 
-@pytest.mark.parametrize("descendant", ["tolerant", "functions", "fp16", "int4", "prune", "onnxruntime basic"])
+@pytest.mark.parametrize(
+    "descendant", ["tolerant", "functions", "fp16", "int4", "prune", "onnxruntime basic"]
+)
 def test_the_weights_of_descendants_are_made_of_other_parameters(descendant, tmp_path):
     made = check(exported("layers", tmp_path, dynamo=True), descendant)
     assert made.tensors
@@ -189,7 +209,15 @@ def test_the_weights_of_all_descendants(name, dynamo, descendant, tmp_path):
     made = check(exported(name, tmp_path, dynamo=dynamo), descendant)
     covered, missing = (_bytes_of(values) for values in (made.tensors, made.unknown))
     assert covered > missing
-    print(name, "dynamo" if dynamo else "script", descendant, len(made.tensors), covered, len(made.unknown), missing)
+    print(
+        name,
+        "dynamo" if dynamo else "script",
+        descendant,
+        len(made.tensors),
+        covered,
+        len(made.unknown),
+        missing,
+    )
 
 
 def _bytes_of(values: Iterable[ir.Value]) -> int:
@@ -215,7 +243,9 @@ def test_weights_that_were_equal_are_refused_once_they_differ():
     assert program is not None
     assert not list(wrong(rebuilt(load(program), net.state_dict())))
     made = rebuilt(load(program), spread(net).state_dict())
-    with pytest.raises(InputError, match=r"initializer '1.weight': .* because they were equal, differ now"):
+    with pytest.raises(
+        InputError, match=r"initializer '1.weight': .* because they were equal, differ now"
+    ):
         [tensor.numpy() for tensor in made.tensors.values()]
 
 
@@ -254,10 +284,14 @@ def test_carry_reads_no_weights_that_lie_in_the_same_place(tmp_path):
 
 
 def test_zeros_that_a_tool_made_are_not_taken_for_the_zeros_of_another_parameter(tmp_path):
-    net = nn.Sequential(nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8)).eval()
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 1, bias=False), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 8)
+    ).eval()
     nn.init.zeros_(net[3].bias)
     of = Exported(net, x(1, 3, 1, 1), tmp_path / "net.onnx")
-    htp_export.export(net, (of.sample,), of.file, dynamo=False, do_constant_folding=False, verbose=False)
+    htp_export.export(
+        net, (of.sample,), of.file, dynamo=False, do_constant_folding=False, verbose=False
+    )
     made = check(of, "onnxruntime basic")
     assert [*made.unknown.values()] == ["another tool", "another tool"]
 
@@ -294,7 +328,11 @@ def test_recipes_stay_and_are_written_once_however_often_a_file_is(external, as_
 
 def _texts(file: Path) -> list[tuple[str, str, str]]:
     tensors = onnx.load(file, load_external_data=False).graph.initializer
-    return sorted((tensor.name, entry.key, entry.value) for tensor in tensors for entry in tensor.metadata_props)
+    return sorted(
+        (tensor.name, entry.key, entry.value)
+        for tensor in tensors
+        for entry in tensor.metadata_props
+    )
 
 
 @pytest.mark.parametrize("text", BAD)

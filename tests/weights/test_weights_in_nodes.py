@@ -52,7 +52,9 @@ def with_constants(file: Path, output: Path) -> None:
             readers.setdefault(name, node)
     constants = []
     for tensor in model.graph.initializer:
-        node = onnx.helper.make_node("Constant", [], [tensor.name], name=f"constant/{tensor.name}", value=tensor)
+        node = onnx.helper.make_node(
+            "Constant", [], [tensor.name], name=f"constant/{tensor.name}", value=tensor
+        )
         del node.attribute[0].t.metadata_props[:]
         for entry in readers[tensor.name].metadata_props:
             if entry.key in OWNED:
@@ -66,14 +68,22 @@ def with_constants(file: Path, output: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=["dynamo", "torchscript"])
-def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def files(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
     """A model with initializers, and with constants."""
     folder = tmp_path_factory.mktemp("constants")
     dynamo = request.param == "dynamo"
     ids = torch.from_numpy(feed()["ids"])
     model = spread(Mixed()).eval()
     htp_export.export(
-        model, (ids,), folder / "stored.onnx", input_names=["ids"], opset_version=18, dynamo=dynamo, verbose=False
+        model,
+        (ids,),
+        folder / "stored.onnx",
+        input_names=["ids"],
+        opset_version=18,
+        dynamo=dynamo,
+        verbose=False,
     )
     with_constants(folder / "stored.onnx", folder / "constants.onnx")
     return folder / "stored.onnx", folder / "constants.onnx"
@@ -82,7 +92,9 @@ def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def run(file: Path) -> Any:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"]).run(None, feed())[0]
+    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"]).run(
+        None, feed()
+    )[0]
 
 
 PRUNED: dict[str, Any] = {
@@ -103,7 +115,9 @@ def test_the_same_is_pruned_in_constants_and_initializers(name, files, tmp_path)
     for place, file in enumerate(files):
         output = tmp_path / f"{place}.onnx"
         result = htp_export.prune(file, PRUNED[name], output)
-        counts = {path: (each.weights_after, each.zeros_after) for path, each in result.modules.items()}
+        counts = {
+            path: (each.weights_after, each.zeros_after) for path, each in result.modules.items()
+        }
         found.append((counts, result.whole, run(output)))
         onnx.checker.check_model(str(output), full_check=True)
     (stored, stored_whole, stored_output), (constants, constants_whole, constants_output) = found
@@ -117,28 +131,39 @@ def test_info_counts_weights_in_nodes(files):
     for file in files:
         weights = sum(parameter.numel() for parameter in Mixed().parameters())
         assert htp_export.cost(file).modules[""].parameters == weights
-        assert htp_export.info(file).weights["float32"] == pytest.approx(4 * weights, rel=0.02)  # and factors
+        # and factors
+        assert htp_export.info(file).weights["float32"] == pytest.approx(4 * weights, rel=0.02)
     stored, constants = map(htp_export.info, files)
-    assert constants.weights["float32"] == pytest.approx(stored.weights["float32"], abs=8)  # but for single numbers
+    # but for single numbers
+    assert constants.weights["float32"] == pytest.approx(stored.weights["float32"], abs=8)
     assert " 0 weights" not in constants.summary
 
 
 CALLS: dict[str, Callable[[Path, Path], Any]] = {
     "quantize": lambda file, out: {
-        path: each.precision for path, each in htp_export.quantize(file, {"**": "int8-dynamic"}, out).modules.items()
+        path: each.precision
+        for path, each in htp_export.quantize(file, {"**": "int8-dynamic"}, out).modules.items()
     },
-    "sensitivity": lambda file, _: str(htp_export.sensitivity(file, data=feed(), precisions=["int8"]).ranking),
+    "sensitivity": lambda file, _: str(
+        htp_export.sensitivity(file, data=feed(), precisions=["int8"]).ranking
+    ),
     "partition": lambda file, out: [
         stage.modules for stage in htp_export.partition(file, 3, out.with_suffix("")).stages
     ],
-    "lora.insert": lambda file, out: list(htp_export.lora.insert(file, "**", out, rank=2, alpha=4).modules),
-    "statistics": lambda file, _: '"first.bias"' in htp_export.view(file, explorer=False, weights=True).html,
+    "lora.insert": lambda file, out: list(
+        htp_export.lora.insert(file, "**", out, rank=2, alpha=4).modules
+    ),
+    "statistics": lambda file, _: (
+        '"first.bias"' in htp_export.view(file, explorer=False, weights=True).html
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_same_weights_are_found_in_constants_and_initializers(name, files, tmp_path):
-    stored, constants = (CALLS[name](file, tmp_path / f"{place}.onnx") for place, file in enumerate(files))
+    stored, constants = (
+        CALLS[name](file, tmp_path / f"{place}.onnx") for place, file in enumerate(files)
+    )
     assert constants == stored
     assert constants
 
@@ -164,5 +189,12 @@ def test_the_model_of_the_user_keeps_its_constants(files):
     before = copy.deepcopy(model)
     pruned = htp_export.prune(model, {"first": 0.5}).model
     assert model == before
-    constants = [node.attributes["value"].as_tensor().numpy() for node in pruned.graph if node.op_type == "Constant"]
-    assert [np.count_nonzero(array) for array in constants if array.size == 32 * 16] == [256, 32 * 16]
+    constants = [
+        node.attributes["value"].as_tensor().numpy()
+        for node in pruned.graph
+        if node.op_type == "Constant"
+    ]
+    assert [np.count_nonzero(array) for array in constants if array.size == 32 * 16] == [
+        256,
+        32 * 16,
+    ]

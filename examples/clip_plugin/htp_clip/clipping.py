@@ -95,7 +95,12 @@ def clip(
         ]
         for tensor in tagged.select_tensors([f"{path}:{OUT}" for path in tagged.select(select)]):
             [value] = tensor.values
-            node = edit.node("Clip", [value, *limits], Instance(tensor.path, tensor.call or 0), f"{tensor.path}.clip")
+            node = edit.node(
+                "Clip",
+                [value, *limits],
+                Instance(tensor.path, tensor.call or 0),
+                f"{tensor.path}.clip",
+            )
             insert_behind(edit.graph, value, node)
             readers = [(use.node, use.idx) for use in value.uses() if use.node is not node]
             name = str(value.name)

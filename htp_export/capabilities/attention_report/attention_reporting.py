@@ -34,7 +34,8 @@ class AttentionRow:
         modules: How many modules these are.
         nodes: Their ONNX nodes.
         operations: Their operations in the FX graph that the exporter translates.
-        cost: Memory and traffic, as they are and if each of these modules kept its intermediates on chip.
+        cost: Memory and traffic, as they are and if each of these modules kept its intermediates on
+            chip.
     """
 
     modules: int
@@ -49,9 +50,10 @@ class AttentionReport(Result):
 
     Attributes:
         modules: The paths of the modules with attention.
-        before: The model as it is: ``"model"``, the whole, and ``"attention"``, all modules with attention.
-        after: The same inside `decomposed_attention`; and for the name of each step, or of another module right below
-            one with attention, all modules of this name.
+        before: The model as it is: ``"model"``, the whole, and ``"attention"``, all modules with
+            attention.
+        after: The same inside `decomposed_attention`; and for the name of each step, or of another
+            module right below one with attention, all modules of this name.
     """
 
     modules: tuple[str, ...]
@@ -61,7 +63,9 @@ class AttentionReport(Result):
     @property
     def summary(self) -> str:
         """How many nodes and operations there are, in one line."""
-        before, after = ([rows[part] for part in (_MODEL, _ATTENTION)] for rows in (self.before, self.after))
+        before, after = (
+            [rows[part] for part in (_MODEL, _ATTENTION)] for rows in (self.before, self.after)
+        )
         return (
             f"{len(self.modules)} modules with attention; "
             f"ONNX nodes from {before[0].nodes} to {after[0].nodes}, "
@@ -72,7 +76,9 @@ class AttentionReport(Result):
 
     def table(self) -> Table:
         """Each part of both exports."""
-        return _COLUMNS, [(when, *row) for when in ("before", "after") for row in getattr(self, when).items()]
+        return _COLUMNS, [
+            (when, *row) for when in ("before", "after") for row in getattr(self, when).items()
+        ]
 
 
 _COLUMNS: tuple[Column[tuple[str, str, AttentionRow]], ...] = (
@@ -96,8 +102,9 @@ def attention_report(
 ) -> AttentionReport:
     """Export a model as it is and in steps of attention, and compare operations, memory and traffic.
 
-    Both exports are made in memory, with ``dynamo=True``. Memory and traffic are estimates by `cost`, with all modules
-    of a row as they are and if each of them kept its intermediates on chip.
+    Both exports are made in memory, with ``dynamo=True``. Memory and traffic are estimates by
+    `cost`, with all modules of a row as they are and if each of them kept its intermediates on
+    chip.
 
     Not thread-safe: no other thread may use the model meanwhile.
 
@@ -107,10 +114,12 @@ def attention_report(
         kwargs: Example keyword inputs.
 
     Returns:
-        The numbers of both exports: of the whole model, of all modules with attention, and of each step in all of them.
+        The numbers of both exports: of the whole model, of all modules with attention, and of each
+        step in all of them.
 
     Raises:
-        InputError: If no module of the model computes attention, or `decomposed_attention` refuses one.
+        InputError: If no module of the model computes attention, or `decomposed_attention` refuses
+            one.
 
     Examples:
         >>> import torch, htp_export
@@ -121,13 +130,20 @@ def attention_report(
     """
     with decomposed_attention(model):
         tagged, operations = _exported(model, args, kwargs)
-    made_of_steps = {path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes}
+    made_of_steps = {
+        path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes
+    }
     if not made_of_steps <= frozenset().union(*operations):
-        with attention_as_in(tagged.hierarchy, model):  # torch knows the modules that there were when its export began
+        # torch knows the modules that there were when its export began
+        with attention_as_in(tagged.hierarchy, model):
             tagged, operations = _exported(model, args, kwargs)
     steps: defaultdict[str, list[str]] = defaultdict(list)
     hierarchy = tagged.hierarchy
-    paths = tuple(dict.fromkeys(hierarchy.parent(path) or "" for path, info in hierarchy.items() if info.synthetic))
+    paths = tuple(
+        dict.fromkeys(
+            hierarchy.parent(path) or "" for path, info in hierarchy.items() if info.synthetic
+        )
+    )
     if not paths:
         raise InputError(
             "no module of the model computes attention: nn.MultiheadAttention, scaled_dot_product_attention, or the "

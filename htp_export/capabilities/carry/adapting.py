@@ -41,7 +41,11 @@ class Adapter(Protocol[P]):
     """What `adapter` makes of a function that runs a tool."""
 
     def __call__(
-        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *args: P.args, **kwargs: P.kwargs
+        self,
+        model: ModelSource,
+        output: str | os.PathLike[str] | None = None,
+        *args: P.args,
+        **kwargs: P.kwargs,
     ) -> Carried:
         """Run the tool on a tagged model, and restore the tags."""
 
@@ -49,14 +53,21 @@ class Adapter(Protocol[P]):
 def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
     """Make an adapter of a function that takes the file of a model, a target, and the options of a tool.
 
-    It checks the options, imports the library, and returns the result, or writes it to the target. What all adapters
-    have in common is added to the signature and to the docstring.
+    It checks the options, imports the library, and returns the result, or writes it to the target.
+    What all adapters have in common is added to the signature and to the docstring.
     """
     options = list(inspect.signature(tool).parameters.values())[2:]
 
-    def run(model: ModelSource, output: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any) -> Carried:
+    def run(
+        model: ModelSource, output: str | os.PathLike[str] | None = None, *args: Any, **kwargs: Any
+    ) -> Carried:
         inspect.Signature(options).bind(*args, **kwargs)
-        return _run(tool.__name__, lambda source, target: tool(source, target, *args, **kwargs), model, output)
+        return _run(
+            tool.__name__,
+            lambda source, target: tool(source, target, *args, **kwargs),
+            model,
+            output,
+        )
 
     common = list(inspect.signature(run).parameters.values())[:2]
     functools.update_wrapper(run, tool, assigned=("__module__", "__name__", "__qualname__"))
@@ -65,7 +76,9 @@ def adapter(tool: Callable[Concatenate[Path, Path, P], Any]) -> Adapter[P]:
     text, _, examples = (inspect.getdoc(tool) or "").partition("\nExamples:\n")
     summary, _, described = text.partition("\nArgs:\n")
     shown = f"{_EXAMPLE_MODEL}\n{examples}" if examples else ""
-    run.__doc__ = "\n\n".join(filter(None, (summary.rstrip(), f"{_ARGS}\n{described}".rstrip(), _RESULT, shown)))
+    run.__doc__ = "\n\n".join(
+        filter(None, (summary.rstrip(), f"{_ARGS}\n{described}".rstrip(), _RESULT, shown))
+    )
     return checks_arguments(run)
 
 
@@ -96,12 +109,15 @@ def library(name: str, extra: str | None = "tools") -> Any:
 
 
 def _run(
-    name: str, tool: Callable[[Path, Path], Any], model: ModelSource, output: str | os.PathLike[str] | None
+    name: str,
+    tool: Callable[[Path, Path], Any],
+    model: ModelSource,
+    output: str | os.PathLike[str] | None,
 ) -> Carried:
     """Run a tool on a tagged model and put the tags on its result.
 
-    Nodes without a unique name get one for the time. torch's metadata of weights is removed for the time: it repeats
-    their shapes, which tools do not update when they transpose a weight.
+    Nodes without a unique name get one for the time. torch's metadata of weights is removed for the
+    time: it repeats their shapes, which tools do not update when they transpose a weight.
     """
     check_target(output)
     before = read_flat(tagged_model(model), others=False).model  # tools rename what they inline
@@ -118,19 +134,25 @@ def _run(
             if isinstance(error, TypeError) and "unexpected keyword argument" in str(error):
                 raise InputError(f"{name}: {error}") from error
             message = _plain(error, {source: name_of(model, "the model"), target: "its result"})
-            raise ToolError(name, f"failed on this model: {type(error).__name__}: {message}") from error
+            raise ToolError(
+                name, f"failed on this model: {type(error).__name__}: {message}"
+            ) from error
         try:
             after = read_model(target) if after is None else after
             after = model_from_proto(after) if isinstance(after, onnx.ModelProto) else after
-            make_node_names_unique(after.graph)  # ONNX Runtime names what it adds to a branch as what it adds outside
+            # ONNX Runtime names what it adds to a branch as what it adds outside
+            make_node_names_unique(after.graph)
             NameFixPass()(after)
         except Exception as error:
             message = _plain(error, {target: "its result"})
-            raise ToolError(name, f"made a model of this one that is not valid: {message}") from error
+            raise ToolError(
+                name, f"made a model of this one that is not valid: {message}"
+            ) from error
         _check_open_inputs(name, before.graph, after.graph)
         result = carry_in_place(before, after)
         for node in result.model.graph.all_nodes():
-            result.model.graph.opset_imports.setdefault(node.domain, 1)  # some tools do not say what they use
+            # some tools do not say what they use
+            result.model.graph.opset_imports.setdefault(node.domain, 1)
             if node.name in names:
                 node.name = names[node.name]
         for weight, value in result.model.graph.initializers.items():
@@ -140,7 +162,9 @@ def _run(
                 with made_from(lambda: [before]):
                     write_model(result.model, output)
             except ResultError as error:
-                raise ToolError(name, f"made a model of this one that is not valid: {error.problem}") from error
+                raise ToolError(
+                    name, f"made a model of this one that is not valid: {error.problem}"
+                ) from error
         _into_memory(result.model, Path(folder))
     return result
 
@@ -152,7 +176,9 @@ def _check_open_inputs(name: str, before: ir.Graph, after: ir.Graph) -> None:
     for given, shape in default_shapes(before).items():
         if 0 in shape and given in read and given not in left:
             said = f"made a model of this one that does not take input {given!r} any more"
-            raise ToolError(name, f"{said}: it took the default value, without elements, for a constant")
+            raise ToolError(
+                name, f"{said}: it took the default value, without elements, for a constant"
+            )
 
 
 def share_unchanged(model: ir.Model, source: ModelSource) -> None:
@@ -200,5 +226,10 @@ def _into_memory(model: ir.Model, folder: Path) -> None:
     for graph in model.graphs():
         for value in graph.initializers.values():
             tensor = value.const_value
-            if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir).resolve() == folder.resolve():
-                value.const_value = ir.Tensor(tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name)
+            if (
+                isinstance(tensor, ir.ExternalTensor)
+                and Path(tensor.base_dir).resolve() == folder.resolve()
+            ):
+                value.const_value = ir.Tensor(
+                    tensor.numpy().copy(), dtype=tensor.dtype, name=tensor.name
+                )

@@ -11,7 +11,14 @@ import typer
 
 from htp_export.capabilities.carry import LEAST_KNOWN
 from htp_export.command.model_options import LookOptions, SourceCall
-from htp_export.command.options import DataOption, DataOptions, DimsOption, JsonOption, OutputOption, ShareOption
+from htp_export.command.options import (
+    DataOption,
+    DataOptions,
+    DimsOption,
+    JsonOption,
+    OutputOption,
+    ShareOption,
+)
 from htp_export.command.outputs import report
 from htp_export.command.terminal import CheckFailed, Steps
 from htp_export.errors import InputError
@@ -30,7 +37,8 @@ class BeforeOptions(LookOptions):
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="before", help="The tagged ONNX file; or a model: hub id, local folder, model type, --entry."
+            metavar="before",
+            help="The tagged ONNX file; or a model: hub id, local folder, model type, --entry.",
         ),
     ] = None
 
@@ -38,20 +46,26 @@ class BeforeOptions(LookOptions):
 def carry_command(
     model: BeforeOptions,
     output: OutputOption,
-    after: Annotated[Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")] = None,
+    after: Annotated[
+        Path | None, typer.Argument(help="What a tool made of it, or someone else exported.")
+    ] = None,
     data: DataOption = None,
     dims: DimsOption = None,
     require: Annotated[
         float,
-        typer.Option(min=0, max=1, help="Fail, and write nothing, if a smaller share of the nodes has known owners."),
+        typer.Option(
+            min=0,
+            max=1,
+            help="Fail, and write nothing, if a smaller share of the nodes has known owners.",
+        ),
     ] = LEAST_KNOWN,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Put tags on what a tool made or someone exported.
 
-    A single file is enough where its map was embedded: --embed-map of export and run.
-    Exit status 1 where fewer nodes have known owners than --require asks for; then nothing is written.
+    A single file is enough where its map was embedded: --embed-map of export and run. Exit status 1
+    where fewer nodes have known owners than --require asks for; then nothing is written.
     """
     from htp_export.capabilities.carry.carrying import carry
     from htp_export.files.model_files import write_model

@@ -62,14 +62,15 @@ class Carried(HoldsModel):
         model: The model after, with tags on every node.
         nodes: Number of nodes, including those in subgraphs and functions.
         kept: Number of nodes whose tags the tool kept and which are correct.
-        recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence; see
-            ``docs/format.md``.
-        unknown: Names of the nodes whose owners are not known; of those without a name, their first output.
+        recovered: ``htp.reason`` → number of other nodes whose owners were found by this evidence;
+            see ``docs/format.md``.
+        unknown: Names of the nodes whose owners are not known; of those without a name, their first
+            output.
         modules: Module path → its nodes, for modules that have some.
-        fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the boundary is gone,
-            ``constant`` if the module was folded.
-        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or outputs of the
-            module in PyTorch.
+        fates: Module path → new fate, for modules whose fate changed: ``fused`` if a tensor at the
+            boundary is gone, ``constant`` if the module was folded.
+        contamination: ``(module, tensor, leaves)`` for tensors at boundaries that are no inputs or
+            outputs of the module in PyTorch.
         not_compared: Why values were not compared although nodes are unknown; empty if they were.
     """
 
@@ -92,7 +93,9 @@ class Carried(HoldsModel):
     def summary(self) -> str:
         """The result in one line."""
         known = f"{len(self.unknown)} with unknown owners" if self.unknown else "all with owners"
-        return f"{self.nodes} nodes, {known}" + (f"; {self.kept} kept their tags" if self.kept else "")
+        return f"{self.nodes} nodes, {known}" + (
+            f"; {self.kept} kept their tags" if self.kept else ""
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -104,7 +107,9 @@ class Carried(HoldsModel):
         lines += [f"{self.kept:7} kept their tags"] if self.kept else []
         lines += [f"{count:7} by {reason}" for reason, count in self.recovered.items()]
         lines += [f"{len(self.unknown):7} unknown"] if self.unknown else []
-        lines += [f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()]
+        lines += [
+            f"{count:7} modules now {fate}" for fate, count in Counter(self.fates.values()).items()
+        ]
         if self.contamination:
             lines.append(f"{len(self.contamination):7} boundary tensors that are none in PyTorch")
         return "\n".join([*lines, *self.notes])
@@ -125,9 +130,10 @@ def carry(
 ) -> Carried:
     """Put module tags on a model that another tool made of a tagged one, or exported from the same network.
 
-    A node that computes the same as an original node gets its owners; a node that does the work of several gets all of
-    their owners; an inserted node (quantizers, casts, layouts) gets those of the nodes that it serves. A module that
-    lost a tensor at its boundary becomes ``fused``, with the modules with which it was merged.
+    A node that computes the same as an original node gets its owners; a node that does the work of
+    several gets all of their owners; an inserted node (quantizers, casts, layouts) gets those of
+    the nodes that it serves. A module that lost a tensor at its boundary becomes ``fused``, with
+    the modules with which it was merged.
 
     Evidence is taken in this order, until the owners of all nodes are known:
 
@@ -135,35 +141,37 @@ def carry(
     2. Weights: equal, or cast, transposed, joined, cut, scaled or quantized.
     3. Values: both models run in ONNX Runtime, without its optimisations.
 
-    A node whose owners are not proved has the reason ``unknown``, and as its module the innermost one that is certain.
-    See ``docs/carry.md``.
+    A node whose owners are not proved has the reason ``unknown``, and as its module the innermost
+    one that is certain. See ``docs/carry.md``.
 
     Thread-safe, also for calls on the same model; exports of modules run one after the other.
 
     Args:
-        before: The original. A tagged model, as `load` takes it; a model with the map that `embed_map` wrote before a
-            tool ran; or an ``nn.Module``, which is exported with ``args`` and ``kwargs``. Call ``carry(after)`` if
-            there is only ``after``, and it has a map.
+        before: The original. A tagged model, as `load` takes it; a model with the map that
+            `embed_map` wrote before a tool ran; or an ``nn.Module``, which is exported with
+            ``args`` and ``kwargs``. Call ``carry(after)`` if there is only ``after``, and it has a
+            map.
         after: The model to tag. A model in memory is not changed.
         output: The file to write; its weights stay external if they are.
         args: Example positional inputs of an ``nn.Module``.
         kwargs: Example keyword inputs of an ``nn.Module``.
-        require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the models are not the same,
-            or too different.
-        data: For a tagged model: the inputs of one run, as for `quantize`, with the names of ``before``, on which both
-            models run if values are needed; None for random inputs. Those that are constant or zero give little
-            evidence.
+        require: The share of nodes whose owners have to be known, from 0 to 1: with fewer, the
+            models are not the same, or too different.
+        data: For a tagged model: the inputs of one run, as for `quantize`, with the names of
+            ``before``, on which both models run if values are needed; None for random inputs. Those
+            that are constant or zero give little evidence.
         seed: Of random inputs.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``: no copy.
 
     Returns:
         The model with tags, the evidence for them, and the nodes whose owners are not known.
 
     Raises:
-        UntaggedModelError: ``before`` has neither tags of htp_export nor a map; or there is no ``before``, and
-            ``after`` has no map.
-        InputError: The data are not the inputs of the original, or it cannot run on them; or fewer owners are known
-            than ``require`` asks for.
+        UntaggedModelError: ``before`` has neither tags of htp_export nor a map; or there is no
+            ``before``, and ``after`` has no map.
+        InputError: The data are not the inputs of the original, or it cannot run on them; or fewer
+            owners are known than ``require`` asks for.
         FileError: A file cannot be read or written.
         Exception: Errors of the export of an ``nn.Module``.
 
@@ -185,14 +193,19 @@ def carry(
         raise InputError("name the model to carry tags to: carry(before, after)")
     with no_collection(kept=True):
         model = model_of(after)
-        if not isinstance(after, str | os.PathLike | onnx.ModelProto):  # those were read into a model of our own
+        # those were read into a model of our own
+        if not isinstance(after, str | os.PathLike | onnx.ModelProto):
             model = model.clone()
         if is_torch_module(before):
             if data is not None:
-                raise InputError("data are for a tagged model; for an nn.Module, give args and kwargs")
+                raise InputError(
+                    "data are for a tagged model; for an nn.Module, give args and kwargs"
+                )
             before, inputs = _exported(before, args, kwargs)
         elif args or kwargs:
-            raise InputError("args and kwargs are example inputs of an nn.Module; for a tagged model, give data")
+            raise InputError(
+                "args and kwargs are example inputs of an nn.Module; for a tagged model, give data"
+            )
         else:
             inputs = single_run(data, "carry")
         result = _carried(_origin(before, model, inputs), model, inputs, seed)
@@ -223,14 +236,18 @@ def _exported(
         program = export(model, args, kwargs=dict(kwargs or {}), verbose=False)
     assert program is not None
     tagged = load(program)
-    return tagged, inputs_of_call([str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {})
+    return tagged, inputs_of_call(
+        [str(value.name) for value in tagged.model.graph.inputs], args, kwargs or {}
+    )
 
 
 def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:
     """What is known of the original, by its tags or its map; by the map of the other model if there is none."""
     if before is None:
         if data is not None:
-            raise InputError("to find tensors by their values, the model before has to run too: carry(before, after)")
+            raise InputError(
+                "to find tensors by their values, the model before has to run too: carry(before, after)"
+            )
         return from_map(after)
     tagged = load(before)
     props, nodes = tagged.model.metadata_props, tagged.nodes
@@ -241,7 +258,11 @@ def _origin(before: Any, after: ir.Model, data: object = None) -> Origin:
 
 
 def _carried(
-    origin: Origin, model: ir.Model, data: Mapping[str, Any] | None = None, seed: int = 0, sure: bool = False
+    origin: Origin,
+    model: ir.Model,
+    data: Mapping[str, Any] | None = None,
+    seed: int = 0,
+    sure: bool = False,
 ) -> Carried:
     functions = module_functions(model)
     if functions and (origin.model is None or functions != module_functions(origin.model)):
@@ -261,7 +282,11 @@ def _carried(
         recovered=dict(recovered.most_common()),
         unknown=[*map(name_of_node, unknown)],
         modules=_modules(found, hierarchy),
-        fates={path: info.fate for path, info in hierarchy.items() if info.fate != origin.hierarchy[path].fate},
+        fates={
+            path: info.fate
+            for path, info in hierarchy.items()
+            if info.fate != origin.hierarchy[path].fate
+        },
         contamination=contamination,
         not_compared=found.not_compared,
     )
@@ -269,7 +294,9 @@ def _carried(
 
 def _modules(found: Found, hierarchy: Hierarchy) -> dict[str, CarriedModule]:
     nodes, unknown = Counter[str](), Counter[str]()
-    for (owners, reason), count in Counter((entry.paths, entry.reason) for entry in found.owned).items():
+    for (owners, reason), count in Counter(
+        (entry.paths, entry.reason) for entry in found.owned
+    ).items():
         for path in dict.fromkeys(path for owner in owners for path in tags.ancestors(owner)):
             nodes[path] += count
             unknown[path] += count * (reason == Reason.UNKNOWN)

@@ -10,7 +10,13 @@ import typer
 
 from htp_export.capabilities.carry import adapters as tools
 from htp_export.command.model_options import parse_overrides
-from htp_export.command.options import FileArgument, JsonOption, MapOption, OutputOption, ShareOption
+from htp_export.command.options import (
+    FileArgument,
+    JsonOption,
+    MapOption,
+    OutputOption,
+    ShareOption,
+)
 from htp_export.command.outputs import report
 from htp_export.command.streams import quiet_runtime
 from htp_export.command.terminal import CheckFailed, Steps
@@ -30,7 +36,10 @@ def run_command(
     output: OutputOption,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="An option of the tool, name=value; the value as JSON or as text. May be repeated."),
+        typer.Option(
+            "--set",
+            help="An option of the tool, name=value; the value as JSON or as text. May be repeated.",
+        ),
     ] = None,
     with_map: MapOption = False,
     share_weights: ShareOption = False,
@@ -48,7 +57,9 @@ def run_command(
     try:
         with Steps(quiet=as_json).step(f"running {tool}"), quiet_runtime():
             source = embed_map(file) if with_map else file
-            result: Carried = getattr(tools, tool)(source, None if share_weights else output, **settings)
+            result: Carried = getattr(tools, tool)(
+                source, None if share_weights else output, **settings
+            )
             if share_weights:
                 share_unchanged(result.model, file)
                 write_model(result.model, output, share_weights=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Annotated
 
 from htp_export.command.model_options import FILE_IDLE, LookOptions
-from htp_export.command.options import JSON_HAS_ALL, DataOption, DimsOption, Idle, TableOptions, runs_on
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    DataOption,
+    DimsOption,
+    Idle,
+    TableOptions,
+    runs_on,
+)
 from htp_export.command.terminal import Steps, split_names
 from htp_export.costs.columns import COST_COLUMNS, FUSED
 from htp_export.reporting.columns import names_of
@@ -30,13 +37,16 @@ def cost_command(
     table: TableOptions,
     data: DataOption = None,
     dims: DimsOption = None,
-    columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."] = None,
+    columns: Annotated[
+        list[str] | None, f"By comma, of {', '.join(names_of(COST_COLUMNS))}."
+    ] = None,
     fused: Annotated[bool, "What fusing each module would save: an estimate."] = False,
     nodes: Annotated[bool, "With --csv, a line for each node."] = False,
 ) -> None:
     """Count the parameters, FLOPs and bytes of every module.
 
-    The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not export to ONNX.
+    The peak memory, too. Of an ONNX file, which is not run, or of a PyTorch model, which need not
+    export to ONNX.
     """
     from htp_export.costs.costing import cost
     from htp_export.costs.drawing import modules_csv, nodes_csv, render_cost
@@ -54,7 +64,9 @@ def cost_command(
     table.report(
         {**looked.facts, **report.to_dict()},
         lambda: (
-            nodes_csv(report.nodes) if nodes else modules_csv(report, rows, names or names_of(COST_COLUMNS), table.sort)
+            nodes_csv(report.nodes)
+            if nodes
+            else modules_csv(report, rows, names or names_of(COST_COLUMNS), table.sort)
         ),
         lambda: render_cost(report, rows, fold=table.fold, columns=names, sort=table.sort),
     )

@@ -28,7 +28,9 @@ IDLE = (FILE_IDLE,)
 def tree_command(
     model: LookOptions,
     table: TableOptions,
-    columns: Annotated[list[str] | None, f"By comma, of {', '.join(names_of(TREE_COLUMNS))}."] = None,
+    columns: Annotated[
+        list[str] | None, f"By comma, of {', '.join(names_of(TREE_COLUMNS))}."
+    ] = None,
     data: DataOption = None,
     dims: DimsOption = None,
     profile: Annotated[Path | None, "Times: what profile --json wrote."] = None,
@@ -81,10 +83,16 @@ def read_measured(profile: Path | None, verify: Path | None) -> dict[str, dict[s
     """
     measured: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for path, entry in _modules(profile, "total_ms").items():
-        measured[path] |= {"time_ms": _number(entry.get("total_ms")), "own_time_ms": _number(entry.get("self_ms"))}
+        measured[path] |= {
+            "time_ms": _number(entry.get("total_ms")),
+            "own_time_ms": _number(entry.get("self_ms")),
+        }
     for path, entry in _modules(verify, "max_abs").items():
         status = entry.get("status")
-        measured[path] |= {"error": _number(entry.get("max_abs")), "status": status if status in _WRONG else None}
+        measured[path] |= {
+            "error": _number(entry.get("max_abs")),
+            "status": status if status in _WRONG else None,
+        }
     return measured
 
 
@@ -93,8 +101,12 @@ def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
         return {}
     data = read_json(path)
     modules = data.get("modules") if isinstance(data, dict) else None
-    if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
-        raise FileError(path, "has no results by module; write it with --json of profile, verify or compare")
+    if not isinstance(modules, dict) or not all(
+        isinstance(entry, dict) for entry in modules.values()
+    ):
+        raise FileError(
+            path, "has no results by module; write it with --json of profile, verify or compare"
+        )
     if modules and not any(needed in entry for entry in modules.values()):
         raise FileError(path, f"says {needed!r} of no module; is it the JSON of another command?")
     return modules

@@ -21,7 +21,9 @@ def diff_command(
     depth: DepthOption = None,
     only_changed: Annotated[bool, "Leave out what is the same."] = False,
     as_json: JsonOption = False,
-    output: Annotated[Path | None, "Write a page: both trees, side by side.", Writes(Kind.PAGE)] = None,
+    output: Annotated[
+        Path | None, "Write a page: both trees, side by side.", Writes(Kind.PAGE)
+    ] = None,
 ) -> None:
     """Show what differs between two files, by module."""
     from htp_export.capabilities.diff.differing import diff

@@ -28,8 +28,10 @@ class ModuleState(ModuleFacts, PlainData):
     """A module in one of the files: its facts there, and what it computes.
 
     Attributes:
-        operators: Operator → nodes; operators that are not ONNX's own with their domain, ``com.microsoft.Gelu``.
-        structure: What its region computes, as a hash: operators, wiring, attributes, shapes and types of weights.
+        operators: Operator → nodes; operators that are not ONNX's own with their domain,
+            ``com.microsoft.Gelu``.
+        structure: What its region computes, as a hash: operators, wiring, attributes, shapes and
+            types of weights.
     """
 
     operators: Mapping[str, int]
@@ -38,7 +40,10 @@ class ModuleState(ModuleFacts, PlainData):
     def data(self) -> dict[str, Any]:
         """What `to_dict` has; sizes by element type."""
         listed = ("path", "class_name", "fate", "nodes", "operators", "parameters", "structure")
-        sizes = {"weight_bytes": self.weight_bytes_by_dtype, "shared_bytes": self.shared_bytes_by_dtype}
+        sizes = {
+            "weight_bytes": self.weight_bytes_by_dtype,
+            "shared_bytes": self.shared_bytes_by_dtype,
+        }
         return {**{name: getattr(self, name) for name in listed}, **sizes}
 
 
@@ -73,7 +78,11 @@ class ModuleDifference(PlainData):
     @property
     def simple_class(self) -> str:
         """The class without its module; both, where it changed."""
-        classes = [state.class_name.rpartition(".")[2] for state in (self.before, self.after) if state is not None]
+        classes = [
+            state.class_name.rpartition(".")[2]
+            for state in (self.before, self.after)
+            if state is not None
+        ]
         return " → ".join(dict.fromkeys(name for name in classes if name))
 
     @property
@@ -90,7 +99,10 @@ class ModuleDifference(PlainData):
     def weight_bytes(self) -> Mapping[str, tuple[int, int]]:
         """Element type → bytes before and after, types of which there are any."""
         first, second = (state.weight_bytes_by_dtype for state in self._sides)
-        return {dtype: (first.get(dtype, 0), second.get(dtype, 0)) for dtype in sorted({*first, *second})}
+        return {
+            dtype: (first.get(dtype, 0), second.get(dtype, 0))
+            for dtype in sorted({*first, *second})
+        }
 
     @property
     def shared_bytes(self) -> Mapping[str, tuple[int, int]]:
@@ -121,8 +133,8 @@ class ModelDifference(Result):
     """The result of `diff`.
 
     Attributes:
-        modules: Module path → its difference: the modules of the second file in their order, then the removed ones.
-            ``""`` is the whole model.
+        modules: Module path → its difference: the modules of the second file in their order, then
+            the removed ones. ``""`` is the whole model.
         by_module: Whether both files have modules; otherwise there is only the whole model.
         tags: The tags of each file: source, reasons, untagged nodes.
     """
@@ -166,15 +178,27 @@ class ModelDifference(Result):
     @property
     def moved(self) -> Mapping[str, str]:
         """Path of a module in the second file → the other path that it has in the first."""
-        return {module.path: module.moved_from for module in self.modules.values() if module.moved_from is not None}
+        return {
+            module.path: module.moved_from
+            for module in self.modules.values()
+            if module.moved_from is not None
+        }
 
     def topmost(self) -> list[ModuleDifference]:
         """The modules that differ, without those that were moved, added or removed together with one above them."""
-        return [module for module in self.modules.values() if module.status != "same" and not self._implied(module)]
+        return [
+            module
+            for module in self.modules.values()
+            if module.status != "same" and not self._implied(module)
+        ]
 
     def _implied(self, module: ModuleDifference) -> bool:
         above = tags.nearest_above(module.path, self.modules)
-        if above is None or module.status == "changed" or self.modules[above].status != module.status:
+        if (
+            above is None
+            or module.status == "changed"
+            or self.modules[above].status != module.status
+        ):
             return False
         if module.status != "moved":
             return True
@@ -203,7 +227,9 @@ def byte_lines(module: ModuleDifference) -> Iterator[str]:
     most = max(sizes, key=lambda dtype: max(sizes[dtype]), default="")
     for dtype, (before, after) in sizes.items():
         if before != after:
-            first, second = (_with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True))
+            first, second = (
+                _with_shared(*side) for side in zip(sizes[dtype], shared[dtype], strict=True)
+            )
             yield f"{dtype} {first} → {second}"
         elif dtype == most:
             yield f"{dtype} {before:,}"
@@ -226,7 +252,11 @@ def _pair(sizes: tuple[int, int]) -> str:
 
 
 def _status(module: ModuleDifference) -> str:
-    return module.status if module.moved_from is None else f"{module.status}, was {module.moved_from or '(root)'}"
+    return (
+        module.status
+        if module.moved_from is None
+        else f"{module.status}, was {module.moved_from or '(root)'}"
+    )
 
 
 DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
@@ -244,13 +274,15 @@ DIFFERENCE_COLUMNS: tuple[Column[ModuleDifference], ...] = (
 def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
     """Compare the structure of two models by module: nodes, operators, parameters, bytes by element type.
 
-    Modules are matched by path. Of the others, a module with the same structure, or with the same class and child
-    modules, has moved. Values of weights are not read; other shapes or types are a change.
+    Modules are matched by path. Of the others, a module with the same structure, or with the same
+    class and child modules, has moved. Values of weights are not read; other shapes or types are a
+    change.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        a: The first model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        a: The first model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         b: The second model.
 
     Returns:
@@ -277,7 +309,9 @@ def diff(a: ModelSource, b: ModelSource) -> ModelDifference:
         path: _compared(path, before[partner[path]] if path in partner else None, state)
         for path, state in after.items()
     }
-    modules |= {path: _compared(path, state, None) for path, state in before.items() if path not in kept}
+    modules |= {
+        path: _compared(path, state, None) for path, state in before.items() if path not in kept
+    }
     return ModelDifference(modules, by_module, (first.tag_facts, second.tag_facts))
 
 
@@ -292,10 +326,14 @@ def _compared(path: str, before: ModuleState | None, after: ModuleState | None) 
 
 def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
     contents, hasher = contents_of(tagged).modules, Hasher(GraphFacts(tagged))
-    operators = tagged.index.counts(lambda node: f"{node.domain}.{node.op_type}" if node.domain else node.op_type)
+    operators = tagged.index.counts(
+        lambda node: f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+    )
     return {
         path: ModuleState(
-            **vars(contents[path].facts), operators=operators.get(path, {}), structure=hasher.region(path)
+            **vars(contents[path].facts),
+            operators=operators.get(path, {}),
+            structure=hasher.region(path),
         )
         for path in (tagged.paths if by_module else [""])
     }
@@ -304,9 +342,9 @@ def _states(tagged: TaggedModel, by_module: bool) -> dict[str, ModuleState]:
 def _aligned(before: Mapping[str, ModuleState], after: Mapping[str, ModuleState]) -> dict[str, str]:
     """Path in the second model → path in the first, for the modules that both have.
 
-    Equal paths are the same module. What is left is held against each other from the top down: modules of equal
-    structure first, then those of one class that hold modules of the same names. With a module, all below it moves.
-    Both mappings have each module after those above it.
+    Equal paths are the same module. What is left is held against each other from the top down:
+    modules of equal structure first, then those of one class that hold modules of the same names.
+    With a module, all below it moves. Both mappings have each module after those above it.
     """
     partner = {path: path for path in after if path in before}
     taken = set(partner)

@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 EXAMPLE = "bert --random-weights -o bert.onnx --verify"
 PLACE = ("Export", 1)
 IDLE = (
-    Idle(("js_dtypes",), lambda given: given["transformers_js"] is None, "it is for --transformers-js"),
+    Idle(
+        ("js_dtypes",),
+        lambda given: given["transformers_js"] is None,
+        "it is for --transformers-js",
+    ),
     Idle(("as_json",), lambda given: given["quiet"], "--quiet shows nothing"),
 )
 
@@ -40,10 +44,16 @@ def export_command(
     graph: GraphOptions,
     two_files: Annotated[
         bool | None,
-        typer.Option("--two-files/--one-file", help="A decoder for prefill and one with a cache, or one for both."),
+        typer.Option(
+            "--two-files/--one-file",
+            help="A decoder for prefill and one with a cache, or one for both.",
+        ),
     ] = None,
     cache_names: Annotated[
-        str | None, typer.Option(help="Names of a cache's tensors: optimum or transformers.", show_default="optimum")
+        str | None,
+        typer.Option(
+            help="Names of a cache's tensors: optimum or transformers.", show_default="optimum"
+        ),
     ] = None,
     verify: Annotated[bool, "Check every module against PyTorch."] = False,
     as_json: JsonOption = False,
@@ -79,14 +89,19 @@ def _check_outputs(output: Path, model: ModelOptions, deploy: DeployOptions) -> 
         check_parent(output / "model.onnx")
     elif deploy.makes_folder and not output.parent.exists():
         check_folder(output.parent, "the files of an export", lambda _: True)
-    elif not output.suffix and not output.exists() and model.has_task:  # a folder is made, if there are several files
+    elif not output.suffix and not output.exists() and model.has_task:
+        # a folder is made, if there are several files
         check_parent(output)
     else:
         check_output(output, Kind.MODEL)
 
 
 def _calls(
-    model: ModelOptions, graph: GraphOptions, deploy: DeployOptions, two_files: bool | None, cache_names: str | None
+    model: ModelOptions,
+    graph: GraphOptions,
+    deploy: DeployOptions,
+    two_files: bool | None,
+    cache_names: str | None,
 ) -> dict[str, SourceCall]:
     """Name of each file → the call that it is exported from.
 
@@ -95,28 +110,41 @@ def _calls(
     from htp_export.capabilities.huggingface.tasks import split_task
 
     if split_task(model.task)[1] and not graph.dynamo:
-        raise InputError(f"--task {model.task}: TorchScript takes no cache; leave --torchscript away")
+        raise InputError(
+            f"--task {model.task}: TorchScript takes no cache; leave --torchscript away"
+        )
     if split_task(model.task)[1] and graph.axes:
         raise InputError(f"--task {model.task} says which axes vary; leave --dynamic away")
     calls, streamed = {}, graph.stream_weights
     if graph.dynamo and not graph.axes:
         calls = model.calls_by_task(
-            # transformers.js takes no decoder of two files, which is what encoder-decoders have if nothing is asked for
-            two_files=False if two_files is None and deploy.transformers_js is not None else two_files,
+            # transformers.js takes no decoder of two files, which is what encoder-decoders have if
+            # nothing is asked for
+            two_files=False
+            if two_files is None and deploy.transformers_js is not None
+            else two_files,
             cache_names=cache_names or "optimum",
             stream_weights=streamed,
             for_genai=deploy.genai,
         )
-    has_cache = any(split_task(call.example.task)[1] for call in calls.values() if call.example is not None)
+    has_cache = any(
+        split_task(call.example.task)[1] for call in calls.values() if call.example is not None
+    )
     for option, value in (("--two-files/--one-file", two_files), ("--cache-names", cache_names)):
         if value is not None and not has_cache:
-            raise InputError(f"{option} is for a task with a key-value cache (-with-past), and without --dynamic")
+            raise InputError(
+                f"{option} is for a task with a key-value cache (-with-past), and without --dynamic"
+            )
     # With one example, exporters take the batch for a constant.
-    return calls or {"model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)}
+    return calls or {
+        "model": model.call(batch=2 if "batch" in graph.axes else 1, stream_weights=streamed)
+    }
 
 
 @contextlib.contextmanager
-def _targets(calls: Mapping[str, SourceCall], output: Path, deploy: DeployOptions) -> Iterator[dict[str, Path]]:
+def _targets(
+    calls: Mapping[str, SourceCall], output: Path, deploy: DeployOptions
+) -> Iterator[dict[str, Path]]:
     """Provide name → the file to write: the output, or files in a folder. A new folder is removed on failure."""
     is_folder = output.is_dir() or len(calls) > 1
     if is_folder and not output.is_dir() and output.suffix == ".onnx":
@@ -124,7 +152,11 @@ def _targets(calls: Mapping[str, SourceCall], output: Path, deploy: DeployOption
         raise InputError(f"-o {output}: {len(calls)} files are written, {files}; name a folder")
     folder = output if is_folder else output.parent
     with new_folder(folder) if is_folder or deploy.makes_folder else contextlib.nullcontext():
-        yield {name: output / f"{name}.onnx" for name in calls} if is_folder else dict.fromkeys(calls, output)
+        yield (
+            {name: output / f"{name}.onnx" for name in calls}
+            if is_folder
+            else dict.fromkeys(calls, output)
+        )
 
 
 @dataclass
@@ -198,7 +230,9 @@ class FileExports:
         """Write the file, and what lies beside it: why it has no tags, if it has none, and names of files."""
         from htp_export.files.external_writers import written_whole
 
-        replaces = self.deploy.replaces_beside(output) if self.deploy.makes_folder else lambda _: False
+        replaces = (
+            self.deploy.replaces_beside(output) if self.deploy.makes_folder else lambda _: False
+        )
         with written_whole(output, replaces=replaces) as target, _said_untagged() as said:
             try:
                 program = self._program(call, target)
@@ -211,7 +245,8 @@ class FileExports:
                 beside = self.deploy.write_beside(self.model, call, target, program, output)
             except (HtpExportError, CheckFailed):
                 raise
-            except Exception as error:  # torch's exporters raise what the model, the tracer or a translation raises
+            except Exception as error:
+                # torch's exporters raise what the model, the tracer or a translation raises
                 raise CheckFailed(_export_failed(error)) from error
             return said[0] if said else None, beside
 
@@ -219,7 +254,9 @@ class FileExports:
         """Refuse options for attention without effect in any file; embed the map, if that was asked for."""
         self._idle &= self.graph.idle_attention(target)
         if self._idle and len(self._records) == self.count - 1:
-            raise InputError(f"{min(self._idle)}: no attention was exported to which it applies; leave it out")
+            raise InputError(
+                f"{min(self._idle)}: no attention was exported to which it applies; leave it out"
+            )
         if self.graph.with_map:
             from htp_export.alignment.origin_map import embed_map
 
@@ -232,7 +269,9 @@ class FileExports:
         from htp_export.capabilities.quantize.quantizing import quantize
 
         if self.model.dtype not in (None, "float32", "fp32"):
-            raise InputError(f"--dtype {self.model.dtype}: packed weights are multiplied in float32; leave it out")
+            raise InputError(
+                f"--dtype {self.model.dtype}: packed weights are multiplied in float32; leave it out"
+            )
         external = f"{target.name}.data" if self.graph.external_data else None
         quantize(target, output=target, weights=call.packed, external_data=external)
 
@@ -243,7 +282,9 @@ class FileExports:
         arguments = self.graph.for_torch(call)
         with tagging(strict=not self.graph.allow_untagged), self.graph.attention(call.model):
             if call.example is None:
-                return export(call.model, call.args, target, kwargs=call.kwargs or None, **arguments)
+                return export(
+                    call.model, call.args, target, kwargs=call.kwargs or None, **arguments
+                )
             with call.example.exporting():
                 program: Any = export(call.model, kwargs=call.kwargs, **arguments)
             call.example.name_dimensions(program.model.graph)
@@ -286,7 +327,9 @@ class FileExports:
         self._failures += wrong
         for run, result in results.items() if self._shown and not wrong else ():
             when = f" in {run}" if run else ""
-            show(f"every module agrees with PyTorch{when}: {result.score}{result.worst_in_brackets}")
+            show(
+                f"every module agrees with PyTorch{when}: {result.score}{result.worst_in_brackets}"
+            )
         return not wrong
 
 
@@ -298,7 +341,9 @@ def _said_untagged() -> Iterator[list[str]]:
         warnings.simplefilter("always", UntaggedExportWarning)
         shown = warnings.showwarning
 
-        def show_or_keep(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
+        def show_or_keep(
+            message: Warning | str, category: type[Warning], *where: Any, **more: Any
+        ) -> None:
             if issubclass(category, UntaggedExportWarning):
                 found.append(str(message))
             else:
@@ -325,8 +370,13 @@ def _export_failed(error: Exception) -> str:
     cause = error
     while cause.__cause__ is not None and isinstance(cause.__cause__, Exception):
         cause = cause.__cause__
-    notes = [*getattr(error, "__notes__", ()), *(getattr(cause, "__notes__", ()) if cause is not error else ())]
-    return "\n".join((f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes)))
+    notes = [
+        *getattr(error, "__notes__", ()),
+        *(getattr(cause, "__notes__", ()) if cause is not error else ()),
+    ]
+    return "\n".join(
+        (f"the export failed: {described(cause, lines=2)}", *(f"  {note}" for note in notes))
+    )
 
 
 def _tree(call: SourceCall, tagged: TaggedModel) -> ModuleTree:
@@ -348,4 +398,6 @@ def _facts_text(facts: dict[str, Any]) -> str:
     seed = "" if facts["seed"] is None else f"; seed {facts['seed']}"
     made = f"; functions: {', '.join(facts['functions'])}" if "functions" in facts else ""
     task = f"; task {facts['task']}" if "task" in facts else ""
-    return f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{task}{seed}{made}"
+    return (
+        f"inputs: {inputs}; opset {facts['opset']}; {facts['exporter']} exporter{task}{seed}{made}"
+    )

@@ -28,19 +28,36 @@ _ATTENTION_SINCE = 23  # of ONNX's opset
 class GraphOptions:
     """How to export."""
 
-    dynamo: Annotated[bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")] = True
-    opset: Annotated[int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")] = None
-    dynamic: Annotated[list[str] | None, "Axes that may vary, by comma: batch, sequence, height, width."] = None
-    functions: Annotated[
-        list[str] | None, "Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all."
+    dynamo: Annotated[
+        bool, typer.Option("--dynamo/--torchscript", help="Which of torch's exporters.")
+    ] = True
+    opset: Annotated[
+        int | None, typer.Option(min=1, help="ONNX opset; torch's own choice without it.")
     ] = None
-    names: Annotated[str | None, "path: names of nodes and tensors from module paths, /encoder/layer.0/MatMul."] = None
-    decompose_attention: Annotated[bool, "Attention as modules: q_proj, scores, softmax, context, ..."] = False
-    keep_attention: Annotated[bool, "One Attention node for each scaled_dot_product_attention; opset 23."] = False
+    dynamic: Annotated[
+        list[str] | None, "Axes that may vary, by comma: batch, sequence, height, width."
+    ] = None
+    functions: Annotated[
+        list[str] | None,
+        "Modules that become ONNX functions: class:BertLayer, encoder.layer.*; ** for all.",
+    ] = None
+    names: Annotated[
+        str | None, "path: names of nodes and tensors from module paths, /encoder/layer.0/MatMul."
+    ] = None
+    decompose_attention: Annotated[
+        bool, "Attention as modules: q_proj, scores, softmax, context, ..."
+    ] = False
+    keep_attention: Annotated[
+        bool, "One Attention node for each scaled_dot_product_attention; opset 23."
+    ] = False
     external_data: Annotated[bool, "Weights in a file of their own, <output>.data."] = True
-    stream_weights: Annotated[bool, "Copy weights from safetensors files without holding them in memory."] = False
+    stream_weights: Annotated[
+        bool, "Copy weights from safetensors files without holding them in memory."
+    ] = False
     with_map: MapOption = False
-    allow_untagged: Annotated[bool, "Write torch's own file, with a warning, where tagging fails."] = False
+    allow_untagged: Annotated[
+        bool, "Write torch's own file, with a warning, where tagging fails."
+    ] = False
 
     def check(self) -> None:
         """Refuse options that do not go together, or an opset that torch does not write, before a model is loaded."""
@@ -49,7 +66,9 @@ class GraphOptions:
 
             check_style(self.names)
         if self.keep_attention and not self.dynamo:
-            raise InputError("--keep-attention: TorchScript has no operator for attention; leave --torchscript away")
+            raise InputError(
+                "--keep-attention: TorchScript has no operator for attention; leave --torchscript away"
+            )
         if self.keep_attention and (self.opset or _ATTENTION_SINCE) < _ATTENTION_SINCE:
             problem = f"--keep-attention needs {_ATTENTION_SINCE}, the first with Attention"
             raise InputError(f"--opset {self.opset}: {problem}")
@@ -70,7 +89,9 @@ class GraphOptions:
     @property
     def axes(self) -> tuple[str, ...]:
         """The names of axes that may vary."""
-        return tuple(axis.strip() for text in self.dynamic or () for axis in text.split(",") if axis.strip())
+        return tuple(
+            axis.strip() for text in self.dynamic or () for axis in text.split(",") if axis.strip()
+        )
 
     def attention(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
         """How the attention of the model runs, for a ``with`` block."""
@@ -88,7 +109,9 @@ class GraphOptions:
 
         tagged = load(file)
         idle = set()
-        if self.decompose_attention and not any(info.synthetic for info in tagged.hierarchy.values()):
+        if self.decompose_attention and not any(
+            info.synthetic for info in tagged.hierarchy.values()
+        ):
             idle.add("--decompose-attention")
         if self.keep_attention and not any(node.op_type == "Attention" for node in tagged.nodes):
             idle.add("--keep-attention")
@@ -96,7 +119,11 @@ class GraphOptions:
 
     def for_torch(self, call: SourceCall) -> dict[str, Any]:
         """The keyword arguments of ``torch.onnx.export``."""
-        options: dict[str, Any] = {"dynamo": self.dynamo, "verbose": False, "external_data": self.external_data}
+        options: dict[str, Any] = {
+            "dynamo": self.dynamo,
+            "verbose": False,
+            "external_data": self.external_data,
+        }
         if self.wanted_opset is not None:
             options["opset_version"] = self.wanted_opset
         if self.names is not None:
@@ -104,7 +131,9 @@ class GraphOptions:
         if self.functions:
             options["export_modules_as_functions"] = tuple(self.functions)
         if call.example is not None:
-            return options | {name: value for name, value in call.example.options.items() if name != "kwargs"}
+            return options | {
+                name: value for name, value in call.example.options.items() if name != "kwargs"
+            }
         if not self.dynamo and len(call.inputs) == len(call.kwargs) and call.kwargs:
             options["input_names"] = list(call.inputs)
         return options | self._dynamic_axes(call)
@@ -113,7 +142,9 @@ class GraphOptions:
         if not self.axes:
             return {}
         if call.args:
-            raise InputError("--dynamic needs inputs that forward names; return them from --entry as a dict")
+            raise InputError(
+                "--dynamic needs inputs that forward names; return them from --entry as a dict"
+            )
         from htp_export.capabilities.huggingface.inputs import dynamic_shapes
 
         shapes = dynamic_shapes(call.inputs, self.axes)
@@ -131,10 +162,18 @@ _CONFIG = "config.json"
 class DeployOptions:
     """What is written for other runtimes, beside the model or as a folder."""
 
-    genai: Annotated[bool, "Write genai_config.json, configs and tokenizer beside the model."] = False
-    export_json: Annotated[bool, "Write export.json and configs, for transformers.exporters."] = False
-    transformers_js: Annotated[Path | None, "Write a folder for transformers.js, too.", Writes()] = None
-    js_dtypes: Annotated[str, "Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4."] = "fp32,q4"
+    genai: Annotated[bool, "Write genai_config.json, configs and tokenizer beside the model."] = (
+        False
+    )
+    export_json: Annotated[bool, "Write export.json and configs, for transformers.exporters."] = (
+        False
+    )
+    transformers_js: Annotated[
+        Path | None, "Write a folder for transformers.js, too.", Writes()
+    ] = None
+    js_dtypes: Annotated[
+        str, "Types of weights in that folder, by comma: fp32, fp16, q8, int8, uint8, q4."
+    ] = "fp32,q4"
 
     def check(self, output: Path, model: ModelOptions) -> None:
         """Refuse what cannot be written, before the model is loaded.
@@ -145,7 +184,9 @@ class DeployOptions:
         if not (self.makes_folder or self.transformers_js is not None):
             return
         if model.source is None:
-            raise InputError("--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers")
+            raise InputError(
+                "--genai, --export-json and --transformers-js are for a SOURCE, a model of transformers"
+            )
         if is_special(output):
             raise InputError(f"nothing can lie beside {output}; name a file")
         from htp_export.capabilities.huggingface.beside import replaces_beside
@@ -155,15 +196,23 @@ class DeployOptions:
         beside = output.absolute() if output.is_dir() else output.absolute().parent
         if self.makes_folder and self._is_in_source(beside, model):
             if model.settings:
-                raise InputError(f"--set: {beside / _CONFIG} is that of SOURCE, and stays; export into another folder")
-        elif self.makes_folder and (output.is_dir() or not replaces_beside(output)(beside / _CONFIG)):
+                raise InputError(
+                    f"--set: {beside / _CONFIG} is that of SOURCE, and stays; export into another folder"
+                )
+        elif self.makes_folder and (
+            output.is_dir() or not replaces_beside(output)(beside / _CONFIG)
+        ):
             check_genai(beside)
         if self.transformers_js is not None:
             folder = self.transformers_js.absolute()
             if output.absolute().is_relative_to(folder):
-                raise InputError(f"{output} lies in {self.transformers_js}, which is replaced; export to another place")
+                raise InputError(
+                    f"{output} lies in {self.transformers_js}, which is replaced; export to another place"
+                )
             if _is_same(Path(model.source), folder):
-                raise InputError(f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder")
+                raise InputError(
+                    f"--transformers-js {self.transformers_js}: would replace SOURCE; name another folder"
+                )
             check_transformers_js(folder, self._dtypes)
 
     def check_files(self, names: Iterable[str]) -> None:
@@ -177,7 +226,9 @@ class DeployOptions:
             problem = "embed_tokens puts images in their places for GenAI, and does not for transformers.js"
             raise InputError(f"--genai and --transformers-js: {problem}; export twice")
         if self.transformers_js is not None and "decoder_with_past_model" in listed:
-            raise InputError("--transformers-js: it runs decoders of one file; leave --two-files away")
+            raise InputError(
+                "--transformers-js: it runs decoders of one file; leave --two-files away"
+            )
 
     def check_folder(self, model: ModelOptions) -> None:
         """Refuse a folder for transformers.js with files that would be lost, before the model is exported."""
@@ -186,18 +237,27 @@ class DeployOptions:
         from htp_export.capabilities.huggingface.companions import companion_names
         from htp_export.capabilities.huggingface.transformers_js import check_transformers_js
 
-        check_transformers_js(self.transformers_js, self._dtypes, companion_names(_companions(model)))
+        check_transformers_js(
+            self.transformers_js, self._dtypes, companion_names(_companions(model))
+        )
 
     def check_beside(self, file: Path, model: ModelOptions, call: SourceCall) -> None:
         """Refuse a file beside which files of others would be replaced, before it is exported."""
         if not self.makes_folder or self._is_in_source(file.parent, model):
             return
-        from htp_export.capabilities.huggingface.beside import OF_GENAI, OF_TRANSFORMERS, check_beside
+        from htp_export.capabilities.huggingface.beside import (
+            OF_GENAI,
+            OF_TRANSFORMERS,
+            check_beside,
+        )
         from htp_export.files.model_files import replaceable_data
 
         data = file.with_name(f"{file.name}.data")
         if self.export_json and not replaceable_data(file)(data):
-            raise FileError(data, f"is there, and has no data of {file.name}, which transformers would read from it")
+            raise FileError(
+                data,
+                f"is there, and has no data of {file.name}, which transformers would read from it",
+            )
         if self.export_json:
             check_beside(file, call.model, OF_TRANSFORMERS)
         if self.genai and self._is_run_by_genai(call):
@@ -218,10 +278,13 @@ class DeployOptions:
         """Whether the files are written into the folder of the model, whose own files stay."""
         return _is_same(Path(str(model.source)), folder)
 
-    def write_beside(self, model: ModelOptions, call: SourceCall, file: Path, made: Any, place: Path) -> list[str]:
+    def write_beside(
+        self, model: ModelOptions, call: SourceCall, file: Path, made: Any, place: Path
+    ) -> list[str]:
         """Write the files that lie beside the exported model, ``made`` by the exporter; their names.
 
-        All of them are then moved to the folder of ``place``. If that is the folder of SOURCE, its own files stay.
+        All of them are then moved to the folder of ``place``. If that is the folder of SOURCE, its
+        own files stay.
         """
         from htp_export.capabilities.huggingface.companions import is_companion
 
@@ -248,7 +311,8 @@ class DeployOptions:
     ) -> dict[str, int]:
         """Write the folder for transformers.js; its files with their sizes.
 
-        The files are by their name in the folder. The last call is one of the whole model, not of its encoder.
+        The files are by their name in the folder. The last call is one of the whole model, not of
+        its encoder.
         """
         if self.transformers_js is None:
             return {}
@@ -256,7 +320,9 @@ class DeployOptions:
         from htp_export.command.outputs import written_folder
 
         companions, called = _companions(model), calls[-1].model
-        folder = write_transformers_js(files, self.transformers_js, called, companions=companions, dtypes=self._dtypes)
+        folder = write_transformers_js(
+            files, self.transformers_js, called, companions=companions, dtypes=self._dtypes
+        )
         return written_folder(folder)
 
     @property

@@ -18,7 +18,9 @@ def extract_command(
     file: FileArgument,
     module: ModuleArgument,
     output: NewOutputOption,
-    call: Annotated[int, typer.Option(min=0, help="Which call of a module that ran several times.")] = 0,
+    call: Annotated[
+        int, typer.Option(min=0, help="Which call of a module that ran several times.")
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Write one module of a model as a model of its own."""

@@ -58,7 +58,9 @@ class Extraction(HoldsModel):
     def lines(self) -> tuple[str, ...]:
         """The inputs and outputs, a line each."""
         sides = (("in ", self.inputs), ("out", self.outputs))
-        return tuple(f"  {side}  {name}: {kind}" for side, ends in sides for name, kind in ends.items())
+        return tuple(
+            f"  {side}  {name}: {kind}" for side, ends in sides for name, kind in ends.items()
+        )
 
 
 @names_model_faults("model")
@@ -67,16 +69,18 @@ def extract(
 ) -> Extraction:
     """Extract one module as a valid model of its own.
 
-    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are needed; other
-    tensors that are computed outside become inputs under their names in the file. Sizes are read from its own inputs;
-    dynamic dimensions stay dynamic. It has the initializers that it needs, and keeps opset, functions, tags, and its
-    part of the module tree under the same paths. Inputs of the model with a default value, such as those of
-    `lora.insert`, stay such inputs.
+    Its inputs are the arguments of the module's ``forward``, under their names, as far as they are
+    needed; other tensors that are computed outside become inputs under their names in the file.
+    Sizes are read from its own inputs; dynamic dimensions stay dynamic. It has the initializers
+    that it needs, and keeps opset, functions, tags, and its part of the module tree under the same
+    paths. Inputs of the model with a default value, such as those of `lora.insert`, stay such
+    inputs.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         path: The module.
         output: The file to write. External weights go into a file beside it, ``<name>.data``.
         call: Number of the call of a module that ran several times, from 0.
@@ -86,7 +90,8 @@ def extract(
 
     Raises:
         UnknownModuleError: There is no such module; the message has the nearest names.
-        InputError: There is no such call, or the module cannot be extracted; the message names a module that can.
+        InputError: There is no such call, or the module cannot be extracted; the message names a
+            module that can.
         FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
@@ -103,7 +108,9 @@ def extract(
     part = Cutter(tagged).cut(path, call)
     extracted = cut_model(tagged, part)
     ends = (extracted.graph.inputs, extracted.graph.outputs)
-    inputs, outputs = ({str(value.name): type_and_shape(value) for value in values} for values in ends)
+    inputs, outputs = (
+        {str(value.name): type_and_shape(value) for value in values} for values in ends
+    )
     signature = tagged.signature(part.path, call)
     arguments = signature.inputs if signature is not None else ()
     outside = tuple(name for name in part.inputs if name not in arguments) if part.path else ()
@@ -139,9 +146,8 @@ class Splice(HoldsModel):
         """The result in one line."""
         where = f" -> {self.file}" if self.file else ""
         times = f" in {len(self.calls)} calls" if len(self.calls) > 1 else ""
-        return (
-            f"{self.path or '(root)'}: replaced{times}; {self.nodes_before} nodes before, {self.nodes_after} now{where}"
-        )
+        counts = f"{self.nodes_before} nodes before, {self.nodes_after} now"
+        return f"{self.path or '(root)'}: replaced{times}; {counts}{where}"
 
 
 @names_model_faults("model", "replacement")
@@ -156,16 +162,18 @@ def splice(
 ) -> Splice:
     """Replace a module by another model, such as a quantized or rewritten one.
 
-    The replacement needs the inputs of the module as ``extract`` names them, or as many in the same order under other
-    names; unused ones may be missing. It must return the module's outputs, in order. Inputs that the module returns
-    unchanged, and constants, are not replaced. Types must be equal, and dimensions if both are known. Names in the
-    replacement that are already used are changed. Inputs of the replacement with a default value are those of their
-    name in the model, or become inputs of it.
+    The replacement needs the inputs of the module as ``extract`` names them, or as many in the same
+    order under other names; unused ones may be missing. It must return the module's outputs, in
+    order. Inputs that the module returns unchanged, and constants, are not replaced. Types must be
+    equal, and dimensions if both are known. Names in the replacement that are already used are
+    changed. Inputs of the replacement with a default value are those of their name in the model, or
+    become inputs of it.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         path: The module.
         replacement: The replacement, or its file.
         output: The file to write.
@@ -177,8 +185,8 @@ def splice(
 
     Raises:
         UnknownModuleError: There is no such module.
-        InputError: The module cannot be separated, its result is shared with another module, or the replacement has
-            another signature; the message names the tensor.
+        InputError: The module cannot be separated, its result is shared with another module, or the
+            replacement has another signature; the message names the tensor.
         FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
@@ -192,7 +200,9 @@ def splice(
     check_target(output)
     source, copied = read_flat(model, others=False), load(replacement)
     if copied.model is source.model:
-        raise InputError("a model cannot be put into itself; give a replacement that was cut out of it")
+        raise InputError(
+            "a model cannot be put into itself; give a replacement that was cut out of it"
+        )
     changed, path = source.clone(), source[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
@@ -206,7 +216,9 @@ def splice(
     if output is not None:
         write_model(changed.model, output, share_weights=share_weights)
     after = sum(1 for _ in changed.model.graph.all_nodes())
-    return Splice(changed.model, path, calls, before, after, None if output is None else Path(output))
+    return Splice(
+        changed.model, path, calls, before, after, None if output is None else Path(output)
+    )
 
 
 def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) -> Graft:
@@ -224,7 +236,8 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
     remove_unused([value for node in made for value in node.outputs], made)
     for old in now:
         producer = old.producer()
-        if producer is not None and producer.graph is not None:  # other modules share what it was made for
+        # other modules share what it was made for
+        if producer is not None and producer.graph is not None:
             old.name = f"{old.name}.shared"
     for node in changed.nodes:
         if node.graph is not None and changed.owners_of(node):
@@ -234,9 +247,14 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
         graft = Graft(changed.model, copied, path, part.call, calls, weights)
         inputs = [now.get(old, old) for old in part.inputs.values()]
         results = graft.insert(
-            _matched(list(part.inputs), inputs, graft.inputs), [now.get(old) for old in part.outputs.values()]
+            _matched(list(part.inputs), inputs, graft.inputs),
+            [now.get(old) for old in part.outputs.values()],
         )
-        now.update((old, new) for old, new in zip(part.outputs.values(), results, strict=True) if old in now)
+        now.update(
+            (old, new)
+            for old, new in zip(part.outputs.values(), results, strict=True)
+            if old in now
+        )
     _remove_unread(changed.model.graph, optional)
     changed.model.graph.sort()
     return graft
@@ -254,12 +272,16 @@ def _outermost(tagged: TaggedModel, path: str) -> tuple[int, ...]:
     """The calls of a module that did not run inside another call of it."""
     numbers = range(max(tagged[path].calls, 1))
     chains = ((number, tagged.calls.chain(Instance(path, number))[1:]) for number in numbers)
-    return tuple(number for number, around in chains if all(caller.path != path for caller in around))
+    return tuple(
+        number for number, around in chains if all(caller.path != path for caller in around)
+    )
 
 
 def _is_own(tagged: TaggedModel, part: Cut, result: ir.Value) -> bool:
     """Whether the module made a result: not what it gives back as it came, nor what is the same in every run."""
-    return not (result in part.inputs.values() or result in tagged.index.constant or result.is_initializer())
+    return not (
+        result in part.inputs.values() or result in tagged.index.constant or result.is_initializer()
+    )
 
 
 def _loosen(graph: ir.Graph, old: ir.Value, part: Cut) -> ir.Value:
@@ -292,20 +314,29 @@ def _check_signature(part: Cut, replacement: ir.Model) -> None:
     taken = [value for value in replacement.graph.inputs if not value.is_initializer()]
     pairs = _matched(list(part.inputs), list(part.inputs.values()), taken)
     if not pairs and taken:
-        raise InputError(f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}")
+        raise InputError(
+            f"module {part.path!r} takes {_listed(part.inputs)}, and the replacement {_listed(taken)}"
+        )
     if len(replacement.graph.outputs) != len(part.outputs):
         raise InputError(
             f"module {part.path!r} gives {len(part.outputs)} tensors ({_listed(part.outputs)}), "
             f"and the replacement {len(replacement.graph.outputs)} ({_listed(replacement.graph.outputs)})"
         )
     outputs = zip(replacement.graph.outputs, part.outputs.values(), strict=True)
-    for what, new, old in (*(("input", *pair) for pair in pairs.items()), *(("output", *pair) for pair in outputs)):
+    for what, new, old in (
+        *(("input", *pair) for pair in pairs.items()),
+        *(("output", *pair) for pair in outputs),
+    ):
         problem = _difference(new, old)
         if problem:
-            raise InputError(f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}")
+            raise InputError(
+                f"module {part.path!r}: {what} {new.name!r} of the replacement has {problem}"
+            )
 
 
-def _matched(names: Sequence[str], values: Sequence[ir.Value], taken: Sequence[ir.Value]) -> dict[ir.Value, ir.Value]:
+def _matched(
+    names: Sequence[str], values: Sequence[ir.Value], taken: Sequence[ir.Value]
+) -> dict[ir.Value, ir.Value]:
     """The replacement's input → the tensor that it takes: by name, else in order; empty where neither is possible."""
     by_name = dict(zip(names, values, strict=True))
     if all(value.name in by_name for value in taken):

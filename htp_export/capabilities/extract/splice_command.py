@@ -7,7 +7,13 @@ from typing import Annotated
 
 import typer
 
-from htp_export.command.options import FileArgument, JsonOption, ModuleArgument, OutputOption, ShareOption
+from htp_export.command.options import (
+    FileArgument,
+    JsonOption,
+    ModuleArgument,
+    OutputOption,
+    ShareOption,
+)
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
@@ -21,7 +27,8 @@ def splice_command(
     replacement: Annotated[Path, "The ONNX file to put in its place."],
     output: OutputOption,
     call: Annotated[
-        int | None, typer.Option(min=0, help="Which call of a module that ran several times; all without it.")
+        int | None,
+        typer.Option(min=0, help="Which call of a module that ran several times; all without it."),
     ] = None,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,

@@ -1,6 +1,7 @@
 """Fingerprint: the family of architectures that a graph belongs to, why, and the blocks that it repeats.
 
-Only mechanisms count: what the graph does to its inputs. Names of models, modules and tensors say nothing.
+Only mechanisms count: what the graph does to its inputs. Names of models, modules and tensors say
+nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ _WEIGHED = frozenset((
     "MatMulInteger", "MatMulNBits", "MultiHeadAttention", "QLinearConv", "QLinearMatMul", "RNN"
 ))  # fmt: skip
 """Operators with weights or attention, of which every block has one."""
-_TELLING = ("MatMul", "Gemm", "Conv", "Softmax", "Attention", "LayerNormalization", "LSTM", "GRU", "BatchNormalization")
+_TELLING = (
+    "MatMul",
+    "Gemm",
+    "Conv",
+    "Softmax",
+    "Attention",
+    "LayerNormalization",
+    "LSTM",
+    "GRU",
+    "BatchNormalization",
+)
 """Operators that give a block its name where no class does."""
 
 
@@ -75,7 +86,12 @@ def _modules(facts: GraphFacts) -> Iterator[Block]:
     groups: defaultdict[str, list[Region]] = defaultdict(list)
     for path in tagged.paths:
         region = tagged[path]
-        if path and region.calls and len(region.nodes) >= _LEAST_NODES and _holds_weights(region.nodes):
+        if (
+            path
+            and region.calls
+            and len(region.nodes) >= _LEAST_NODES
+            and _holds_weights(region.nodes)
+        ):
             groups[hasher.region(path)].append(region)
     repeated = {key: regions for key, regions in groups.items() if _runs_of(regions) > 1}
     group_of = {region.path: key for key, regions in repeated.items() for region in regions}
@@ -85,15 +101,27 @@ def _modules(facts: GraphFacts) -> Iterator[Block]:
 
     for regions in repeated.values():
         inside = Counter(map(around, regions))
-        several = {key for key, count in inside.items() if key is not None and count > len(repeated[key])}
+        several = {
+            key for key, count in inside.items() if key is not None and count > len(repeated[key])
+        }
         kept = [
-            region for region in regions if around(region) is None or (region.children and around(region) in several)
+            region
+            for region in regions
+            if around(region) is None or (region.children and around(region) in several)
         ]
         if _runs_of(kept) > 1:
-            names = dict.fromkeys(region.info.simple_class or region.path.rpartition(".")[2] for region in kept)
+            names = dict.fromkeys(
+                region.info.simple_class or region.path.rpartition(".")[2] for region in kept
+            )
             size = len(kept[0].nodes) // max(kept[0].calls, 1)
             paths = tuple(region.path for region in kept)
-            yield Block(_runs_of(kept), " / ".join(names), paths, size, _starts(region.nodes for region in kept))
+            yield Block(
+                _runs_of(kept),
+                " / ".join(names),
+                paths,
+                size,
+                _starts(region.nodes for region in kept),
+            )
 
 
 def _runs_of(regions: Iterable[Region]) -> int:
@@ -117,7 +145,11 @@ def _pieces(facts: GraphFacts) -> Iterator[Block]:
         for start, period, count in _repetitions(keys, [len(piece) for piece in pieces]):
             ranges = [pieces[start + k * period : start + (k + 1) * period] for k in range(count)]
             parts = [[node for piece in part for node in piece] for part in ranges]
-            if len(parts[0]) >= _LEAST_IN_PIECES and _holds_weights(parts[0]) and taken.isdisjoint(parts[0]):
+            if (
+                len(parts[0]) >= _LEAST_IN_PIECES
+                and _holds_weights(parts[0])
+                and taken.isdisjoint(parts[0])
+            ):
                 taken.update(node for part in parts for node in part)
                 counts = Counter(node.op_type for node in parts[0])
                 named = [(op, counts[op]) for op in _TELLING if counts[op]] or counts.most_common(3)
@@ -130,12 +162,17 @@ def _chain(facts: GraphFacts, start: ir.Value) -> list[list[ir.Node]]:
     nodes = _between(facts, start)
     place = {node: k for k, node in enumerate(nodes)}
     pieces: list[list[ir.Node]] = []
-    first, furthest = 0, max((place[use.node] for use in start.uses() if use.node in place), default=0)
+    first, furthest = (
+        0,
+        max((place[use.node] for use in start.uses() if use.node in place), default=0),
+    )
     for k, node in enumerate(nodes):
         if furthest <= k:  # no edge from before leads past this node
             pieces.append(nodes[first : k + 1])
             first = k + 1
-        furthest = max(furthest, *(place[reader] for reader in node.successors() if reader in place), k)
+        furthest = max(
+            furthest, *(place[reader] for reader in node.successors() if reader in place), k
+        )
     return [piece for piece in (*pieces, nodes[first:]) if piece]
 
 
@@ -147,14 +184,20 @@ def _between(facts: GraphFacts, start: ir.Value) -> list[ir.Node]:
     useful: dict[ir.Node, None] = {}
     for node in reversed(graph):
         leaves = any(value.is_graph_output() for value in node.outputs)
-        if any(value in reached for value in node.outputs) and (leaves or any(n in useful for n in node.successors())):
+        if any(value in reached for value in node.outputs) and (
+            leaves or any(n in useful for n in node.successors())
+        ):
             useful[node] = None
     return list(reversed(useful))
 
 
 def _repetitions(keys: Sequence[str], weights: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Repetitions in a sequence: start, period and count; the largest first, without overlaps."""
-    numbers = np.unique(np.array(keys, dtype=object).astype(str), return_inverse=True)[1] if keys else np.zeros(0, int)
+    numbers = (
+        np.unique(np.array(keys, dtype=object).astype(str), return_inverse=True)[1]
+        if keys
+        else np.zeros(0, int)
+    )
     pending = [(0, len(numbers))]
     while pending:
         low, high = pending.pop()
@@ -219,13 +262,28 @@ def _hears(seen: GraphFeatures) -> bool:
 _RULES: Mapping[str, tuple[str, Callable[[GraphFeatures], bool]]] = {
     "diffusion-like": ("time", lambda seen: bool(seen.time_steps)),
     "mixture": ("routing", lambda seen: bool(seen.routers)),
-    "multimodal": ("inputs", lambda seen: seen.takes("tokens") and seen.takes("image", "sound") and not seen.decodes),
+    "multimodal": (
+        "inputs",
+        lambda seen: seen.takes("tokens") and seen.takes("image", "sound") and not seen.decodes,
+    ),
     "speech": ("inputs", _hears),
-    "recurrent": ("recurrence", lambda seen: seen.recurrent.total() + len(seen.loops) > seen.attentions.total()),
-    "vision transformer": ("inputs", lambda seen: seen.takes("image") and bool(seen.attentions) and not seen.decodes),
+    "recurrent": (
+        "recurrence",
+        lambda seen: seen.recurrent.total() + len(seen.loops) > seen.attentions.total(),
+    ),
+    "vision transformer": (
+        "inputs",
+        lambda seen: seen.takes("image") and bool(seen.attentions) and not seen.decodes,
+    ),
     "encoder-decoder": ("attention", lambda seen: seen.decodes),
-    "CNN": ("convolution", lambda seen: seen.convolutions[2] + seen.convolutions[3] > 0 and not seen.attentions),
-    "decoder": ("attention", lambda seen: seen.attentions["causal"] > seen.attentions["bidirectional"]),
+    "CNN": (
+        "convolution",
+        lambda seen: seen.convolutions[2] + seen.convolutions[3] > 0 and not seen.attentions,
+    ),
+    "decoder": (
+        "attention",
+        lambda seen: seen.attentions["causal"] > seen.attentions["bidirectional"],
+    ),
     "encoder": ("attention", lambda seen: bool(seen.attentions) or seen.takes("tokens")),
     "unknown": ("attention", lambda seen: True),
 }
@@ -239,14 +297,14 @@ FAMILIES = tuple(_RULES)
 def fingerprint(model: ModelSource) -> Fingerprint:
     """Classify the architecture of a model, and find the blocks that it repeats.
 
-    The first of `FAMILIES` whose evidence is there counts, so that a speech model with an encoder and a decoder is
-    ``speech``. ``docs/fingerprint.md`` has what tells each, and the accuracy.
+    The first of `FAMILIES` whose evidence is there counts, so that a speech model with an encoder
+    and a decoder is ``speech``. ``docs/fingerprint.md`` has what tells each, and the accuracy.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Tags are not needed;
-            with them, repeated blocks are modules.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Tags are not needed; with them, repeated blocks are modules.
 
     Returns:
         The family, the evidence for it, and the blocks.
@@ -268,16 +326,23 @@ def fingerprint(model: ModelSource) -> Fingerprint:
     family, (first, _) = next((name, rule) for name, rule in _RULES.items() if rule[1](seen))
     sentences = _evidence(seen)
     evidence = (*sentences.pop(first), *itertools.chain.from_iterable(sentences.values()))
-    return Fingerprint(family, evidence, repeated_blocks(GraphFacts(tagged)), len(tagged.nodes), tagged.tag_facts)
+    return Fingerprint(
+        family, evidence, repeated_blocks(GraphFacts(tagged)), len(tagged.nodes), tagged.tag_facts
+    )
 
 
 def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
     attentions = ", ".join(f"{count} {kind}" for kind, count in seen.attentions.most_common())
-    wide = (f"{count} in {many(dims, 'dimension')}" for dims, count in sorted(seen.convolutions.items()))
-    unrolled = f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"
+    wide = (
+        f"{count} in {many(dims, 'dimension')}" for dims, count in sorted(seen.convolutions.items())
+    )
+    unrolled = (
+        f"loops over {max(seen.loops, default=0)} steps, unrolled, over {len(seen.loops)} tensors"
+    )
     return {
         "time": [
-            f"input {name} is a time step: its sines and cosines enter a linear layer" for name in seen.time_steps
+            f"input {name} is a time step: its sines and cosines enter a linear layer"
+            for name in seen.time_steps
         ],
         "routing": [
             f"{len(seen.routers)} routers: each position chooses {chosen or 'some'} of {experts} experts"
@@ -289,14 +354,19 @@ def _evidence(seen: GraphFeatures) -> dict[str, list[str]]:
         ],
         "attention": [f"{seen.attentions.total()} attentions: {attentions}"] if attentions else [],
         "inputs": [_about(seen.facts, given) for given in seen.inputs if given.kind != "control"],
-        "convolution": [f"{seen.convolutions.total()} convolutions wider than a point: {', '.join(wide)}"]
+        "convolution": [
+            f"{seen.convolutions.total()} convolutions wider than a point: {', '.join(wide)}"
+        ]
         if seen.convolutions
         else [],
     }
 
 
 def _about(facts: GraphFacts, given: ModelInput) -> str:
-    sizes = ", ".join(str(size if isinstance(size, int) else size.value or "?") for size in given.value.shape or ())
+    sizes = ", ".join(
+        str(size if isinstance(size, int) else size.value or "?")
+        for size in given.value.shape or ()
+    )
     sentence = f"input {given.value.name or 'unnamed'} [{sizes}] is"
     if given.kind == "tokens":
         return f"{sentence} tokens: it is looked up in a table of vectors"
@@ -308,5 +378,9 @@ def _about(facts: GraphFacts, given: ModelInput) -> str:
     strides = [*(first.attributes.get_ints("strides") or (1,) * len(kernel))]
     wide, stride = ("x".join(map(str, sizes)) for sizes in (kernel, strides))
     patches = kernel == strides and min(kernel) > 1
-    how = f"is cut in patches of {wide}" if patches else f"enters a convolution of {wide}, stride {stride}"
+    how = (
+        f"is cut in patches of {wide}"
+        if patches
+        else f"enters a convolution of {wide}, stride {stride}"
+    )
     return f"{sentence} {'an image' if given.kind == 'image' else 'a signal or spectrum over time'}: it {how}"

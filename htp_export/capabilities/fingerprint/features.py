@@ -38,7 +38,8 @@ MIXING = frozenset((
 """The results of these are computed features, and no longer the input in another form, or a mask."""
 _MOST_NODES = 400  # that compute a mask; beyond that, the value is a feature of the model
 _MOST_ELEMENTS = 1 << 22  # of a mask that is computed
-_FAR_BELOW = 1e3  # a score that is lower than another one by this much has no weight after a softmax
+# a score that is lower than another one by this much has no weight after a softmax
+_FAR_BELOW = 1e3
 _NEAREST = 80
 """Values that a search looks at from an input on: more than the casts, scalings and reshapes before an embedding, a
 convolution or a sine, and few enough for inputs such as masks that every layer reads."""
@@ -56,7 +57,20 @@ _AROUND_WAVES = frozenset((
     "Squeeze", "Unsqueeze"
 ))  # fmt: skip
 """Between a time step, its sines and cosines, and the layer that these enter."""
-_GATES = ("Softmax", "Sigmoid", "Cast", "Add", "Sub", "Mul", "Div", "Identity", "Softplus", "Sqrt", "Reshape", "Where")
+_GATES = (
+    "Softmax",
+    "Sigmoid",
+    "Cast",
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Identity",
+    "Softplus",
+    "Sqrt",
+    "Reshape",
+    "Where",
+)
 _PICKS = frozenset((
     "Gather", "GatherElements", "GatherND", "Equal", "NonZero", "OneHot", "ScatterElements", "ScatterND"
 ))  # fmt: skip
@@ -68,9 +82,9 @@ class ModelInput:
 
     Attributes:
         value: The input.
-        kind: ``"tokens"``, indices into a table of vectors; ``"image"``, with two or three spatial dimensions;
-            ``"sound"``, a signal or a spectrum over time that enters a convolution; ``"features"``, other numbers; or
-            ``"control"``: masks, positions, scalars.
+        kind: ``"tokens"``, indices into a table of vectors; ``"image"``, with two or three spatial
+            dimensions; ``"sound"``, a signal or a spectrum over time that enters a convolution;
+            ``"features"``, other numbers; or ``"control"``: masks, positions, scalars.
         convolution: The first convolution that it enters, with only reshapes and scalings before.
     """
 
@@ -92,17 +106,25 @@ class GraphFeatures:
         """``"causal"``, ``"bidirectional"``, ``"cross"``, ``"learned queries"`` → number of attentions."""
         from htp_export.capabilities.forensics.patterns import attention_steps
 
-        is_causal = functools.cache(functools.partial(_is_causal, self.facts, self._inferred))  # layers share masks
+        # layers share masks
+        is_causal = functools.cache(functools.partial(_is_causal, self.facts, self._inferred))
         found: list[tuple[bool, ir.Value | None, ir.Value | None]] = []
         for steps in attention_steps(self.facts):
             queries, keys = steps.scores.inputs[:2]
             found.append((any(map(is_causal, steps.masks)), queries, keys))
         for node in self.facts.nodes:
             if node.op_type in _FUSED:
-                written = any(node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional"))
+                written = any(
+                    node.attributes.get_int(name, 0) for name in ("is_causal", "unidirectional")
+                )
                 mask = _mask(node)
-                causal = written or node.op_type == "GroupQueryAttention" or (mask is not None and is_causal(mask))
-                packed = node.op_type == "Attention" and not is_standard(node)  # its second input is a weight
+                causal = (
+                    written
+                    or node.op_type == "GroupQueryAttention"
+                    or (mask is not None and is_causal(mask))
+                )
+                # its second input is a weight
+                packed = node.op_type == "Attention" and not is_standard(node)
                 keys = node.inputs[1] if len(node.inputs) > 1 and not packed else None
                 found.append((causal, node.inputs[0], keys or node.inputs[0]))
         data = [given.value for given in self.inputs if given.kind != "control"]
@@ -117,23 +139,37 @@ class GraphFeatures:
     def convolutions(self) -> Counter[int]:
         """Dimensions of space or time → number of convolutions; those with one point as kernel are linear layers."""
         found = self.facts.nodes_of("Conv", "ConvInteger", "QLinearConv", "ConvTranspose")
-        kernels = (self.facts.shape(node.inputs[3 if node.op_type == "QLinearConv" else 1]) or () for node in found)
-        return Counter(len(kernel) - 2 for kernel in kernels if any(size != 1 for size in kernel[2:]))
+        kernels = (
+            self.facts.shape(node.inputs[3 if node.op_type == "QLinearConv" else 1]) or ()
+            for node in found
+        )
+        return Counter(
+            len(kernel) - 2 for kernel in kernels if any(size != 1 for size in kernel[2:])
+        )
 
     @cached_property
     def time_steps(self) -> list[str]:
         """The inputs of one number for each example whose sines and cosines enter a linear layer.
 
-        Rotary positions do not count: their sines and cosines multiply queries and keys, and enter no layer.
+        Rotary positions do not count: their sines and cosines multiply queries and keys, and enter
+        no layer.
         """
         shapes = {given.value: self.facts.shape(given.value) for given in self.inputs}
-        single = [value for value, shape in shapes.items() if shape is not None and shape[1:] in ((), (1,))]
+        single = [
+            value
+            for value, shape in shapes.items()
+            if shape is not None and shape[1:] in ((), (1,))
+        ]
         return [value.name or "unnamed" for value in single if _enters_as_waves(self.facts, value)]
 
     @cached_property
     def routers(self) -> list[tuple[int, int]]:
         """For each node that selects experts for each position, how many it chooses (0: not constant), of how many."""
-        return [router for node in self.facts.nodes_of("TopK", "ArgMax") if (router := _router(self.facts, node))]
+        return [
+            router
+            for node in self.facts.nodes_of("TopK", "ArgMax")
+            if (router := _router(self.facts, node))
+        ]
 
     @cached_property
     def recurrent(self) -> Counter[str]:
@@ -143,19 +179,26 @@ class GraphFeatures:
             node: {inner.op_type for body in bodies.get(node, ()) for inner in body.all_nodes()}
             for node in self.facts.nodes_of("Scan", "Loop")
         }
-        loops = [node for node, operators in inside.items() if operators & {"MatMul", "Gemm", "Mul"}]
-        return Counter(node.op_type for node in (*self.facts.nodes_of("LSTM", "GRU", "RNN"), *loops))
+        loops = [
+            node for node, operators in inside.items() if operators & {"MatMul", "Gemm", "Mul"}
+        ]
+        return Counter(
+            node.op_type for node in (*self.facts.nodes_of("LSTM", "GRU", "RNN"), *loops)
+        )
 
     @cached_property
     def loops(self) -> list[int]:
         """For each tensor that an unrolled loop takes apart, how many steps it has.
 
-        Such a loop takes a tensor apart along one dimension, a step at a time, and each step reads what the one before
-        has computed: there are results of the first piece alone, of the first two, and so on.
+        Such a loop takes a tensor apart along one dimension, a step at a time, and each step reads
+        what the one before has computed: there are results of the first piece alone, of the first
+        two, and so on.
         """
         found = []
         for places in _pieces(self.facts).values():
-            starts: dict[ir.Value | None, int] = {places[place]: 1 << step for step, place in enumerate(sorted(places))}
+            starts: dict[ir.Value | None, int] = {
+                places[place]: 1 << step for step, place in enumerate(sorted(places))
+            }
             if len(starts) >= _SHORTEST_LOOP:
                 results = Counter(dependence(reads_and_results(self.facts.nodes), starts).values())
                 if all(results[(2 << step) - 1] >= _STEP_NODES for step in range(1, len(starts))):
@@ -178,7 +221,12 @@ def _inferred_with_sizes(tagged: TaggedModel) -> Symbolic:
     shapes = [given.shape for given in inputs if given.shape is not None]
     if all(isinstance(size, int) for shape in shapes for size in shape):
         return tagged.inferred
-    named = {dim: _OPEN_SIZES[place > 0] for shape in shapes for place, dim in enumerate(shape) if isinstance(dim, str)}
+    named = {
+        dim: _OPEN_SIZES[place > 0]
+        for shape in shapes
+        for place, dim in enumerate(shape)
+        if isinstance(dim, str)
+    }
     bound = inputs.bind(dims={dim: size for dim, size in named.items() if dim.isidentifier()})
     sizes = {
         name: [_OPEN_SIZES[place > 0] if size is None else size for place, size in enumerate(shape)]
@@ -206,7 +254,9 @@ def _uses(
 
 
 def _nodes_behind(starts: Iterable[ir.Value]) -> list[ir.Node]:
-    return list(dict.fromkeys(node for node, _ in _uses(starts, lambda node: node.op_type in _AROUND_WAVES)))
+    return list(
+        dict.fromkeys(node for node, _ in _uses(starts, lambda node: node.op_type in _AROUND_WAVES))
+    )
 
 
 def model_inputs(facts: GraphFacts) -> list[ModelInput]:
@@ -221,7 +271,9 @@ def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
     convolution: ir.Node | None = None
 
     def onward(node: ir.Node) -> bool:
-        counts = not floating and node.op_type == "Mul" and not any(map(facts.is_constant, node.inputs))
+        counts = (
+            not floating and node.op_type == "Mul" and not any(map(facts.is_constant, node.inputs))
+        )
         return not counts and node.op_type not in _ANOTHER
 
     for node, place in _uses([value], onward):
@@ -240,7 +292,11 @@ def _model_input(facts: GraphFacts, value: ir.Value) -> ModelInput:
 def _enters_as_waves(facts: GraphFacts, value: ir.Value) -> bool:
     waves = [node for node in _nodes_behind([value]) if node.op_type in ("Sin", "Cos")]
     readers = _nodes_behind(node.outputs[0] for node in waves)
-    layers = (node for node in readers if node.op_type in ("MatMul", "Gemm") and facts.is_constant(node.inputs[1]))
+    layers = (
+        node
+        for node in readers
+        if node.op_type in ("MatMul", "Gemm") and facts.is_constant(node.inputs[1])
+    )
     return len({node.op_type for node in waves}) == 2 and any(layers)
 
 
@@ -249,9 +305,14 @@ def _router(facts: GraphFacts, node: ir.Node) -> tuple[int, int] | None:
     scores = node.inputs[0]
     experts = _scored(facts, scores)
     behind = _uses(node.outputs[-1:], lambda _: True, _NEAREST_PICK)
-    if scores is None or experts is None or not any(reader.op_type in _PICKS for reader, _ in behind):
+    if (
+        scores is None
+        or experts is None
+        or not any(reader.op_type in _PICKS for reader, _ in behind)
+    ):
         return None
-    if node.op_type == "ArgMax":  # by the largest share alone, classes are told: it has to be used, too
+    # by the largest share alone, classes are told: it has to be used, too
+    if node.op_type == "ArgMax":
         return (1, experts) if len(scores.uses()) > 1 else None
     chosen, axis = facts.scalar(node.inputs[1]) or 0, node.attributes.get_int("axis", -1)
     last = axis in (-1, (facts.rank(scores) or 0) - 1)
@@ -263,23 +324,40 @@ def _scored(facts: GraphFacts, value: ir.Value | None) -> int | None:
     for _ in range(_GATE_NODES + 1):
         node = producer_of(value)
         if node is not None and node.op_type in ("MatMul", "Gemm"):
-            width = (facts.shape(node.outputs[0]) or (None,))[-1] if facts.is_constant(node.inputs[1]) else None
+            width = (
+                (facts.shape(node.outputs[0]) or (None,))[-1]
+                if facts.is_constant(node.inputs[1])
+                else None
+            )
             return width if isinstance(width, int) and 2 <= width <= _MOST_EXPERTS else None
         if node is None or node.op_type not in _GATES:
             return None
-        operands = node.inputs[1:] if node.op_type == "Where" else node.inputs  # its condition masks groups of experts
-        value = next((operand for operand in operands if operand is not None and not facts.is_constant(operand)), None)
+        # its condition masks groups of experts
+        operands = node.inputs[1:] if node.op_type == "Where" else node.inputs
+        value = next(
+            (
+                operand
+                for operand in operands
+                if operand is not None and not facts.is_constant(operand)
+            ),
+            None,
+        )
     return None
 
 
 def _pieces(facts: GraphFacts) -> dict[tuple[ir.Value | None, int | None], dict[float, ir.Value]]:
     """Tensor and dimension → place → the piece of size one at it."""
-    pieces: defaultdict[tuple[ir.Value | None, int | None], dict[float, ir.Value]] = defaultdict(dict)
+    pieces: defaultdict[tuple[ir.Value | None, int | None], dict[float, ir.Value]] = defaultdict(
+        dict
+    )
     for node in facts.nodes_of("Gather", "Split"):
         taken = pieces[node.inputs[0], node.attributes.get_int("axis", 0)]
         if node.op_type == "Split":
             taken.update(enumerate(node.outputs))
-        elif not facts.is_constant(node.inputs[0]) and (place := facts.scalar(node.inputs[1])) is not None:
+        elif (
+            not facts.is_constant(node.inputs[0])
+            and (place := facts.scalar(node.inputs[1])) is not None
+        ):
             taken.setdefault(place, node.outputs[0])
     return pieces
 
@@ -302,8 +380,8 @@ def _mask(node: ir.Node) -> MaskUse | None:
 def _is_causal(facts: GraphFacts, inferred: Symbolic, mask: MaskUse) -> bool:
     """Whether what lies above the diagonal is masked, and the diagonal not; False where that cannot be computed.
 
-    Rows and columns are the last two dimensions, except for those of size one after them: scores may have several
-    channels for each pair of positions.
+    Rows and columns are the last two dimensions, except for those of size one after them: scores
+    may have several channels for each pair of positions.
     """
     array = _elements(facts, inferred, mask.value)
     while array is not None and array.ndim > 2 and array.shape[-1] == 1:
@@ -337,7 +415,12 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
         known = _known(facts, inferred, current)
         if known is not None:
             feeds[current] = known
-        elif node is None or not _is_plain(node) or node in facts.tagged.index.bodies or len(nodes) >= _MOST_NODES:
+        elif (
+            node is None
+            or not _is_plain(node)
+            or node in facts.tagged.index.bodies
+            or len(nodes) >= _MOST_NODES
+        ):
             return None
         else:
             nodes.add(node)
@@ -346,20 +429,30 @@ def _elements(facts: GraphFacts, inferred: Symbolic, value: ir.Value) -> Array |
         return feeds.get(value)
     opsets = dict(facts.tagged.model.graph.opset_imports)
     ordered = [node for node in facts.nodes if node in nodes]
-    graph = ir.GraphView(list(feeds), [value], nodes=ordered, opset_imports=opsets, name="mask").clone()
+    graph = ir.GraphView(
+        list(feeds), [value], nodes=ordered, opset_imports=opsets, name="mask"
+    ).clone()
     if not _is_small(graph, list(feeds.values())):
         return None
     try:
         with np.errstate(all="ignore"):
             evaluator = ReferenceEvaluator(ir.to_proto(ir.Model(graph, ir_version=10)))
-            return np.asarray(next(iter(evaluator.run(None, {str(of.name): array for of, array in feeds.items()}))))
+            return np.asarray(
+                next(
+                    iter(evaluator.run(None, {str(of.name): array for of, array in feeds.items()}))
+                )
+            )
     except Exception:  # it raises whatever numpy does on what does not fit
         return None
 
 
 def _is_plain(node: ir.Node) -> bool:
     """Whether a node may compute a mask, in a time that its inputs and results bound."""
-    return node.domain == "" and node.op_type in {"Constant", *EVALUATED} and node.op_type not in MIXING
+    return (
+        node.domain == ""
+        and node.op_type in {"Constant", *EVALUATED}
+        and node.op_type not in MIXING
+    )
 
 
 def _is_small(graph: ir.Graph, feeds: Sequence[Array]) -> bool:

@@ -42,7 +42,9 @@ def render_forensics(result: Forensics, *, depth: int | None = None) -> Renderab
     if not result.findings:
         return Group(Text(result.summary), *map(Text, result.notes), *tag_note(result.tags))
     parts: list[RenderableType] = [flat_table(KIND_COLUMNS, result.by_kind, gap=2)]
-    modules = [path for path in result.modules if path and (depth is None or path.count(".") < depth)]
+    modules = [
+        path for path in result.modules if path and (depth is None or path.count(".") < depth)
+    ]
     if modules:
         parts += [Text(), _by_module(result, modules)]
     return Group(*parts, Text(), *map(Text, result.notes), *tag_note(result.tags))
@@ -51,7 +53,9 @@ def render_forensics(result: Forensics, *, depth: int | None = None) -> Renderab
 def render_findings(result: Forensics) -> RenderableType:
     """A table with a line for each finding; those of alike modules are one, with the nodes of the first."""
     alike = gathered(result.findings, attrgetter("module"), attrgetter("kind", "fixed_by", "why"))
-    table = flat_table(_FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2)
+    table = flat_table(
+        _FINDING, [replace(findings[0], module=name) for name, findings in alike], gap=2
+    )
     return Group(table, Text(), *tag_note(result.tags))
 
 
@@ -66,10 +70,14 @@ def _by_module(result: Forensics, modules: list[str]) -> Table:
         return ", ".join(f"{count} {kind}" for kind, count in kinds)
 
     shown = set(modules)
-    finer = [p for p in modules if above(p) not in shown or result.modules[above(p)] != result.modules[p]]
+    finer = [
+        p for p in modules if above(p) not in shown or result.modules[above(p)] != result.modules[p]
+    ]
     columns: list[Column[tuple[str, str]]] = [
         Column("found", "found", lambda line: sum(result.modules[line[1]].values())),
         Column("module", "module", lambda line: line[0], right=False),
         Column("kinds", "of which", lambda line: kinds_text(line[1]), style="dim", right=False),
     ]
-    return flat_table(columns, [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)], gap=2)
+    return flat_table(
+        columns, [(name, paths[0]) for name, paths in gathered(finer, str, kinds_text)], gap=2
+    )

@@ -38,7 +38,9 @@ KINDS: Mapping[str, Kind] = {
     "rms_norm": Kind("RMSNorm in single steps", "fuse_for_onnxruntime"),
     "gelu_erf": Kind("GELU in single steps", "fuse_for_onnxruntime"),
     "gelu_tanh": Kind("GELU by tanh in single steps", "fuse_for_onnxruntime"),
-    "softmax": Kind("softmax in single steps", None, f"Softmax {_ORDER}; write it as one operator in the model"),
+    "softmax": Kind(
+        "softmax in single steps", None, f"Softmax {_ORDER}; write it as one operator in the model"
+    ),
     "conv_batchnorm": Kind("Conv + BatchNormalization", "fuse_conv_batchnorm"),
     "conv_relu": Kind("Conv + Relu", "fuse_conv_relu"),
     "identity": Kind("Identity", "eliminate_identity_ops"),
@@ -75,14 +77,15 @@ class Finding:
 
     Attributes:
         kind: A key of `KINDS`, or the name of the pass.
-        module: The deepest module that contains all its nodes; ``""`` is the root, and the module of all findings in
-            untagged models.
+        module: The deepest module that contains all its nodes; ``""`` is the root, and the module
+            of all findings in untagged models.
         nodes: Names of its nodes; for a node without a name, the name of its first output.
         fixed_by: The pass of `htp_export.optimize` that changes it; None if there is none.
         why: Why no pass changes it.
         detail: Details of this finding.
         tensors: The constants of the finding.
-        level: The level of `htp_export.optimize` from which on the pass may run; None if there is none.
+        level: The level of `htp_export.optimize` from which on the pass may run; None if there is
+            none.
     """
 
     kind: str
@@ -103,7 +106,8 @@ class Forensics(Result):
         findings: All findings, by kind in the order of `KINDS`, then in graph order.
         nodes: Number of nodes of the model.
         tags: The tags of the model: source, reasons, untagged nodes.
-        failed: Passes that could not run on this model → the reason; what they would change is unknown.
+        failed: Passes that could not run on this model → the reason; what they would change is
+            unknown.
     """
 
     derived = ("kinds", "modules")
@@ -149,7 +153,9 @@ class Forensics(Result):
     @property
     def notes(self) -> tuple[str, ...]:
         """Lines below the table: passes that could not run."""
-        return tuple(f"{name} could not run, and is left out: {why}" for name, why in self.failed.items())
+        return tuple(
+            f"{name} could not run, and is left out: {why}" for name, why in self.failed.items()
+        )
 
     def table(self) -> Table | None:
         """The findings by kind."""

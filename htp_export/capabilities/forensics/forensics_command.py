@@ -6,7 +6,14 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from htp_export.command.options import JSON_HAS_ALL, DepthOption, FileArgument, Idle, JsonOption, SelectOption
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    DepthOption,
+    FileArgument,
+    Idle,
+    JsonOption,
+    SelectOption,
+)
 from htp_export.command.outputs import report
 from htp_export.command.terminal import Steps
 
@@ -40,4 +47,8 @@ def forensics_command(
 
     with Steps(quiet=as_json).step(f"looking into {file}"):
         result = forensics(file, select=select or None, level=cast("Level", level))
-    report(result, as_json, lambda: render_findings(result) if every else render_forensics(result, depth=depth))
+    report(
+        result,
+        as_json,
+        lambda: render_findings(result) if every else render_forensics(result, depth=depth),
+    )

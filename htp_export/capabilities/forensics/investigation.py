@@ -32,20 +32,23 @@ _FIRST = ("eliminate_unused_initializers", "eliminate_dead_nodes")
 
 
 @names_model_faults("model")
-def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused") -> Forensics:
+def forensics(
+    model: ModelSource, *, select: str | Sequence[str] | None = None, level: Level = "fused"
+) -> Forensics:
     """List what can be simplified in a model, by module, and the pass that does it.
 
-    For each finding: its nodes, its module, the pass of `htp_export.optimize` that changes it, or the reason why none
-    does. The passes run on a copy that shares the weights: those of level ``exact`` one after another, then each
-    further pass on their result.
+    For each finding: its nodes, its module, the pass of `htp_export.optimize` that changes it, or
+    the reason why none does. The passes run on a copy that shares the weights: those of level
+    ``exact`` one after another, then each further pass on their result.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Without tags,
-            findings belong to the root.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Without tags, findings belong to the root.
         select: Only findings in these modules; see ``TaggedModel.select``.
-        level: The level of the passes, as in `htp_export.optimize`; ``"exact"`` takes the least time.
+        level: The level of the passes, as in `htp_export.optimize`; ``"exact"`` takes the least
+            time.
 
     Returns:
         The findings; `htp_export.capabilities.forensics.finding.KINDS` lists their kinds.
@@ -69,7 +72,11 @@ def forensics(model: ModelSource, *, select: str | Sequence[str] | None = None, 
     investigation.run(level)
     found = investigation.findings
     if chosen is not None:
-        found = [finding for finding in found if any(tags.is_under(finding.module, path) for path in chosen)]
+        found = [
+            finding
+            for finding in found
+            if any(tags.is_under(finding.module, path) for path in chosen)
+        ]
     return Forensics(tuple(found), len(tagged.nodes), tagged.tag_facts, investigation.failed)
 
 
@@ -93,7 +100,9 @@ class _Copy:
 
     def origins_of(self, nodes: Iterable[ir.Node]) -> tuple[ir.Node, ...]:
         """The original nodes that some nodes replace."""
-        return tuple(dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ())))
+        return tuple(
+            dict.fromkeys(origin for node in nodes for origin in self.origins.get(node, ()))
+        )
 
 
 class _Investigation:
@@ -125,13 +134,26 @@ class _Investigation:
         passes, levels = self._passes, self._passes.LEVELS
         chosen = passes.choose("default", level)
         exact = [
-            passes.find(name) for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))
+            passes.find(name)
+            for name in dict.fromkeys((*_FIRST, *(e.name for e in chosen if e.level == "exact")))
         ]
         start = _Copy(self._tagged, {node: (node,) for node in self._places}, self._places.keys())
         simple = self._run(exact, "exact", start)
-        ends = [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)] if level != "exact" else []
-        apart = [e for e in passes.available().values() if e.level == "fused" or e.name not in passes.DEFAULT]
-        allowed = [e for e in apart if levels.index(e.level) <= levels.index(level) and e.applies(simple.tagged.model)]
+        ends = (
+            [self._run([e for e in chosen if e.level != "fused"], "tolerant", simple)]
+            if level != "exact"
+            else []
+        )
+        apart = [
+            e
+            for e in passes.available().values()
+            if e.level == "fused" or e.name not in passes.DEFAULT
+        ]
+        allowed = [
+            e
+            for e in apart
+            if levels.index(e.level) <= levels.index(level) and e.applies(simple.tagged.model)
+        ]
         ends += [self._run([e], e.level, simple) for e in allowed]
         for copy in (simple, *ends):
             self._left(copy, passes.declined(copy.tagged.nodes), level)
@@ -147,18 +169,23 @@ class _Investigation:
             copy = given.again()
             known, unread, found = set(self._known), self._unread, len(self._found)
             watch = functools.partial(self._watch, copy, level)
-            pipeline = Pipeline([info for info in passes if info.name not in self.failed], watch=watch)
+            pipeline = Pipeline(
+                [info for info in passes if info.name not in self.failed], watch=watch
+            )
             try:
                 copy.tagged = pipeline.run(copy.tagged)
                 return copy
-            except HtpExportError as error:  # a pass of another package, or weights that cannot be read
+            except HtpExportError as error:
+                # a pass of another package, or weights that cannot be read
                 if not pipeline.running or pipeline.running in self.failed:
                     raise
                 del self._found[found:]
                 self._known, self._unread = known, unread
                 self.failed[pipeline.running] = str(error).splitlines()[0]
 
-    def _watch(self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model) -> None:
+    def _watch(
+        self, copy: _Copy, level: Level, info: PassInfo, difference: PassDifference, model: ir.Model
+    ) -> None:
         """Add the findings of one run of a pass."""
         level = max(level, info.level, key=self._passes.LEVELS.index)
         add = functools.partial(self._add, fixed_by=info.name, level=level)
@@ -166,8 +193,13 @@ class _Investigation:
             origins = copy.origins_of(rewrite.removed)
             copy.origins.update(dict.fromkeys(rewrite.added, origins))
             kind, names = self._kind_of(info.name, rewrite), frozenset(map(name_of_node, origins))
-            again = kind == info.name and names in self._known  # a pass of a lower level changes them, too
-            if not (again or set(rewrite.removed).isdisjoint(copy.written) or rewrite.operators == {"Constant"}):
+            # a pass of a lower level changes them, too
+            again = kind == info.name and names in self._known
+            if not (
+                again
+                or set(rewrite.removed).isdisjoint(copy.written)
+                or rewrite.operators == {"Constant"}
+            ):
                 weights = rewrite.inputs[:1] if kind == "identity_weight" else []
                 names_of_weights = [value.name or "" for value in weights if value is not None]
                 add(kind, origins, detail=_detail(rewrite), tensors=names_of_weights)
@@ -194,7 +226,12 @@ class _Investigation:
             names = {name_of_node(node) for node in nodes}
             if nodes and known[each.kind].isdisjoint(names):
                 known[each.kind].update(names)
-                self._add(each.kind, nodes, why=each.why or self._why(each.kind, level), detail=each.detail)
+                self._add(
+                    each.kind,
+                    nodes,
+                    why=each.why or self._why(each.kind, level),
+                    detail=each.detail,
+                )
 
     def _add(
         self,
@@ -221,14 +258,18 @@ class _Investigation:
         needed = self._passes.find(known.fixed_by).level
         if levels.index(needed) > levels.index(level):
             return f"{known.fixed_by} did not run: it is of level {needed}"
-        return known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
+        return (
+            known.why or f"{known.fixed_by} leaves it: it does not meet the conditions of the pass"
+        )
 
     def _kind_of(self, name: str, rewrite: Rewrite) -> str:
         """The kind of what a pass changed: a key of `KINDS`, or the name of the pass."""
         if name in ("fuse_for_onnxruntime", "fuse_attention"):
             return _fused_kind(rewrite) or name
         noted = self._passes.kind_of_change(rewrite.removed)
-        return noted or next((kind for kind, known in KINDS.items() if known.fixed_by == name), name)
+        return noted or next(
+            (kind for kind, known in KINDS.items() if known.fixed_by == name), name
+        )
 
 
 def _detail(rewrite: Rewrite) -> str:
@@ -236,15 +277,20 @@ def _detail(rewrite: Rewrite) -> str:
     if rewrite.added:
         return "becomes " + ", ".join(dict.fromkeys(node.op_type for node in rewrite.added))
     fed = Counter(node.op_type for node in rewrite.readers)
-    return "feeds " + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common()) if fed else ""
+    return (
+        "feeds "
+        + ", ".join(f"{op} x{count}" if count > 1 else op for op, count in fed.most_common())
+        if fed
+        else ""
+    )
 
 
 @dataclass(frozen=True)
 class Rewrite:
     """Nodes that a pass eliminated or changed together, in order, with the inputs of the first of them.
 
-    ``added``: new nodes in their place; a node that was changed is in both. ``readers``: other consumers of their
-    outputs.
+    ``added``: new nodes in their place; a node that was changed is in both. ``readers``: other
+    consumers of their outputs.
     """
 
     removed: tuple[ir.Node, ...]
@@ -261,8 +307,9 @@ class Rewrite:
 def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterator[Rewrite]:
     """The rewrites of one run of a pass; with ``one_by_one``, each node is one of its own.
 
-    A rewrite is what lies between a value and the equal value that replaced it. Those that share a node are one.
-    A node that was eliminated with no value in its place belongs to the nodes that read it.
+    A rewrite is what lies between a value and the equal value that replaced it. Those that share a
+    node are one. A node that was eliminated with no value in its place belongs to the nodes that
+    read it.
     """
     removed, added = dict.fromkeys(difference.removed), dict.fromkeys(difference.added)
     groups: Groups[ir.Node] = Groups()
@@ -287,7 +334,8 @@ def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterato
                 readers.setdefault(value, []).append(node)
     for members in groups:
         gone = tuple(node for node in members if node in removed)
-        if gone and not (one_by_one and members[0] in added):  # it stays, and only lost an attribute
+        # it stays, and only lost an attribute
+        if gone and not (one_by_one and members[0] in added):
             values = (value for node in gone for value in difference.before.nodes[node].outputs)
             read = dict.fromkeys(node for value in values for node in readers.get(value, ()))
             news = tuple(node for node in members if node in added)
@@ -295,11 +343,17 @@ def rewrites(difference: PassDifference, *, one_by_one: bool = False) -> Iterato
             yield Rewrite(gone, news, inputs, tuple(node for node in read if node not in gone))
 
 
-def equal_constants(difference: PassDifference) -> Iterator[tuple[tuple[ir.Value, ...], tuple[ir.Node, ...]]]:
+def equal_constants(
+    difference: PassDifference,
+) -> Iterator[tuple[tuple[ir.Value, ...], tuple[ir.Node, ...]]]:
     """Equal constants of which a pass kept the first one, and the nodes that read them."""
     merged: defaultdict[ir.Value, list[ir.Value]] = defaultdict(list)
     for old, new in difference.equal.items():
-        if old.producer() is None and new.producer() is None and None not in (old.const_value, new.const_value):
+        if (
+            old.producer() is None
+            and new.producer() is None
+            and None not in (old.const_value, new.const_value)
+        ):
             merged[new].append(old)
     readers: defaultdict[ir.Value | None, list[ir.Node]] = defaultdict(list)
     for node, seen in difference.before.nodes.items() if merged else ():
@@ -319,5 +373,7 @@ def _fused_kind(rewrite: Rewrite) -> str | None:
     if any(op.endswith("Attention") for op in made):
         return "attention"
     if any(op.endswith("Gelu") for op in made):
-        return next((f"gelu_{op.lower()}" for op in ("Erf", "Tanh") if op in rewrite.operators), None)
+        return next(
+            (f"gelu_{op.lower()}" for op in ("Erf", "Tanh") if op in rewrite.operators), None
+        )
     return "rms_norm" if any("Simplified" in op or op.startswith("RMS") for op in made) else None

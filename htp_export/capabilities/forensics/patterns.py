@@ -97,7 +97,9 @@ def _gelus(inner: Callable[[_Op, _Value], _Value]) -> Iterator[_Pattern]:
         return (half(op, x), sum_), (x, half(op, sum_)), (_either(op.Mul, x, sum_), 0.5)
 
     for form, order in itertools.product(range(3), (1, -1)):
-        yield functools.partial(lambda form, order, op, x: op.Mul(*factors(op, x)[form][::order]), form, order)
+        yield functools.partial(
+            lambda form, order, op, x: op.Mul(*factors(op, x)[form][::order]), form, order
+        )
     yield lambda op, x: op.Div(factors(op, x)[2][0], 2)
 
 
@@ -117,7 +119,9 @@ def _tanh(op: _Op, x: _Value) -> _Value:
 
 def _softmaxes() -> Iterator[_Pattern]:
     """``exp(x) / sum(exp(x))``, with or without the largest element taken off before."""
-    yield lambda op, x: op.Div(e := op.Exp(_less_largest(op, x)), op.ReduceSum(e, _allow_other_inputs=True))
+    yield lambda op, x: op.Div(
+        e := op.Exp(_less_largest(op, x)), op.ReduceSum(e, _allow_other_inputs=True)
+    )
     yield lambda op, x: op.Div(e := op.Exp(x), op.ReduceSum(e, _allow_other_inputs=True))
 
 
@@ -166,7 +170,8 @@ def _casts(facts: GraphFacts) -> Iterator[_Found]:
             keeps = source is not None and between is not None and _holds(between, source)
             why = "" if keeps else "the type in between holds less, so that both count"
             detail = " to ".join(
-                "?" if dtype is None else dtype.name for dtype in (source, between, facts.dtype(node.outputs[0]))
+                "?" if dtype is None else dtype.name
+                for dtype in (source, between, facts.dtype(node.outputs[0]))
             )
             yield "cast_chain", (first, node), why, detail
 
@@ -187,29 +192,42 @@ def _sizes(facts: GraphFacts) -> Iterator[_Found]:
     for node in facts.nodes:
         on_sizes = is_standard(node) and any(value in sizes for value in node.inputs)
         rest = (value for value in node.inputs if value is not None and value not in sizes)
-        on_sizes = on_sizes and all(map(facts.is_constant, rest)) and (facts.rank(node.outputs[0]) or 0) <= 1
+        on_sizes = (
+            on_sizes
+            and all(map(facts.is_constant, rest))
+            and (facts.rank(node.outputs[0]) or 0) <= 1
+        )
         if on_sizes or is_standard(node, *SIZES_ONLY):
             chain.add(node)
             sizes.update(node.outputs)
     for nodes in connected(
-        (node for node in facts.nodes if node in chain), lambda one, other: owners[one] == owners[other]
+        (node for node in facts.nodes if node in chain),
+        lambda one, other: owners[one] == owners[other],
     ):
         yield "shape_chain", nodes, "the sizes depend on the model's inputs, and are needed", ""
 
 
-def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], tuple[ir.Node, ...], str, str]]:
+def large_duplicates(
+    facts: GraphFacts,
+) -> Iterator[tuple[tuple[str, ...], tuple[ir.Node, ...], str, str]]:
     """Equal tensors that no pass merges: their names, their readers, the reason, and how large they are."""
     graph = facts.tagged.model.graph
     made = (node.outputs[0] for node in facts.nodes_of("Constant") if node.graph is graph)
-    values = (value for value in (*graph.initializers.values(), *made) if not value.is_graph_input())
-    held = ((value, constant_tensor(value) if value.const_value is None else value.const_value) for value in values)
+    values = (
+        value for value in (*graph.initializers.values(), *made) if not value.is_graph_input()
+    )
+    held = (
+        (value, constant_tensor(value) if value.const_value is None else value.const_value)
+        for value in values
+    )
     large = [
         (value, tensor)
         for value, tensor in held
         if tensor is not None and tensor.size > _COMPARED and tensor.dtype != ir.DataType.STRING
     ]
     same_form = _alike(large, lambda tensor: (tensor.dtype, tuple(tensor.shape.numpy())))
-    same_start = (finer for group in same_form for finer in _alike(group, _start))  # as little is read as can be
+    # as little is read as can be
+    same_start = (finer for group in same_form for finer in _alike(group, _start))
     for equal in (finer for group in same_start for finer in _alike(group, _whole)):
         size = equal[0][1].nbytes * (len(equal) - 1)
         readers = tuple(dict.fromkeys(use.node for value, _ in equal for use in value.uses()))
@@ -221,7 +239,9 @@ def large_duplicates(facts: GraphFacts) -> Iterator[tuple[tuple[str, ...], tuple
 _Held: TypeAlias = tuple[ir.Value, ir.TensorProtocol]
 
 
-def _alike(held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | None]) -> list[list[_Held]]:
+def _alike(
+    held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | None]
+) -> list[list[_Held]]:
     """The groups of several tensors of which the same can be said; those that cannot be read are in none."""
     groups: defaultdict[Hashable, list[_Held]] = defaultdict(list)
     for value, tensor in held:
@@ -234,7 +254,11 @@ def _alike(held: Iterable[_Held], key: Callable[[ir.TensorProtocol], Hashable | 
 
 def _start(tensor: ir.TensorProtocol) -> Hashable:
     """The first elements of a large tensor; nothing of a small one, which is read whole at once."""
-    return () if tensor.nbytes <= _HASHED else np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
+    return (
+        ()
+        if tensor.nbytes <= _HASHED
+        else np.asarray(tensor.numpy()).reshape(-1)[:_SAMPLE].tobytes()
+    )
 
 
 def _whole(tensor: ir.TensorProtocol) -> Hashable:
@@ -278,10 +302,16 @@ def attention_steps(facts: GraphFacts) -> Iterator[AttentionSteps]:
         node = None if value is None or not steps else value.producer()
         if node is None or node.op_type not in (*_PRODUCTS, *_BEFORE):
             return ()
-        varying = [given for given in node.inputs if given is not None and not facts.is_constant(given)]
+        varying = [
+            given for given in node.inputs if given is not None and not facts.is_constant(given)
+        ]
         if node.op_type in _PRODUCTS:
             return (node,) if len(varying) == len(node.inputs) else ()
-        leading = [given for given in varying if given is node.inputs[0] or node.op_type not in _FIRST_INPUT]
+        leading = [
+            given
+            for given in varying
+            if given is node.inputs[0] or node.op_type not in _FIRST_INPUT
+        ]
         before = next((way for given in leading if (way := way_back(given, steps - 1))), ())
         return (*before, node) if before else ()
 
@@ -289,8 +319,14 @@ def attention_steps(facts: GraphFacts) -> Iterator[AttentionSteps]:
         after = _way_on(softmax)
         before = way_back(softmax.inputs[0], _STEPS) if after else ()
         if before:
-            masks = (mask for given, node in itertools.pairwise(before) for mask in _masks(facts, node, given))
-            yield AttentionSteps(before[0], tuple(masks), softmax, after[-1], (*before, softmax, *after))
+            masks = (
+                mask
+                for given, node in itertools.pairwise(before)
+                for mask in _masks(facts, node, given)
+            )
+            yield AttentionSteps(
+                before[0], tuple(masks), softmax, after[-1], (*before, softmax, *after)
+            )
 
 
 def _masks(facts: GraphFacts, node: ir.Node, before: ir.Node) -> list[MaskUse]:
@@ -299,7 +335,11 @@ def _masks(facts: GraphFacts, node: ir.Node, before: ir.Node) -> list[MaskUse]:
     if node.op_type == "Where" and node.inputs[0] is not None:
         return [MaskUse(node.inputs[0], "kept" if node.inputs[1] is through else "dropped")]
     others = [value for value in node.inputs if value is not None and value is not through]
-    return [MaskUse(value, "added") for value in others if node.op_type == "Add" and facts.scalar(value) is None]
+    return [
+        MaskUse(value, "added")
+        for value in others
+        if node.op_type == "Add" and facts.scalar(value) is None
+    ]
 
 
 def _way_on(softmax: ir.Node) -> tuple[ir.Node, ...]:
@@ -311,7 +351,8 @@ def _way_on(softmax: ir.Node) -> tuple[ir.Node, ...]:
         if product is not None:
             return (*after, product)
         steps = [node for node in readers if node.op_type in _AFTER]
-        after += [node for node in steps if node.op_type == "IsNaN"][:1]  # a guard for rows that are masked whole
+        # a guard for rows that are masked whole
+        after += [node for node in steps if node.op_type == "IsNaN"][:1]
         onward = next((node for node in steps if node.op_type != "IsNaN"), None)
         if onward is None:
             return ()

@@ -34,7 +34,8 @@ class Occurrence:
 
     instance: Instance
     function: ir.Function
-    body: ir.Graph  # the nodes of this instance in the function's order; of the first instance, the function's own
+    # the nodes of this instance in the function's order; of the first instance, the function's own
+    body: ir.Graph
 
     def pairs(self) -> Iterator[tuple[ir.Node, ir.Node]]:
         """Each node of the function, in subgraphs too, with that of this instance."""
@@ -46,15 +47,23 @@ class Bodies:
 
     def __init__(self, work: TaggedModel, index: GraphIndex) -> None:
         self.model, self.hierarchy = work.model, work.hierarchy
-        # Call → what it calls, innermost first, also in bodies that were thrown away for an equal one.
+        # Call → what it calls, innermost first, also in bodies that were thrown away for an equal
+        # one.
         self.occurrences: dict[ir.Node, Occurrence] = {}
         # Now: what the index does not know yet, it would read from graphs that are changed.
-        self._signatures, self._constant, self._owners = work.signatures, index.constant, index.owners
+        self._signatures, self._constant, self._owners = (
+            work.signatures,
+            index.constant,
+            index.owners,
+        )
         self._known: dict[Hashable, ir.Function] = {}
-        # What a call reads in place of a weight → the weight. It becomes an input of the function around the call:
-        # replacing each of many inputs of a node takes time with the square of their number.
+        # What a call reads in place of a weight → the weight. It becomes an input of the function
+        # around the call: replacing each of many inputs of a node takes time with the square of
+        # their number.
         self._weights: dict[ir.Value, ir.Value] = {}
-        self._names = UsedNames(name for domain, name, _ in self.model.functions if domain == DOMAIN)
+        self._names = UsedNames(
+            name for domain, name, _ in self.model.functions if domain == DOMAIN
+        )
 
     def build(self, graph: ir.Graph, items: Iterable[Item]) -> None:
         """Make functions of the groups of a graph; its nodes are then in the order of ``items``."""
@@ -73,10 +82,15 @@ class Bodies:
         every = [held for node in nodes for held in with_subgraphs(node)]
         inside, graphs = set(every), {body for node in every for body in subgraphs(node)}
         read = dict.fromkeys(
-            self._weights.get(value, value) for node in every for value in node.inputs if value is not None
+            self._weights.get(value, value)
+            for node in every
+            for value in node.inputs
+            if value is not None
         )
         # Tensors first, then weights, as in torch.nn.functional; each kind as it came.
-        entering = sorted((value for value in read if _enters(value, inside, graphs)), key=self._is_weight)
+        entering = sorted(
+            (value for value in read if _enters(value, inside, graphs)), key=self._is_weight
+        )
         leaving = [value for node in nodes for value in node.outputs if _leaves(value, inside)]
         results = [copy_value(value) for value in leaving]
         for value, result in zip(leaving, results, strict=True):
@@ -90,7 +104,9 @@ class Bodies:
         function = self._shared(body, instance)
         number = str(instance.call) if self.hierarchy[instance.path].calls > 1 else ""
         given = [ir.Value() if value.is_initializer() else value for value in entering]
-        self._weights.update((one, value) for one, value in zip(given, entering, strict=True) if one is not value)
+        self._weights.update(
+            (one, value) for one, value in zip(given, entering, strict=True) if one is not value
+        )
         call = ir.node(
             function.name,
             given,
@@ -98,30 +114,48 @@ class Bodies:
             outputs=results,
             name=_relative_name(instance, ""),
         )
-        Owned((instance.path,), Reason.FUNCTION, number).write(call.metadata_props, self.hierarchy.called)
+        Owned((instance.path,), Reason.FUNCTION, number).write(
+            call.metadata_props, self.hierarchy.called
+        )
         graph.append(call)
         self.occurrences[call] = Occurrence(instance, function, body)
         return call
 
     def _inputs_for(
-        self, entering: list[ir.Value], leaving: list[ir.Value], nodes: list[ir.Node], instance: Instance
+        self,
+        entering: list[ir.Value],
+        leaving: list[ir.Value],
+        nodes: list[ir.Node],
+        instance: Instance,
     ) -> list[ir.Value]:
         """Inputs of a function, read by its nodes in place of the values outside; the outputs get names as well."""
         outputs = set(leaving)
         kept = [value for node in nodes for value in node.outputs if value not in outputs]
-        given = [value for node in nodes for body in subgraphs(node) for value in given_values(body)]
+        given = [
+            value for node in nodes for body in subgraphs(node) for value in given_values(body)
+        ]
         used = UsedNames(value.name or "" for value in (*kept, *given))
         for value in leaving:
             value.name = used.unused("output")
         names = self._names_of(entering, nodes, instance, used)
-        stand_ins = [value for node in nodes for value in node.inputs if value is not None and value in self._weights]
+        stand_ins = [
+            value
+            for node in nodes
+            for value in node.inputs
+            if value is not None and value in self._weights
+        ]
         formals = {self._weights[value]: value for value in stand_ins}
         for value, name in zip(entering, names, strict=True):
-            # Weights have their types in the graph. A function around a deep module would write them all again.
+            # Weights have their types in the graph. A function around a deep module would write
+            # them all again.
             if value not in formals:
                 formals[value] = ir.Value() if self._is_weight(value) else copy_value(value, name)
             formals[value].name = name
-        others = {value: formal for value in stand_ins if (formal := formals[self._weights[value]]) is not value}
+        others = {
+            value: formal
+            for value in stand_ins
+            if (formal := formals[self._weights[value]]) is not value
+        }
         replaced = formals | others
         for node in nodes:
             replace_inputs(node, replaced)
@@ -141,17 +175,25 @@ class Bodies:
 
     def _opsets(self, nodes: Iterable[ir.Node]) -> dict[str, int]:
         known = {**self.model.opset_imports, DOMAIN: 1}
-        return {domain: known.get(domain, 1) for domain in ("", *sorted({node.domain for node in nodes} - {""}))}
+        return {
+            domain: known.get(domain, 1)
+            for domain in ("", *sorted({node.domain for node in nodes} - {""}))
+        }
 
     # --- names of inputs ----------------------------------------------------------------------------------
 
     def _names_of(
-        self, values: Sequence[ir.Value], nodes: Iterable[ir.Node], instance: Instance, used: UsedNames
+        self,
+        values: Sequence[ir.Value],
+        nodes: Iterable[ir.Node],
+        instance: Instance,
+        used: UsedNames,
     ) -> list[str]:
         """A name for each input of a function: that of the argument of ``forward``, or of the weight in the module.
 
-        What has no such name in the file (exporters transpose weights and fold constants) has the name of the module
-        that reads it in front, and the model's own inputs keep theirs. Of a long name, the last parts are used.
+        What has no such name in the file (exporters transpose weights and fold constants) has the
+        name of the module that reads it in front, and the model's own inputs keep theirs. Of a long
+        name, the last parts are used.
         """
         readers: dict[ir.Value, tuple[ir.Node, int]] = {}
         for node in nodes:
@@ -160,7 +202,10 @@ class Bodies:
                     readers.setdefault(self._weights.get(value, value), (node, position))
         arguments = self._arguments(instance)
         return [
-            used.unused(arguments.get(value.name or "") or self._wanted(value, readers[value], instance.path))
+            used.unused(
+                arguments.get(value.name or "")
+                or self._wanted(value, readers[value], instance.path)
+            )
             for value in values
         ]
 
@@ -168,7 +213,11 @@ class Bodies:
         """Tensor of the model → the argument that it is of a module call."""
         calls = self._signatures.get(instance.path, ())
         given = calls[instance.call].inputs if instance.call < len(calls) else {}
-        return {tensor: argument for argument, tensor in reversed(list(given.items())) if tensor is not None}
+        return {
+            tensor: argument
+            for argument, tensor in reversed(list(given.items()))
+            if tensor is not None
+        }
 
     def _is_weight(self, value: ir.Value) -> bool:
         """Whether a value is an initializer, or computed from initializers and constants alone."""
@@ -184,13 +233,21 @@ class Bodies:
         if node in self.occurrences:  # it is handed on: its name is that which it has there
             inner = self.occurrences[node]
             return _relative(inner.instance.path, path, inner.body.inputs[position].name or "input")
-        is_weight = value.dtype is not None and value.dtype.is_floating_point() and bool(value.shape)
+        is_weight = (
+            value.dtype is not None and value.dtype.is_floating_point() and bool(value.shape)
+        )
         inside = [owner for owner in self._owners.get(node, ()) if tags.is_under(owner, path)]
         return _relative(inside[0] if inside else path, path, "weight" if is_weight else "constant")
 
 
 def _relative(path: str, above: str, name: str) -> str:
-    below = path[len(above) + 1 :] if above and tags.is_under(path, above) else path if not above else ""
+    below = (
+        path[len(above) + 1 :]
+        if above and tags.is_under(path, above)
+        else path
+        if not above
+        else ""
+    )
     return _last_parts(f"{below}.{name}" if below else name)
 
 
@@ -199,7 +256,9 @@ def _last_parts(name: str) -> str:
     return name if len(name) <= _LONGEST else ".".join(name.rsplit(".", 2)[-2:])[-_LONGEST_PART:]
 
 
-def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy) -> dict[ir.Node, set[Instance]]:
+def differing_constants(
+    occurrences: Iterable[Occurrence], hierarchy: Hierarchy
+) -> dict[ir.Node, set[Instance]]:
     """``Constant`` nodes of bodies with another value in other functions which are equal but for such values.
 
     Each with the instances that it must not be in, so that they share a function.
@@ -216,7 +275,10 @@ def differing_constants(occurrences: Iterable[Occurrence], hierarchy: Hierarchy)
         if len(functions) == 1 or all(is_standard(node, "Constant") for node in functions[0].graph):
             continue
         values = [
-            [constant_hash(node) if is_standard(node, "Constant") else None for node in function.graph]
+            [
+                constant_hash(node) if is_standard(node, "Constant") else None
+                for node in function.graph
+            ]
             for function in functions
         ]
         differ = [len(set(column)) > 1 for column in zip(*values, strict=True)]
@@ -250,7 +312,9 @@ def _leaves(value: ir.Value, inside: Collection[ir.Node]) -> bool:
     return value.is_graph_output() or any(use.node not in inside for use in value.uses())
 
 
-def _replace_outside(value: ir.Value, result: ir.Value, inside: Collection[ir.Node], graph: ir.Graph) -> None:
+def _replace_outside(
+    value: ir.Value, result: ir.Value, inside: Collection[ir.Node], graph: ir.Graph
+) -> None:
     for use in list(value.uses()):
         if use.node not in inside:
             use.node.replace_input_with(use.idx, result)

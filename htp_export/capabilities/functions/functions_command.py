@@ -26,12 +26,15 @@ def functions_command(
     select: Annotated[
         list[str] | None,
         typer.Argument(
-            help="The modules: encoder.layer.*, class:Linear, re:..., !excluded; ** for all.", metavar="SELECT..."
+            help="The modules: encoder.layer.*, class:Linear, re:..., !excluded; ** for all.",
+            metavar="SELECT...",
         ),
     ] = None,
     *,
     output: OutputOption,
-    undo: Annotated[bool, "Dissolve the functions of a file into a flat graph with its tags."] = False,
+    undo: Annotated[
+        bool, "Dissolve the functions of a file into a flat graph with its tags."
+    ] = False,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -58,5 +61,8 @@ def _drawn(nested: Nested) -> RenderableType:
     from htp_export.reporting.module_table import flat_table
 
     reasons = Counter(nested.skipped.values())
-    notes = [Text(f"{count} left flat: {reason}", style="yellow") for reason, count in reasons.most_common()]
+    notes = [
+        Text(f"{count} left flat: {reason}", style="yellow")
+        for reason, count in reasons.most_common()
+    ]
     return Group(flat_table(*nested.table()), *notes)

@@ -55,12 +55,13 @@ class Nested(HoldsModel):
 
     Attributes:
         model: The model.
-        modules: Path of each module that became a function → identifier of the function, ``htp::BertLayer``; of the
-            first call, if calls became different functions.
+        modules: Path of each module that became a function → identifier of the function,
+            ``htp::BertLayer``; of the first call, if calls became different functions.
         functions: Identifier → the function.
         skipped: Path of each selected module that stayed flat → reason.
-        outside: Path of a module that became a function → number of its nodes outside of the function: shared with
-            other modules, on a path that leaves the module and returns, or constants that differ between modules.
+        outside: Path of a module that became a function → number of its nodes outside of the
+            function: shared with other modules, on a path that leaves the module and returns, or
+            constants that differ between modules.
     """
 
     model: ir.Model = field(repr=False)
@@ -72,7 +73,9 @@ class Nested(HoldsModel):
     @property
     def summary(self) -> str:
         """How many modules are functions, and how many are not."""
-        left = f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
+        left = (
+            f"; left flat: {len(self.skipped)} of {len(self.skipped) + len(self.modules)} modules"
+        )
         return f"{len(self.functions)} functions of {len(self.modules)} modules{left if self.skipped else ''}"
 
     def table(self) -> Table:
@@ -101,18 +104,20 @@ def functions(
 ) -> Nested:
     """Turn selected modules into ONNX functions, nested as the modules are.
 
-    Viewers then show the hierarchy; runtimes compute the same. Modules of one class that compute the same share a
-    function, which has their weights as inputs. The root, modules that are not ``computed``, and work that several
-    modules share stay in the graph. Functions from an earlier call are inlined first. `inline` restores the flat graph.
+    Viewers then show the hierarchy; runtimes compute the same. Modules of one class that compute
+    the same share a function, which has their weights as inputs. The root, modules that are not
+    ``computed``, and work that several modules share stay in the graph. Functions from an earlier
+    call are inlined first. `inline` restores the flat graph.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
-            tags of htp_export; weights are not read.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed. It needs tags of htp_export; weights are not read.
         select: The modules; see ``TaggedModel.select``. ``"**"`` is every module.
         output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``: no copy.
 
     Returns:
         The model, its functions, and the reason for each selected module that stayed flat.
@@ -138,13 +143,19 @@ def functions(
     tagged.require_exact_tags()
     wanted = [path for path in selected if path and tagged.hierarchy[path].fate.is_exact]
     has_functions = any(function.domain == DOMAIN for function in tagged.model.functions.values())
-    sources, index, placement, bodies = _built(dissolved(tagged) if has_functions else tagged, wanted)
+    sources, index, placement, bodies = _built(
+        dissolved(tagged) if has_functions else tagged, wanted
+    )
     model = bodies.model
     made = _functions_of(bodies)
     hierarchy = tagged.hierarchy
-    skipped = {path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made}
+    skipped = {
+        path: _why_flat(hierarchy[path], index, placement) for path in selected if path not in made
+    }
     if not made:
-        listed = "; ".join(f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5])
+        listed = "; ".join(
+            f"{path or '(root)'}: {reason}" for path, reason in list(skipped.items())[:5]
+        )
         more = f"; and {len(skipped) - 5} more" if len(skipped) > 5 else ""
         raise InputError(f"no selected module can be a function: {listed}{more}")
     records = Records(share_bodies(bodies, sources, tagged.calls), flat_order(bodies, sources))
@@ -162,7 +173,8 @@ def _built(
 ) -> tuple[Mapping[ir.Node, ir.Node], GraphIndex, Placement, Bodies]:
     """Make functions of a copy of a model; constants in which functions differ become inputs, so that one is left.
 
-    Returns node of the copy → node of the model; what was known of the copy before; where its nodes are; the functions.
+    Returns node of the copy → node of the model; what was known of the copy before; where its nodes
+    are; the functions.
     """
     outside: dict[ir.Node, set[Instance]] = {}
     while True:
@@ -175,7 +187,9 @@ def _built(
             placement.without(node, outside.get(sources[node], ()))
         bodies = _make(work, index, placement)
         known = sum(map(len, outside.values()))
-        for node, instances in differing_constants(bodies.occurrences.values(), source.hierarchy).items():
+        for node, instances in differing_constants(
+            bodies.occurrences.values(), source.hierarchy
+        ).items():
             outside.setdefault(sources[node], set()).update(instances)
         if sum(map(len, outside.values())) == known:
             return sources, index, placement, bodies
@@ -184,8 +198,11 @@ def _built(
 def _make(work: TaggedModel, index: GraphIndex, placement: Placement) -> Bodies:
     """Make functions of a model's groups, in place."""
     levels = Levels(placement, index.works)
-    graphs = list(dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)]))
-    arranged = {graph: levels.arrange_graph(graph) for graph in graphs}  # those outside first: they take nodes along
+    graphs = list(
+        dict.fromkeys([work.model.graph, *(node.graph for node in placement.scopes if node.graph)])
+    )
+    # those outside first: they take nodes along
+    arranged = {graph: levels.arrange_graph(graph) for graph in graphs}
     bodies = Bodies(work, index)
     for graph in reversed(graphs):
         bodies.build(graph, arranged[graph])
@@ -228,7 +245,9 @@ def _outside(index: GraphIndex, placement: Placement, made: Collection[str]) -> 
     counts: Counter[str] = Counter()
     functions = frozenset(made)
     for node in placement.chains:
-        held = {one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]}
+        held = {
+            one.path for scope in (node, *placement.scopes[node]) for one in placement.chains[scope]
+        }
         counts.update((index.works[node].modules & functions) - held)
     return {path: counts[path] for path in made if counts[path]}
 
@@ -265,7 +284,8 @@ class Inlined(HoldsModel):
 
     Attributes:
         model: The model without functions.
-        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the flat graph.
+        functions: Identifier of each function, ``htp::BertLayer`` → number of its calls in the flat
+            graph.
         nodes_before: Number of nodes before, those in functions once.
         nodes_after: Number of nodes after.
     """
@@ -285,27 +305,30 @@ class Inlined(HoldsModel):
 
 
 @names_model_faults("model")
-def inline(model: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False) -> Inlined:
+def inline(
+    model: ModelSource, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False
+) -> Inlined:
     """Inline the functions of a model; the result is a flat, tagged graph.
 
-    In a model that ``functions`` wrote, every node gets its original name, owners and types. Nodes of other functions
-    get unique names, and the tags of the call if they have none.
+    In a model that ``functions`` wrote, every node gets its original name, owners and types. Nodes
+    of other functions get unique names, and the tags of the call if they have none.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
-            no tags; weights are not read.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed. It needs no tags; weights are not read.
         output: The file to write.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``: no copy.
 
     Returns:
         The flat model, and the functions that it had.
 
     Raises:
         FileError: A file cannot be read or written.
-        InputError: A function cannot be inlined: it calls itself, needs another opset, or has graphs as attributes; or
-            the flat graph is too large.
+        InputError: A function cannot be inlined: it calls itself, needs another opset, or has
+            graphs as attributes; or the flat graph is too large.
 
     Examples:
         >>> import onnx_ir as ir

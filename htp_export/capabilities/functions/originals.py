@@ -17,7 +17,9 @@ from htp_export.lineage.owner_rule import Owned
 from htp_export.shapes.operator_kinds import subgraphs
 
 
-def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree) -> dict[str, Record]:
+def share_bodies(
+    bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: CallTree
+) -> dict[str, Record]:
     """Make the bodies of functions true for all their calls, and return what each outer call loses by it, by its name.
 
     ``sources`` are the nodes of the untouched model that all nodes but the calls were.
@@ -38,7 +40,9 @@ def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: Call
         found: Record = {}
         returned = set(occurrence.function.outputs)
         for shared, own in occurrence.pairs():
-            entry = _difference(shared, originals[own], expected.metadata(shared, instance), returned)
+            entry = _difference(
+                shared, originals[own], expected.metadata(shared, instance), returned
+            )
             if own in occurrences:
                 inside = record(occurrences[own], expected.instance(shared, instance))
                 entry = {key: value for key, value in entry.items() if key == "outputs"}
@@ -50,7 +54,10 @@ def share_bodies(bodies: Bodies, sources: Mapping[ir.Node, ir.Node], calls: Call
 
     inner = {own for occurrence in occurrences.values() for own in occurrence.body.all_nodes()}
     outer = {call: occurrence for call, occurrence in occurrences.items() if call not in inner}
-    written = {str(call.name): record(occurrence, occurrence.instance) for call, occurrence in outer.items()}
+    written = {
+        str(call.name): record(occurrence, occurrence.instance)
+        for call, occurrence in outer.items()
+    }
     return {name: entry for name, entry in written.items() if entry}
 
 
@@ -74,7 +81,12 @@ def _snapshot(call: ir.Node) -> ir.Node:
     """What a call says now: it will say it of all calls that share its place in a function."""
     outputs = [copy_value(value) for value in call.outputs]
     return ir.Node(
-        call.domain, call.op_type, [], outputs=outputs, name=call.name, metadata_props=dict(call.metadata_props)
+        call.domain,
+        call.op_type,
+        [],
+        outputs=outputs,
+        name=call.name,
+        metadata_props=dict(call.metadata_props),
     )
 
 

@@ -26,8 +26,9 @@ Chain: TypeAlias = tuple[Instance, ...]
 class Placement:
     """The chain of every node of a model's graph and its subgraphs; what lies in functions already has none.
 
-    A node of several modules lies in those that hold all of them, and one whose call is not known lies in none that
-    ran several times. Instances that could not become one call of a function are in no chain.
+    A node of several modules lies in those that hold all of them, and one whose call is not known
+    lies in none that ran several times. Instances that could not become one call of a function are
+    in no chain.
     """
 
     def __init__(self, tagged: TaggedModel, index: GraphIndex, selected: Collection[str]) -> None:
@@ -35,9 +36,12 @@ class Placement:
         self._selected = frozenset(selected)
         self._most = MOST_NESTED - _nested(tagged.model)
         self._around: dict[Instance, Chain] = {}
-        self.flat: dict[str, str] = {}  # path of a selected module → why some instance of it is in no chain
+        # path of a selected module → why some instance of it is in no chain
+        self.flat: dict[str, str] = {}
         # Node → the nodes whose subgraphs it lies in, outermost first.
-        self.scopes = {node: [*index.scopes(node)][:0:-1] for node in tagged.model.graph.all_nodes()}
+        self.scopes = {
+            node: [*index.scopes(node)][:0:-1] for node in tagged.model.graph.all_nodes()
+        }
         self.chains = {node: self._chain_of(node, index.works[node]) for node in self.scopes}
         for path in self._selected:
             self._calls.warn(path)
@@ -47,26 +51,39 @@ class Placement:
         """Take a node, with all that its subgraphs hold, out of some instances."""
         gone = frozenset(instances)
         for held in with_subgraphs(node):
-            self.chains[held] = tuple(instance for instance in self.chains[held] if instance not in gone)
+            self.chains[held] = tuple(
+                instance for instance in self.chains[held] if instance not in gone
+            )
 
     def _chain_of(self, node: ir.Node, work: NodeCalls) -> Chain:
         if any(_gives_back_from_outside(body) for body in subgraphs(node)):
             return ()  # its outer value could not be an input of a function
-        if is_standard(node, "Identity") and node.inputs[0] is not None and node.inputs[0].is_initializer():
-            return ()  # of a weight that TorchScript found to be equal to another one's: an input of functions, as that
+        if (
+            is_standard(node, "Identity")
+            and node.inputs[0] is not None
+            and node.inputs[0].is_initializer()
+        ):
+            # of a weight that TorchScript found to be equal to another one's: an input of
+            # functions, as that
+            return ()
         return _common_start([self._selected_around(call) for call in work.calls])
 
     def _selected_around(self, call: Instance) -> Chain:
         """The selected instances that a call ran in, outermost first, as far as they are known."""
         chain = self._calls.chain(call)
-        known = next((place for place, running in enumerate(chain) if running in self._around), len(chain))
+        known = next(
+            (place for place, running in enumerate(chain) if running in self._around), len(chain)
+        )
         around = self._around[chain[known]] if known < len(chain) else ()
-        for running in reversed(chain[:known]):  # each call is in those of its caller, and in itself
+        # each call is in those of its caller, and in itself
+        for running in reversed(chain[:known]):
             if running.path in self._selected and running.call >= 0:
                 if len(around) < self._most:
                     around = (*around, running)
                 else:
-                    self.flat[running.path] = f"ONNX allows {MOST_NESTED} functions inside one another"
+                    self.flat[running.path] = (
+                        f"ONNX allows {MOST_NESTED} functions inside one another"
+                    )
             self._around[running] = around
         return around
 
@@ -79,14 +96,19 @@ class Placement:
                 if instance not in held:
                     homes[instance].add(node.graph)
         gone = {instance for instance, graphs in homes.items() if len(graphs) > 1}
-        self.flat.update({instance.path: "its nodes lie in several branches or loop bodies" for instance in gone})
+        self.flat.update(
+            {instance.path: "its nodes lie in several branches or loop bodies" for instance in gone}
+        )
         for node, chain in self.chains.items() if gone else ():
             self.chains[node] = tuple(instance for instance in chain if instance not in gone)
 
 
 def _nested(model: ir.Model) -> int:
     """How many functions of a model call one another, at most; counted up to what ONNX allows."""
-    left = {key: {node.op_identifier() for node in each.all_nodes()} for key, each in model.functions.items()}
+    left = {
+        key: {node.op_identifier() for node in each.all_nodes()}
+        for key, each in model.functions.items()
+    }
     levels = 0
     while left and levels < MOST_NESTED:
         called = {key for inside in left.values() for key in inside if key in left}
@@ -129,9 +151,9 @@ _Key: TypeAlias = ir.Node | Instance
 class Levels:
     """Arranges graphs; what cannot be part of a group is taken out of the placement's chains on the way.
 
-    Where the groups of one level are in each other's way, a node that belongs to nobody else joins the group around
-    it; else the nodes are left out that come before (or after) what lies between, whichever are fewer; and a group
-    that would lose half of its nodes is none at all.
+    Where the groups of one level are in each other's way, a node that belongs to nobody else joins
+    the group around it; else the nodes are left out that come before (or after) what lies between,
+    whichever are fewer; and a group that would lose half of its nodes is none at all.
     """
 
     def __init__(self, placement: Placement, works: Mapping[ir.Node, NodeCalls]) -> None:
@@ -150,9 +172,13 @@ class Levels:
         """The nodes of a graph; for a subgraph, in the groups that do not hold the whole of it."""
         placement = self._placement
         for node in graph:
-            held = {instance for scope in placement.scopes[node] for instance in placement.chains[scope]}
+            held = {
+                instance for scope in placement.scopes[node] for instance in placement.chains[scope]
+            }
             if held:
-                placement.chains[node] = tuple(one for one in placement.chains[node] if one not in held)
+                placement.chains[node] = tuple(
+                    one for one in placement.chains[node] if one not in held
+                )
         return self.arrange(graph)
 
     def arrange(self, nodes: Iterable[ir.Node], depth: int = 0) -> tuple[Item, ...]:
@@ -161,14 +187,17 @@ class Levels:
         level = self._level(listed, depth)
         while tangles := level.tangles():
             waiting = [(level, tangle) for tangle in reversed(tangles)]
-            while waiting:  # each by itself: what is done to one puts nothing in the way of the others
+            # each by itself: what is done to one puts nothing in the way of the others
+            while waiting:
                 around, tangle = waiting.pop()
                 self._loosen(around, tangle, depth)
                 inside = self._level(around.nodes_of(tangle), depth)
                 waiting += [(inside, each) for each in reversed(inside.tangles())]
             level = self._level(listed, depth)
         return tuple(
-            Group(key, self.arrange(level.members[key], depth + 1)) if isinstance(key, Instance) else key
+            Group(key, self.arrange(level.members[key], depth + 1))
+            if isinstance(key, Instance)
+            else key
             for key in level.order()
         )
 
@@ -183,7 +212,11 @@ class Levels:
         for key in tangle:
             if not isinstance(key, Instance):
                 continue
-            joining = [other for other in tangle if isinstance(other, ir.Node) and self._may_join(other, key)]
+            joining = [
+                other
+                for other in tangle
+                if isinstance(other, ir.Node) and self._may_join(other, key)
+            ]
             if joining:
                 self._joined.update(joining)
                 for node in joining:
@@ -201,7 +234,9 @@ class Levels:
             return
         between_names = sorted({self._name(other) for other in tangle if other != group})
         listed = ", ".join(between_names[:3]) + (", …" if len(between_names) > 3 else "")
-        self._placement.flat[group.path] = f"it does not hold together: {listed} lies between its nodes"
+        self._placement.flat[group.path] = (
+            f"it does not hold together: {listed} lies between its nodes"
+        )
         for node in level.members[group]:
             self._placement.without(node, [group])
 
@@ -214,9 +249,8 @@ class Levels:
     def _name(self, key: _Key) -> str:
         if isinstance(key, Instance):
             return repr(key.path)
-        return (
-            f"node {key.name!r} of {' and '.join(map(repr, self._works.get(key, NodeCalls()).owners)) or 'no module'}"
-        )
+        owners = self._works.get(key, NodeCalls()).owners
+        return f"node {key.name!r} of {' and '.join(map(repr, owners)) or 'no module'}"
 
 
 _BETWEEN = "between"
@@ -227,7 +261,10 @@ class _Level:
     """The graph of one level: groups with their nodes, and nodes that are in none, their own ``members``."""
 
     def __init__(
-        self, nodes: Sequence[ir.Node], keys: Mapping[ir.Node, _Key], sources: Mapping[ir.Node, Collection[ir.Node]]
+        self,
+        nodes: Sequence[ir.Node],
+        keys: Mapping[ir.Node, _Key],
+        sources: Mapping[ir.Node, Collection[ir.Node]],
     ) -> None:
         self._keys, self._sources = keys, sources
         self.members: dict[_Key, list[ir.Node]] = {}
@@ -246,13 +283,17 @@ class _Level:
 
     def tangles(self) -> list[list[_Key]]:
         """What lies on cycles, together where on the same ones, in graph order; empty if the level can run."""
-        components = [group for group in nx.strongly_connected_components(self._graph) if len(group) > 1]
+        components = [
+            group for group in nx.strongly_connected_components(self._graph) if len(group) > 1
+        ]
         ordered = [sorted(group, key=self._rank.__getitem__) for group in components]
         return sorted(ordered, key=lambda group: self._rank[group[0]])
 
     def nodes_of(self, tangle: Collection[_Key]) -> list[ir.Node]:
         """The nodes of a tangle, in graph order."""
-        return sorted((node for key in tangle for node in self.members[key]), key=self._place.__getitem__)
+        return sorted(
+            (node for key in tangle for node in self.members[key]), key=self._place.__getitem__
+        )
 
     def order(self) -> list[_Key]:
         """Everything in an order in which it can run, as near as can be to that of the graph."""
@@ -261,13 +302,25 @@ class _Level:
     def cut(self, group: Instance, tangle: Collection[_Key]) -> list[ir.Node]:
         """The nodes of a group without which it holds together: all before the others of its tangle, or all after."""
         inside = set(self.members[group])
-        between = {key for key in tangle if key != group}  # each reads from the group and is read by it
-        within = nx.DiGraph((source, node) for node in inside for source in self._sources[node] if source in inside)
-        read = {source for key in between for node in self.members[key] for source in self._sources[node]}
+        # each reads from the group and is read by it
+        between = {key for key in tangle if key != group}
+        within = nx.DiGraph(
+            (source, node) for node in inside for source in self._sources[node] if source in inside
+        )
+        read = {
+            source
+            for key in between
+            for node in self.members[key]
+            for source in self._sources[node]
+        }
         within.add_edges_from((node, _BETWEEN) for node in read & inside)
         before = nx.ancestors(within, _BETWEEN)
         within.remove_node(_BETWEEN)
-        reading = (node for node in inside if any(self._keys.get(source) in between for source in self._sources[node]))
+        reading = (
+            node
+            for node in inside
+            if any(self._keys.get(source) in between for source in self._sources[node])
+        )
         within.add_edges_from((_BETWEEN, node) for node in reading)
         after = nx.descendants(within, _BETWEEN)
         smaller = before if len(before) <= len(after) else after

@@ -1,8 +1,9 @@
 """``export_modules_as_functions``: modules that an export writes as ONNX functions.
 
-torch's dynamo exporter ignores the option, and the pass behind it in the TorchScript exporter fails on most models
-(https://github.com/pytorch/pytorch/issues/154319). Both are therefore called without it: the tagged graph is complete,
-and `htp_export.capabilities.functions.nesting.functions` makes functions of it before the file is written.
+torch's dynamo exporter ignores the option, and the pass behind it in the TorchScript exporter fails
+on most models (https://github.com/pytorch/pytorch/issues/154319). Both are therefore called without
+it: the tagged graph is complete, and `htp_export.capabilities.functions.nesting.functions` makes
+functions of it before the file is written.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ class ModuleFunctions:
 
     def __init__(self, wanted: ModulesAsFunctions, model: Any) -> None:
         self._every = wanted is True
-        listed: Any = ["**"] if wanted is True else [wanted] if isinstance(wanted, str | type) else wanted
+        listed: Any = (
+            ["**"] if wanted is True else [wanted] if isinstance(wanted, str | type) else wanted
+        )
         if isinstance(listed, torch.nn.Module) or not isinstance(listed, Collection):
             raise _no_modules(listed)
         self._wanted: list[Any] = list(listed)
         for each in self._wanted:
-            if not isinstance(each, str) and not (isinstance(each, type) and issubclass(each, torch.nn.Module)):
+            if not isinstance(each, str) and not (
+                isinstance(each, type) and issubclass(each, torch.nn.Module)
+            ):
                 raise _no_modules(each)
         if isinstance(model, torch.nn.Module):
             classes = Hierarchy.from_module(model).classes
@@ -69,16 +74,27 @@ class ModuleFunctions:
             return None
         # One expects a function of these; that a Dropout is none surprises nobody.
         expected = {path for path, info in tagged.hierarchy.items() if path and info.fate.does_work}
-        listed = [f"{path!r} is no function: {why}" for path, why in nested.skipped.items() if path in expected]
+        listed = [
+            f"{path!r} is no function: {why}"
+            for path, why in nested.skipped.items()
+            if path in expected
+        ]
         if listed:
             first = "; ".join(listed[:_MOST_SAID])
-            more = f"; nor are {len(listed) - _MOST_SAID} more modules" if len(listed) > _MOST_SAID else ""
+            more = (
+                f"; nor are {len(listed) - _MOST_SAID} more modules"
+                if len(listed) > _MOST_SAID
+                else ""
+            )
             _log.warning("%s%s", first, more)
         return nested
 
     def _selector(self, classes: Mapping[str, str]) -> list[str]:
         """The wanted modules as a selector for modules of these classes."""
-        return [each if isinstance(each, str) else f"class:{_class_among(each, classes)}" for each in self._wanted]
+        return [
+            each if isinstance(each, str) else f"class:{_class_among(each, classes)}"
+            for each in self._wanted
+        ]
 
 
 def _no_modules(value: Any) -> InputError:

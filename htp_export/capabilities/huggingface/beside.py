@@ -21,7 +21,8 @@ OF_TRANSFORMERS = frozenset((EXPORT_JSON,))
 def replaces_beside(model: Path) -> Callable[[Path], bool]:
     """Return a function that tells whether a file beside a model may be replaced: one of an earlier export of it.
 
-    ``genai_config.json`` and ``export.json`` name the model beside which they were written with the other files.
+    ``genai_config.json`` and ``export.json`` name the model beside which they were written with the
+    other files.
     """
     is_earlier = model.name in (*_named_by_genai(model), *_named_by_transformers(model))
     return lambda file: is_earlier and is_plain_file(file)
@@ -48,13 +49,18 @@ def _content_beside(model: Path, name: str) -> Any:
         return None
 
 
-def check_beside(file: Path, model: Any, names: Collection[str], companions: Path | None = None) -> None:
+def check_beside(
+    file: Path, model: Any, names: Collection[str], companions: Path | None = None
+) -> None:
     """Refuse the file of a model of transformers beside which files of others would be replaced.
 
-    ``names`` of the files that will be written besides the configs; ``companions``: the folder of those that will be
-    copied.
+    ``names`` of the files that will be written besides the configs; ``companions``: the folder of
+    those that will be copied.
     """
-    configs = {"config.json", *["generation_config.json"] * (getattr(model, "generation_config", None) is not None)}
+    configs = {
+        "config.json",
+        *["generation_config.json"] * (getattr(model, "generation_config", None) is not None),
+    }
     written = {*names, *configs}
     replaces = replaces_beside(file)
     for name in sorted(written | companion_names(companions)):
@@ -63,4 +69,7 @@ def check_beside(file: Path, model: Any, names: Collection[str], companions: Pat
             continue
         is_same = companions is not None and name not in written and is_plain_file(place)
         if not (is_same and filecmp.cmp(place, Path(companions or "", name), shallow=False)):
-            raise FileError(place, f"would be replaced, and is no file of {file.name}; export into another folder")
+            raise FileError(
+                place,
+                f"would be replaced, and is no file of {file.name}; export into another folder",
+            )

@@ -1,7 +1,8 @@
 """Key/value caches as arguments of a call, what ``transformers.exporters`` does for them, and padding on the right.
 
-ONNX Runtime GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache: the next token of a
-short text lies behind it. Positions that are computed from the mask are right then, and windows that count tokens.
+ONNX Runtime GenAI pads the first tokens on the right, masks the padding, and keeps it in the cache:
+the next token of a short text lies behind it. Positions that are computed from the mask are right
+then, and windows that count tokens.
 """
 
 from __future__ import annotations
@@ -37,8 +38,12 @@ def register_caches(model: Any) -> None:
     if not _has_exporters():
         import transformers
 
-        problem = "inputs and names by task need transformers.exporters, which transformers 5.23 has"
-        raise InputError(f"{problem}; installed is {transformers.__version__}: pip install -U transformers")
+        problem = (
+            "inputs and names by task need transformers.exporters, which transformers 5.23 has"
+        )
+        raise InputError(
+            f"{problem}; installed is {transformers.__version__}: pip install -U transformers"
+        )
     from transformers.exporters.exporter_dynamo import register_cache_pytrees_for_model
 
     register_cache_pytrees_for_model(model)
@@ -76,8 +81,8 @@ def cache_argument(model: Any) -> str | None:
 def empty_cache(model: Any) -> Any:
     """A cache for a model that nothing is in yet, whose layers keep every token; only keys and values can be in it.
 
-    A layer with a sliding window drops old tokens, and the counters with which it does so are constants in a graph. The
-    mask applies the window, too: all tokens can be kept.
+    A layer with a sliding window drops old tokens, and the counters with which it does so are
+    constants in a graph. The mask applies the window, too: all tokens can be kept.
     """
     from transformers import cache_utils
 
@@ -87,15 +92,23 @@ def empty_cache(model: Any) -> Any:
 
     def cache() -> Any:
         made = cache_utils.DynamicCache(config=model.config.get_text_config(decoder=True))
-        other = sorted({type(layer).__name__ for layer in made.layers if type(layer) not in of_keys})
+        other = sorted(
+            {type(layer).__name__ for layer in made.layers if type(layer) not in of_keys}
+        )
         if other:
             problem = f"has layers with a {' and a '.join(other)}, which hold states besides keys and values"
-            raise InputError(f"the cache of {type(model).__name__} {problem}; choose a task without -with-past")
+            raise InputError(
+                f"the cache of {type(model).__name__} {problem}; choose a task without -with-past"
+            )
         sliding = cache_utils.DynamicSlidingWindowLayer
         made.layers = [growing() if type(layer) is sliding else layer for layer in made.layers]
         return made
 
-    return cache_utils.EncoderDecoderCache(cache(), cache()) if model.config.is_encoder_decoder else cache()
+    return (
+        cache_utils.EncoderDecoderCache(cache(), cache())
+        if model.config.is_encoder_decoder
+        else cache()
+    )
 
 
 def emptied(cache: Any, length: int = 0) -> Any:
@@ -137,13 +150,15 @@ _log = logging.getLogger(__name__)
 def windows_of_tokens() -> Iterator[list[int]]:
     """Let sliding windows of transformers count tokens that are not masked rather than places, for a ``with`` block.
 
-    With padding on the left, or without padding, this is the same. The list gets the windows that were applied.
+    With padding on the left, or without padding, this is the same. The list gets the windows that
+    were applied.
     """
     from transformers import masking_utils
 
     overlay, padding = masking_utils.sliding_window_overlay, masking_utils.padding_mask_function
     windows: list[int] = []
-    masks: list[torch.Tensor] = []  # that of the tokens, if there is one, of the mask that is being made
+    # that of the tokens, if there is one, of the mask that is being made
+    masks: list[torch.Tensor] = []
 
     def overlay_of_tokens(window: int) -> Callable[..., Any]:
         masks.clear()
@@ -174,13 +189,15 @@ def windows_of_tokens() -> Iterator[list[int]]:
 def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     """Log a warning if a decoder computes something else behind padding, as with biases by distance (ALiBi).
 
-    The decoder is run four times. A window of its own, which transformers' masks do not apply (GPT-Neo), is longer than
-    the texts of these runs: it is known by the config alone.
+    The decoder is run four times. A window of its own, which transformers' masks do not apply
+    (GPT-Neo), is longer than the texts of these runs: it is known by the config alone.
     """
     import torch
 
     with windows_of_tokens() as windows:
-        alone, padded = (_logits_behind(model, prefill, decode, padding) for padding in (0, _PADDING))
+        alone, padded = (
+            _logits_behind(model, prefill, decode, padding) for padding in (0, _PADDING)
+        )
     allowed = torch.finfo(alone.dtype).eps ** 0.5 * float(alone.abs().max())
     has_own_window = not windows and find(model.config, *_WINDOWS) is not None
     if has_own_window or not torch.allclose(alone, padded, rtol=0, atol=allowed):
@@ -191,7 +208,9 @@ def warn_of_right_padding(model: Any, prefill: dict[str, Any], decode: dict[str,
         )
 
 
-def _logits_behind(model: Any, prefill: dict[str, Any], decode: dict[str, Any], padding: int) -> torch.Tensor:
+def _logits_behind(
+    model: Any, prefill: dict[str, Any], decode: dict[str, Any], padding: int
+) -> torch.Tensor:
     """The logits of a token behind others and masked padding."""
     import torch
 

@@ -1,6 +1,7 @@
 """The files beside a model: its config, how it generates, tokenizer, preprocessor, and what transformers records.
 
-``export.json`` is what ``transformers.exporters`` records about a file, from which it runs the file again.
+``export.json`` is what ``transformers.exporters`` records about a file, from which it runs the file
+again.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ def _companions_in(folder: Path) -> list[Path]:
 def copy_companions(folder: Path, target: Path) -> list[Path]:
     """Copy the files of a model's tokenizer, preprocessor and configs; files that are in the target already stay.
 
-    The folder may come from anywhere: links out of it, or of the cache of the hub around it, are refused.
+    The folder may come from anywhere: links out of it, or of the cache of the hub around it, are
+    refused.
     """
     home = folder.resolve()
     if home.parent.name == "snapshots":  # the cache of the hub has links to ../../blobs
@@ -68,7 +70,9 @@ def write_configs(model: Any, target: Path) -> list[Path]:
     written = [write_json(target / "config.json", config)]
     generation = getattr(model, "generation_config", None)
     if generation is not None:
-        written.append(write_json(target / "generation_config.json", json.loads(generation.to_json_string())))
+        written.append(
+            write_json(target / "generation_config.json", json.loads(generation.to_json_string()))
+        )
     return written
 
 
@@ -82,9 +86,9 @@ def write_export_metadata(
 ) -> tuple[Path, ...]:
     """Write ``export.json`` and the configs into the folder of an exported model.
 
-    ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs by transformers'
-    names (``cache_names="transformers"``), and weights in ``<file>.data``. The program is
-    ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
+    ``transformers.exporters.ExportedModel.from_pretrained`` then loads the folder. It finds inputs
+    by transformers' names (``cache_names="transformers"``), and weights in ``<file>.data``. The
+    program is ``ONNXProgram.exported_program``, what torch made of the call with ``kwargs``.
     """
     try:
         from transformers.exporters.base import EXPORT_SCHEMA_VERSION
@@ -97,13 +101,26 @@ def write_export_metadata(
     if exported_program is None:
         raise InputError("export.json needs an ExportedProgram, which only the dynamo exporter has")
     if not path.with_name(f"{path.name}.data").is_file():
-        raise InputError(f"transformers reads the weights of {path.name} from {path.name}.data: keep external data on")
+        raise InputError(
+            f"transformers reads the weights of {path.name} from {path.name}.data: keep external data on"
+        )
     leaves = get_leaf_tensors(dict(kwargs))
     for value in read_model(path).graph.inputs:
         if str(value.name).removeprefix("input.") not in leaves:
-            raise InputError(f"transformers has no name {value.name!r}; export with --cache-names transformers")
-    metadata = build_export_metadata(model, kwargs, exported_program, ("torch", "onnx", "onnxscript"))
+            raise InputError(
+                f"transformers has no name {value.name!r}; export with --cache-names transformers"
+            )
+    metadata = build_export_metadata(
+        model, kwargs, exported_program, ("torch", "onnx", "onnxscript")
+    )
     components = {path.stem: {"file": path.name, "metadata": dataclasses.asdict(metadata)}}
-    content = {"schema_version": EXPORT_SCHEMA_VERSION, "export_format": "onnx", "components": components}
+    content = {
+        "schema_version": EXPORT_SCHEMA_VERSION,
+        "export_format": "onnx",
+        "components": components,
+    }
     with named_if_unwritable(path.parent):
-        return (write_json(path.with_name(EXPORT_JSON), content), *write_configs(model, path.parent))
+        return (
+            write_json(path.with_name(EXPORT_JSON), content),
+            *write_configs(model, path.parent),
+        )

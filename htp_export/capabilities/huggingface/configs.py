@@ -28,7 +28,10 @@ def find(config: Any, *names: str) -> Any:
         value = getattr(config, name, None)
         if value is not None:
             return value
-    return next((value for level in _sub_configs(config) if (value := find(level, *names)) is not None), None)
+    return next(
+        (value for level in _sub_configs(config) if (value := find(level, *names)) is not None),
+        None,
+    )
 
 
 def is_setting(kind: type, value: Any) -> bool:
@@ -68,7 +71,9 @@ def apply_overrides(source: str, config: Any, overrides: Mapping[str, object]) -
     try:
         return type(config)(**values)
     except Exception as error:  # configs check themselves, each in its way
-        raise ModelSourceError(source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}") from error
+        raise ModelSourceError(
+            source, f"its config refuses {_shown(overrides)}: {in_one_line(error)}"
+        ) from error
 
 
 def _check(source: str, config: Any, key: str, value: object) -> None:
@@ -76,18 +81,30 @@ def _check(source: str, config: Any, key: str, value: object) -> None:
     level, above = config, ""
     for part in key.split("."):
         if above and not (isinstance(level, dict) or hasattr(level, "to_dict")):
-            raise ModelSourceError(source, f"{above!r} in its config has no keys below it, so there is no {key!r}")
+            raise ModelSourceError(
+                source, f"{above!r} in its config has no keys below it, so there is no {key!r}"
+            )
         known = {
             *(level if isinstance(level, dict) else level.to_dict()),
             *(getattr(level, "attribute_map", None) or ()),
         }
         found = level.get(part) if isinstance(level, dict) else getattr(level, part, None)
-        is_property = part == key and not part.startswith("_") and hasattr(level, part) and not callable(found)
+        is_property = (
+            part == key
+            and not part.startswith("_")
+            and hasattr(level, part)
+            and not callable(found)
+        )
         if part not in known and not is_property:
             where = f" in {above}" if above else ""
-            raise ModelSourceError(source, f"its config has no {part!r}{where}" + nearest(part, known, "keys"))
+            raise ModelSourceError(
+                source, f"its config has no {part!r}{where}" + nearest(part, known, "keys")
+            )
         level, above = found, f"{above}.{part}" if above else part
-    numbers = all(isinstance(number, int | float) and not isinstance(number, bool) for number in (level, value))
+    numbers = all(
+        isinstance(number, int | float) and not isinstance(number, bool)
+        for number in (level, value)
+    )
     is_id = key.endswith(("_id", "_ids", "_index"))  # of tokens and labels: -1 is none
     if numbers and not is_id and value < 0 < level:  # type: ignore[operator]
         raise ModelSourceError(source, f"its config has {key}={level}, and {value} is negative")
@@ -102,8 +119,14 @@ def _with(config: Any, overrides: Mapping[str, object]) -> dict[str, Any]:
             values[(getattr(config, "attribute_map", None) or {}).get(first, first)] = value
         else:
             level = getattr(config, first)
-            changes = {name.partition(".")[2]: new for name, new in overrides.items() if name.startswith(f"{first}.")}
-            values[first] = {**level, **changes} if isinstance(level, dict) else _with(level, changes)
+            changes = {
+                name.partition(".")[2]: new
+                for name, new in overrides.items()
+                if name.startswith(f"{first}.")
+            }
+            values[first] = (
+                {**level, **changes} if isinstance(level, dict) else _with(level, changes)
+            )
     return values
 
 
@@ -114,7 +137,11 @@ def _not_default(config: Any) -> dict[str, Any]:
         default: dict[str, Any] = type(config)().to_dict()
     except Exception:  # a config that cannot be built without arguments has no defaults
         default = {}
-    kept = {name: value for name, value in values.items() if name not in default or default[name] != value}
+    kept = {
+        name: value
+        for name, value in values.items()
+        if name not in default or default[name] != value
+    }
     kept.pop("transformers_version", None)
     if getattr(config, "model_type", ""):
         kept["model_type"] = config.model_type

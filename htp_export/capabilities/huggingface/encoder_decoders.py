@@ -9,7 +9,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import emptied, empty_cache
-from htp_export.capabilities.huggingface.example_calls import CACHE, Calls, ExampleCall, adapted, is_same, run
+from htp_export.capabilities.huggingface.example_calls import (
+    CACHE,
+    Calls,
+    ExampleCall,
+    adapted,
+    is_same,
+    run,
+)
 from htp_export.capabilities.huggingface.inputs import named_parameters
 from htp_export.capabilities.huggingface.tasks import Axes
 from htp_export.errors import InputError, described
@@ -37,10 +44,17 @@ _NEXT_TOKENS: dict[str, Axes] = {
     **_FIRST_TOKENS,
     CACHE: {0: "batch_size", 2: "past_decoder_sequence_length"},
     _CROSS: {0: "batch_size", 2: "encoder_sequence_length"},
-    f"present.{CACHE}": {0: "batch_size", 2: "past_decoder_sequence_length + decoder_sequence_length"},
+    f"present.{CACHE}": {
+        0: "batch_size",
+        2: "past_decoder_sequence_length + decoder_sequence_length",
+    },
 }
-_ANY_TOKENS: dict[str, Axes] = {**_NEXT_TOKENS, _CROSS: {0: "batch_size", 2: "past_encoder_sequence_length"}}
-_SHORTEST = 4  # states of the encoder: torch.export takes 0 and 1 for constants, and half of them are in the cache
+_ANY_TOKENS: dict[str, Axes] = {
+    **_NEXT_TOKENS,
+    _CROSS: {0: "batch_size", 2: "past_encoder_sequence_length"},
+}
+# states of the encoder: torch.export takes 0 and 1 for constants, and half of them are in the cache
+_SHORTEST = 4
 
 
 class EncoderAndDecoder(Calls):
@@ -48,11 +62,19 @@ class EncoderAndDecoder(Calls):
 
     def calls(self, two_files: bool) -> dict[str, ExampleCall]:
         """The encoder, and a decoder for the first tokens and one for those after them, or one for both."""
-        if "image" in (self.model.input_modalities or ()) and self.model.main_input_name == "input_ids":
+        if (
+            "image" in (self.model.input_modalities or ())
+            and self.model.main_input_name == "input_ids"
+        ):
             raise self.refused("reads texts and images in its encoder")
         cache = self._cache_of_the_first()
-        encoder = self.call({"encode": self._encoder_inputs}, model=self.model.get_encoder(), axes=_ENCODER)
-        return {"encoder_model": encoder, **(self._two_decoders(cache) if two_files else self._merged_decoder(cache))}
+        encoder = self.call(
+            {"encode": self._encoder_inputs}, model=self.model.get_encoder(), axes=_ENCODER
+        )
+        return {
+            "encoder_model": encoder,
+            **(self._two_decoders(cache) if two_files else self._merged_decoder(cache)),
+        }
 
     @cached_property
     def _encoder_inputs(self) -> dict[str, Any]:
@@ -60,7 +82,11 @@ class EncoderAndDecoder(Calls):
         sizes = [self.sizes["batch_size"], self.sizes["encoder_sequence_length"]]
         inputs = self.inputs({"input_ids": sizes} if main == "input_ids" else None, sizes[0])
         taken = named_parameters(encoder)
-        return {name: inputs[name] for name in (main, "attention_mask") if name in inputs and name in taken}
+        return {
+            name: inputs[name]
+            for name in (main, "attention_mask")
+            if name in inputs and name in taken
+        }
 
     @cached_property
     def _encoded(self) -> Any:
@@ -89,7 +115,11 @@ class EncoderAndDecoder(Calls):
     @property
     def _first(self) -> dict[str, Any]:
         """The arguments of a decoder's file for the first tokens."""
-        return {"input_ids": self._ids[0], **self._mask, "encoder_hidden_states": self._encoded.last_hidden_state}
+        return {
+            "input_ids": self._ids[0],
+            **self._mask,
+            "encoder_hidden_states": self._encoded.last_hidden_state,
+        }
 
     def _cache_of_the_first(self) -> Any:
         """The cache after the first tokens."""
@@ -99,7 +129,9 @@ class EncoderAndDecoder(Calls):
         except InputError:
             raise
         except Exception as error:  # whatever a model raises that wants other states
-            raise self.refused(f"cannot be called with the states of its encoder ({described(error)})", "") from error
+            raise self.refused(
+                f"cannot be called with the states of its encoder ({described(error)})", ""
+            ) from error
         if not cache.cross_attention_cache.get_seq_length():
             raise self.without_a_cache()
         return cache
@@ -107,21 +139,30 @@ class EncoderAndDecoder(Calls):
     def _two_decoders(self, cache: Any) -> dict[str, ExampleCall]:
         following = {"input_ids": self._ids[1], **self._mask, self.cache: cache}
         return {
-            "decoder_model": self.call({"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS),
-            "decoder_with_past_model": self.call({"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS),
+            "decoder_model": self.call(
+                {"prefill": self._first}, adapt=self._begin, axes=_FIRST_TOKENS
+            ),
+            "decoder_with_past_model": self.call(
+                {"decode": following}, adapt=self._go_on, axes=_NEXT_TOKENS
+            ),
         }
 
     def _merged_decoder(self, cache: Any) -> dict[str, ExampleCall]:
         """One decoder for all tokens, without a branch: of both caches, it computes what is not in them yet."""
         length = self._encoded.last_hidden_state.shape[1]
         if length < _SHORTEST:
-            raise InputError(f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more")
+            raise InputError(
+                f"the example of a merged decoder needs an encoder_sequence_length of {_SHORTEST} or more"
+            )
         nothing, some = copy.copy(cache), copy.copy(cache)
         nothing.self_attention_cache = emptied(cache.self_attention_cache)
         nothing.cross_attention_cache = emptied(cache.cross_attention_cache)
         some.cross_attention_cache = emptied(cache.cross_attention_cache, length // 2)
         following = {**self._first, "input_ids": self._ids[1]}
-        runs = {"prefill": {**self._first, self.cache: nothing}, "decode": {**following, self.cache: cache}}
+        runs = {
+            "prefill": {**self._first, self.cache: nothing},
+            "decode": {**following, self.cache: cache},
+        }
         self._check_merged(runs)
         example = {**following, self.cache: some}
         call = self.call(runs, adapt=self._all_missing, axes=_ANY_TOKENS, example=example)
@@ -133,7 +174,9 @@ class EncoderAndDecoder(Calls):
         wanted = [run(self.model, copy.deepcopy(kwargs)).logits for kwargs in own]
         try:
             with adapted(self.model, self._all_missing, runs["prefill"]):
-                logits = [run(self.model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()]
+                logits = [
+                    run(self.model, copy.deepcopy(kwargs))["logits"] for kwargs in runs.values()
+                ]
             why = "" if all(map(is_same, logits, wanted)) else "the logits differ"
         except Exception as error:  # whatever a model raises that does not know such a cache
             why = described(error)
@@ -144,7 +187,8 @@ class EncoderAndDecoder(Calls):
     def _own_names(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of a decoder's file under the names that an encoder-decoder model has for them.
 
-        Some models read the mask of an encoder's states from its result: it has the class that their encoder returns.
+        Some models read the mask of an encoder's states from its result: it has the class that
+        their encoder returns.
         """
         names = {"input_ids": "decoder_input_ids", "encoder_attention_mask": "attention_mask"}
         own = {names.get(name, name): value for name, value in arguments.items()}
@@ -170,7 +214,9 @@ class EncoderAndDecoder(Calls):
         """
         keys = arguments[self.cache].cross_attention_cache.layers[0].keys
         hidden = self._encoded.last_hidden_state
-        unread = hidden.new_zeros(keys.shape[0], keys.shape[2], hidden.shape[-1], device=keys.device)
+        unread = hidden.new_zeros(
+            keys.shape[0], keys.shape[2], hidden.shape[-1], device=keys.device
+        )
         returned = forward(**self._own_names({**arguments, "encoder_hidden_states": unread}))
         grown = returned[self.cache].self_attention_cache
         return {"logits": returned.logits, f"{self.cache}.self_attention_cache": grown}
@@ -178,8 +224,8 @@ class EncoderAndDecoder(Calls):
     def _all_missing(self, forward: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """Any tokens: the model computes what the cache does not have of the encoder's states.
 
-        If the cache has all of them, the last one is computed again: models reshape their keys, and no keys at all have
-        no shape to reshape.
+        If the cache has all of them, the last one is computed again: models reshape their keys, and
+        no keys at all have no shape to reshape.
         """
         import torch
 
@@ -192,9 +238,11 @@ class EncoderAndDecoder(Calls):
             check(bound)  # torch.export does not know it of a quotient
         for layer in layers:
             layer.keys, layer.values = layer.keys[:, :, :kept], layer.values[:, :, :kept]
-        cache.is_updated = dict.fromkeys(range(len(layers)), False)  # otherwise, the model computes nothing
+        # otherwise, the model computes nothing
+        cache.is_updated = dict.fromkeys(range(len(layers)), False)
         arguments["encoder_hidden_states"] = hidden[:, kept:]
-        if self._mask_in_result:  # without one, a model makes a mask of the states that it is given, and not of all
+        # without one, a model makes a mask of the states that it is given, and not of all
+        if self._mask_in_result:
             every = torch.ones(hidden.shape[:2], dtype=torch.int64, device=hidden.device)
             arguments.setdefault("encoder_attention_mask", every)
         returned = forward(**self._own_names(arguments))

@@ -16,7 +16,13 @@ from htp_export.capabilities.huggingface import caches
 from htp_export.capabilities.huggingface.caches import windows_of_tokens
 from htp_export.capabilities.huggingface.inputs import example_inputs, named_parameters
 from htp_export.capabilities.huggingface.sources import Processor
-from htp_export.capabilities.huggingface.tasks import Axes, input_axes, output_axes, split_task, wanted_outputs
+from htp_export.capabilities.huggingface.tasks import (
+    Axes,
+    input_axes,
+    output_axes,
+    split_task,
+    wanted_outputs,
+)
 from htp_export.errors import InputError, described
 from htp_export.format.leaves import named_tensors_in, tensors_in
 from htp_export.process.restoring import restored, set_item
@@ -52,12 +58,13 @@ class ExampleCall:
         input_names: The names of the graph's inputs.
         output_names: The names of the graph's outputs.
         axes: Input or output → dimension → the name of the dimension.
-        runs: Name → arguments of the same call, for a check of the file in each way in which it is used: ``prefill``
-            with an empty cache, ``decode`` with tokens in it. A file that is used in one way has one.
-        adapt: Calls the model's own ``forward`` for a file with fewer outputs, or other arguments; None for a file
-            with those of the model. See ``adapted``.
-        right_padding: Whether sliding windows count tokens, so that texts may be padded on the right; see
-            `example_calls`.
+        runs: Name → arguments of the same call, for a check of the file in each way in which it is
+            used: ``prefill`` with an empty cache, ``decode`` with tokens in it. A file that is used
+            in one way has one.
+        adapt: Calls the model's own ``forward`` for a file with fewer outputs, or other arguments;
+            None for a file with those of the model. See ``adapted``.
+        right_padding: Whether sliding windows count tokens, so that texts may be padded on the
+            right; see `example_calls`.
     """
 
     task: str
@@ -100,14 +107,18 @@ class ExampleCall:
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
         """The same, and what transformers' exporters replace while a model is traced; export it inside."""
-        with self.adapted(), caches.tracing_as_transformers_does(self.model), _never_empty(self.model):
+        with (
+            self.adapted(),
+            caches.tracing_as_transformers_does(self.model),
+            _never_empty(self.model),
+        ):
             yield
 
     def name_dimensions(self, graph: ir.Graph) -> None:
         """Give the dimensions of an exported graph's inputs and outputs the names of ``axes``; fixed sizes stay.
 
-        torch composes the name of a sum in an order of its own (``sequence_length + past_sequence_length``), and names
-        no dimension that it was left to decide about.
+        torch composes the name of a sum in an order of its own (``sequence_length +
+        past_sequence_length``), and names no dimension that it was left to decide about.
         """
         for value in (*graph.inputs, *graph.outputs):
             dims = self.axes.get(str(value.name), {})
@@ -133,7 +144,8 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
     parameters = [inspect.Parameter(name, kind, default=None) for name in kwargs]
     forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
 
-    with restored(lambda changes: set_item(changes, vars(model), "forward", forward)):  # of this object alone
+    # of this object alone
+    with restored(lambda changes: set_item(changes, vars(model), "forward", forward)):
         yield
 
 
@@ -141,8 +153,9 @@ def adapted(model: nn.Module, adapt: Adapt | None, kwargs: Mapping[str, Any]) ->
 def _never_empty(model: nn.Module) -> Iterator[None]:
     """Tell torch.export that no argument is empty but the cache, as long as a ``with`` block runs.
 
-    A model may slice a tensor of size 1 by the number of tokens, as MPT does with its biases. Without this bound, the
-    size of the slice is unknown, and torch.export takes it for the number of tokens.
+    A model may slice a tensor of size 1 by the number of tokens, as MPT does with its biases.
+    Without this bound, the size of the slice is unknown, and torch.export takes it for the number
+    of tokens.
     """
     import torch
     from torch.fx.experimental.symbolic_shapes import constrain_range
@@ -153,7 +166,11 @@ def _never_empty(model: nn.Module) -> Iterator[None]:
                 if isinstance(size, torch.SymInt):
                     constrain_range(size, min=1)
 
-    with restored(lambda changes: changes.will_undo(model.register_forward_pre_hook(bound, with_kwargs=True).remove)):
+    with restored(
+        lambda changes: changes.will_undo(
+            model.register_forward_pre_hook(bound, with_kwargs=True).remove
+        )
+    ):
         yield
 
 
@@ -178,7 +195,8 @@ def is_same(logits: torch.Tensor, wanted: torch.Tensor) -> bool:
 class Calls:
     """Makes the calls of the files of one model of transformers.
 
-    The sizes are those of dimensions in the example, by name; the seed is that of the example inputs.
+    The sizes are those of dimensions in the example, by name; the seed is that of the example
+    inputs.
     """
 
     model: Any
@@ -188,7 +206,9 @@ class Calls:
     seed: int
     processor: Processor | None
 
-    def refused(self, problem: str, advice: str = "; choose a task without -with-past") -> InputError:
+    def refused(
+        self, problem: str, advice: str = "; choose a task without -with-past"
+    ) -> InputError:
         """The error for a model that has no such files."""
         return InputError(f"{type(self.model).__name__} {problem}{advice}")
 
@@ -204,13 +224,15 @@ class Calls:
 
     def inputs(self, shapes: Mapping[str, Any] | None, batch: int = 1) -> dict[str, Any]:
         """Example inputs of the model; see `example_inputs`."""
-        return example_inputs(self.model, shapes=shapes, batch=batch, seed=self.seed, processor=self.processor)
+        return example_inputs(
+            self.model, shapes=shapes, batch=batch, seed=self.seed, processor=self.processor
+        )
 
     def tokens(self, length: int) -> dict[str, Any]:
         """Tokens, their mask and their positions, as far as the model takes them.
 
-        One token of the last text is masked. It is not the first: a token that may look at no token at all has no
-        defined result, and kernels differ in it.
+        One token of the last text is masked. It is not the first: a token that may look at no token
+        at all has no defined result, and kernels differ in it.
         """
         import torch
 
@@ -220,10 +242,13 @@ class Calls:
         made = {"input_ids": ids, "attention_mask": mask, "position_ids": mask.cumsum(-1) - 1}
         return {name: made[name] for name in named_parameters(self.model) if name in made}
 
-    def prefill_and_decode(self, whole: Mapping[str, Any], length: int) -> dict[str, dict[str, Any]]:
+    def prefill_and_decode(
+        self, whole: Mapping[str, Any], length: int
+    ) -> dict[str, dict[str, Any]]:
         """Arguments with an empty cache, and arguments with a cache in which the first tokens are.
 
-        In the arguments for all tokens, the second dimension is that of the tokens; of positions, it is the last.
+        In the arguments for all tokens, the second dimension is that of the tokens; of positions,
+        it is the last.
         """
 
         def part(name: str, value: torch.Tensor, tokens: slice) -> torch.Tensor:
@@ -238,10 +263,17 @@ class Calls:
         try:
             run(self.model, {**first, self.cache: cache})
         except Exception as error:  # whatever a model raises that has a cache of its own
-            raise self.refused(f"cannot be called with a {type(cache).__name__} ({described(error)})") from error
-        runs = {"prefill": {**first, self.cache: caches.emptied(cache)}, "decode": {**rest, self.cache: cache}}
+            raise self.refused(
+                f"cannot be called with a {type(cache).__name__} ({described(error)})"
+            ) from error
+        runs = {
+            "prefill": {**first, self.cache: caches.emptied(cache)},
+            "decode": {**rest, self.cache: cache},
+        }
         order = named_parameters(self.model)
-        return {name: {key: given[key] for key in order if key in given} for name, given in runs.items()}
+        return {
+            name: {key: given[key] for key in order if key in given} for name, given in runs.items()
+        }
 
     def call(
         self,
@@ -255,11 +287,16 @@ class Calls:
     ) -> ExampleCall:
         """The call that a file is exported from, with the names of its inputs and of its outputs; see `ExampleCall`.
 
-        ``model`` is the module that is called, if it is not the whole model. ``axes`` are names of dimensions that are
-        not optimum's of the task; ``past_key_values.`` and ``present.past_key_values.`` are all tensors of a cache.
-        ``example`` are the arguments of the call that is exported; by default, those of the last run.
+        ``model`` is the module that is called, if it is not the whole model. ``axes`` are names of
+        dimensions that are not optimum's of the task; ``past_key_values.`` and
+        ``present.past_key_values.`` are all tensors of a cache. ``example`` are the arguments of
+        the call that is exported; by default, those of the last run.
         """
-        kwargs, model, base = example or list(runs.values())[-1], model or self.model, str(split_task(self.task)[0])
+        kwargs, model, base = (
+            example or list(runs.values())[-1],
+            model or self.model,
+            str(split_task(self.task)[0]),
+        )
         with adapted(model, adapt, kwargs):
             returned = run(model, copy.deepcopy(kwargs))
         if adapt is None and isinstance(returned, Mapping):
@@ -270,23 +307,37 @@ class Calls:
                 returned = {name: returned[name] for name in kept}
         inputs, outputs = dict(named_tensors_in(kwargs)), dict(named_tensors_in(returned))
         own = f"{self.cache}."
-        if any(path.startswith(own) for path in inputs) and not any(path.startswith(own) for path in outputs):
+        if any(path.startswith(own) for path in inputs) and not any(
+            path.startswith(own) for path in outputs
+        ):
             raise self.without_a_cache()
-        taken = {path: self._axes_of(path, axes) or input_axes(base, path, tensor) for path, tensor in inputs.items()}
-        made = {path: self._axes_of(path, axes, "present.") or output_axes(base, path) for path in outputs}
+        taken = {
+            path: self._axes_of(path, axes) or input_axes(base, path, tensor)
+            for path, tensor in inputs.items()
+        }
+        made = {
+            path: self._axes_of(path, axes, "present.") or output_axes(base, path)
+            for path in outputs
+        }
         ins, outs = self._names(list(inputs), list(outputs))
         named = dict(zip((*ins, *outs), (*taken.values(), *made.values()), strict=True))
         shapes = {name: _dynamic(name, value, taken) for name, value in kwargs.items()}
-        return ExampleCall(self.task, model, kwargs, shapes, ins, outs, named, runs, adapt, right_padding)
+        return ExampleCall(
+            self.task, model, kwargs, shapes, ins, outs, named, runs, adapt, right_padding
+        )
 
     def _axes_of(self, path: str, axes: Mapping[str, Axes] | None, side: str = "") -> Axes | None:
         """The axes that are given for a path, or for all tensors of a cache, or of one side of it."""
         if path.startswith(f"{self.cache}."):
             path = f"{side}{CACHE}{path.removeprefix(f'{self.cache}.')}"
-        fitting = [name for name in axes or {} if path == name or (CACHE in name and path.startswith(name))]
+        fitting = [
+            name for name in axes or {} if path == name or (CACHE in name and path.startswith(name))
+        ]
         return (axes or {})[max(fitting, key=len)] if fitting else None
 
-    def _names(self, inputs: list[str], outputs: list[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    def _names(
+        self, inputs: list[str], outputs: list[str]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
         if self.cache_names == "optimum":
             ins = tuple(caches.leaf_name(path, "past_key_values") for path in inputs)
             return ins, tuple(caches.leaf_name(path, "present") for path in outputs)
@@ -311,6 +362,9 @@ def _dynamic(name: str, value: Any, axes: Mapping[str, Axes]) -> Any:
 
     if name in axes:
         decided = {"height", "width", "num_channels", "num_images", "num_patches"}
-        return {place: torch.export.Dim.AUTO if dim in decided else dim for place, dim in axes[name].items()}
+        return {
+            place: torch.export.Dim.AUTO if dim in decided else dim
+            for place, dim in axes[name].items()
+        }
     paths = [path for path, _ in named_tensors_in({name: value})]
     return [axes[path] for path in paths] if paths and not isinstance(value, torch.Tensor) else None

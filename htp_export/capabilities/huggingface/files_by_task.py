@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.capabilities.huggingface.caches import register_caches, warn_of_right_padding
 from htp_export.capabilities.huggingface.encoder_decoders import EncoderAndDecoder
-from htp_export.capabilities.huggingface.example_calls import CACHE, DECODER, CacheNames, Calls, ExampleCall
+from htp_export.capabilities.huggingface.example_calls import (
+    CACHE,
+    DECODER,
+    CacheNames,
+    Calls,
+    ExampleCall,
+)
 from htp_export.capabilities.huggingface.images_and_text import ImagesAndText
 from htp_export.capabilities.huggingface.sources import Processor
 from htp_export.capabilities.huggingface.tasks import split_task, task_of
@@ -40,37 +46,51 @@ def example_calls(
     """The files of a task, and the call that each is exported from, with optimum's names and dynamic axes.
 
     Args:
-        model: A model of transformers. Its ``config.use_cache`` must be true for a task with ``-with-past``.
-        task: The task; without it, the one that the model's class is for, with ``-with-past`` if its config uses a
-            cache.
-        two_files: Whether a decoder has two files, ``decoder_model`` and ``decoder_with_past_model``; by default, that
-            of an encoder-decoder does. One that takes images has one file.
-        cache_names: Whose names the tensors of the cache have: optimum's (``past_key_values.0.key``,
-            ``present.0.key``) or those of ``transformers.exporters`` (``input.cache.layers.0.keys``;
-            ``past_key_values`` for ``cache`` before 5.24).
+        model: A model of transformers. Its ``config.use_cache`` must be true for a task with
+            ``-with-past``.
+        task: The task; without it, the one that the model's class is for, with ``-with-past`` if
+            its config uses a cache.
+        two_files: Whether a decoder has two files, ``decoder_model`` and
+            ``decoder_with_past_model``; by default, that of an encoder-decoder does. One that takes
+            images has one file.
+        cache_names: Whose names the tensors of the cache have: optimum's
+            (``past_key_values.0.key``, ``present.0.key``) or those of ``transformers.exporters``
+            (``input.cache.layers.0.keys``; ``past_key_values`` for ``cache`` before 5.24).
         sizes: Name of a dimension → its size in the example: ``batch_size``, ``sequence_length``,
             ``past_sequence_length``, ``encoder_sequence_length``.
         shapes: As for `example_inputs`, for tasks without a cache.
         seed: Of the example inputs.
         processor: As for `example_inputs`.
-        right_padding: Whether a decoder of one file shall be right for batches whose texts are padded on the right, as
-            in ONNX Runtime GenAI: its sliding windows count tokens rather than places in the cache. A warning is
-            logged if other parts of the model count the padding, such as biases by distance.
-        embeds_images: Whether ``embed_tokens`` takes ``image_features``, too, and puts them in the places of their
-            tokens, as ONNX Runtime GenAI wants it; in transformers.js, the program does that.
+        right_padding: Whether a decoder of one file shall be right for batches whose texts are
+            padded on the right, as in ONNX Runtime GenAI: its sliding windows count tokens rather
+            than places in the cache. A warning is logged if other parts of the model count the
+            padding, such as biases by distance.
+        embeds_images: Whether ``embed_tokens`` takes ``image_features``, too, and puts them in the
+            places of their tokens, as ONNX Runtime GenAI wants it; in transformers.js, the program
+            does that.
 
     Returns:
         Name of the file, without ``.onnx`` → call.
 
     Raises:
-        InputError: If the model cannot be called so, or transformers is too old for an export with a cache.
+        InputError: If the model cannot be called so, or transformers is too old for an export with
+            a cache.
     """
     task = task or task_of(model)
     base, has_cache = split_task(task)
     unknown = [name for name in sizes or {} if name not in _SIZES]
     if unknown:
-        raise InputError(f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}")
-    given: tuple[Any, ...] = (model, task, cache_names, {**_SIZES, **(sizes or {})}, seed, processor)
+        raise InputError(
+            f"no size {unknown[0]!r} in a call with a cache; there are {', '.join(_SIZES)}"
+        )
+    given: tuple[Any, ...] = (
+        model,
+        task,
+        cache_names,
+        {**_SIZES, **(sizes or {})},
+        seed,
+        processor,
+    )
     calls = Calls(*given)
     if not has_cache:
         return {"model": _without_a_cache(calls, shapes)}
@@ -88,7 +108,9 @@ def _without_a_cache(calls: Calls, shapes: Mapping[str, Any] | None) -> ExampleC
     """All that ``forward`` takes and the config describes."""
     model, sizes = calls.model, calls.sizes
     if model.can_generate() and not model.config.is_encoder_decoder and not shapes:
-        return calls.call({"forward": calls.tokens(sizes["past_sequence_length"] + sizes["sequence_length"])})
+        return calls.call(
+            {"forward": calls.tokens(sizes["past_sequence_length"] + sizes["sequence_length"])}
+        )
     return calls.call({"forward": calls.inputs(shapes, sizes["batch_size"])})
 
 

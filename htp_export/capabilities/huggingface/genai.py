@@ -1,8 +1,9 @@
 """``genai_config.json``: how ONNX Runtime GenAI runs a decoder with a key-value cache; keys as in ``src/config.h``.
 
-Names of tensors and sizes of the cache are read from the graph, the rest from the configs of transformers. ``type`` is
-``"decoder"``: GenAI's types of architectures run the same way, and some expect other caches. With ``inputs_embeds``, it
-is one of Qwen's: these alone get positions in three dimensions (``IsQwenVLFamily`` in ``src/models/model_type.h``).
+Names of tensors and sizes of the cache are read from the graph, the rest from the configs of
+transformers. ``type`` is ``"decoder"``: GenAI's types of architectures run the same way, and some
+expect other caches. With ``inputs_embeds``, it is one of Qwen's: these alone get positions in three
+dimensions (``IsQwenVLFamily`` in ``src/models/model_type.h``).
 """
 
 from __future__ import annotations
@@ -47,21 +48,32 @@ _DEFAULTS: Mapping[str, Any] = {
 def vision_processor(folder: Path) -> dict[str, Any] | None:
     """The content of ``vision_processor.json`` for the image processor of a folder: how GenAI makes patches of images.
 
-    It lists operators of onnxruntime-extensions, which GenAI contains (``shared/api/image_processor.cc`` and
-    ``image_transforms.hpp`` in https://github.com/microsoft/onnxruntime-extensions). Its usual name is
+    It lists operators of onnxruntime-extensions, which GenAI contains
+    (``shared/api/image_processor.cc`` and ``image_transforms.hpp`` in
+    https://github.com/microsoft/onnxruntime-extensions). Its usual name is
     ``processor_config.json``, which transformers has for a file of its own.
 
-    None if the folder has none, or one whose work onnxruntime-extensions has no operators for: a warning says which
-    setting it is.
+    None if the folder has none, or one whose work onnxruntime-extensions has no operators for: a
+    warning says which setting it is.
     """
     problem = "the folder of the model has no preprocessor_config.json with a patch_size"
     try:
-        for settings in image_settings(lambda name: file if (file := folder / name).is_file() else None):
+        for settings in image_settings(
+            lambda name: file if (file := folder / name).is_file() else None
+        ):
             if "patch_size" in settings:
-                return {"processor": {"name": "image_processor", "transforms": image_operators(settings)}}
+                return {
+                    "processor": {
+                        "name": "image_processor",
+                        "transforms": image_operators(settings),
+                    }
+                }
     except HtpExportError as error:
         problem = str(error)
-    _log.warning("GenAI's own image processor is not configured: %s; give it pixels that transformers made", problem)
+    _log.warning(
+        "GenAI's own image processor is not configured: %s; give it pixels that transformers made",
+        problem,
+    )
     return None
 
 
@@ -81,14 +93,20 @@ def image_operators(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     layers = (settings, sizes, edges)
 
     def setting(name: str, kind: type) -> Any:
-        found = next((layer[name] for layer in layers if layer.get(name) is not None), _DEFAULTS[name])
+        found = next(
+            (layer[name] for layer in layers if layer.get(name) is not None), _DEFAULTS[name]
+        )
         if not is_setting(kind, found) or (kind is int and found == 0 and name != "resample"):
             raise InputError(f"its {name} is {found!r}")
         return found
 
     def of_channels(name: str) -> list[float]:
         found = settings.get(name, _DEFAULTS[name])
-        if not isinstance(found, list) or len(found) != 3 or not all(is_setting(float, each) for each in found):
+        if (
+            not isinstance(found, list)
+            or len(found) != 3
+            or not all(is_setting(float, each) for each in found)
+        ):
             raise InputError(f"its {name} is {found!r}, and not three numbers")
         return [float(each) for each in found]
 
@@ -99,15 +117,26 @@ def image_operators(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
         if resample not in _FILTERS:
             raise InputError(f"onnxruntime-extensions has no filter for its resample, {resample}")
         pixels = {name: setting(name, int) for name in ("min_pixels", "max_pixels")}
-        steps["Resize"] = {"interpolation": _FILTERS[resample], "smart_resize": 1, **pixels, **patches}
-    steps["Rescale"] = {"rescale_factor": float(setting("rescale_factor", float) if setting("do_rescale", bool) else 1)}
+        steps["Resize"] = {
+            "interpolation": _FILTERS[resample],
+            "smart_resize": 1,
+            **pixels,
+            **patches,
+        }
+    steps["Rescale"] = {
+        "rescale_factor": float(
+            setting("rescale_factor", float) if setting("do_rescale", bool) else 1
+        )
+    }
     if setting("do_normalize", bool):
         deviations = of_channels("image_std")
         if 0 in deviations:
             raise InputError(f"its image_std is {deviations}")
         steps["Normalize"] = {"mean": of_channels("image_mean"), "std": deviations}
     steps["PatchImage"] = {**patches, "temporal_patch_size": setting("temporal_patch_size", int)}
-    return [{"operation": {"name": name, "type": name, "attrs": attrs}} for name, attrs in steps.items()]
+    return [
+        {"operation": {"name": name, "type": name, "attrs": attrs}} for name, attrs in steps.items()
+    ]
 
 
 GENAI_CONFIG = "genai_config.json"
@@ -151,7 +180,11 @@ class _Caches(NamedTuple):
     head_size: int | None
 
     def names(self) -> set[str]:
-        return {pattern.replace("%d", str(layer)) for pattern in (self.keys, self.values) for layer in self.layers}
+        return {
+            pattern.replace("%d", str(layer))
+            for pattern in (self.keys, self.values)
+            for layer in self.layers
+        }
 
 
 def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
@@ -168,11 +201,19 @@ def _cache_among(tensors: Iterable[ir.Value]) -> _Caches | None:
     names = [pattern for patterns in found.values() for pattern in patterns]
     if not names:
         return None
-    if len(found["key"]) != 1 or len(found["value"]) != 1 or any(name.count("%") != 1 for name in names):
-        raise InputError(f"the cache has no keys and values of one name each, with a number: {', '.join(names)}")
+    if (
+        len(found["key"]) != 1
+        or len(found["value"]) != 1
+        or any(name.count("%") != 1 for name in names)
+    ):
+        raise InputError(
+            f"the cache has no keys and values of one name each, with a number: {', '.join(names)}"
+        )
     [(keys, by_layer)], [(values, others)] = found["key"].items(), found["value"].items()
     if by_layer.keys() != others.keys():
-        raise InputError(f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}")
+        raise InputError(
+            f"the cache has keys of layers {sorted(by_layer)}, and values of layers {sorted(others)}"
+        )
     layers = tuple(sorted(by_layer))
     sizes = [size if isinstance(size, int) else None for size in by_layer[layers[0]].shape or ()]
     heads, head_size = (sizes[1], sizes[3]) if len(sizes) == 4 else (None, None)
@@ -184,20 +225,25 @@ def genai_config(
 ) -> dict[str, Any]:
     """The content of ``genai_config.json`` for a decoder that takes a key-value cache and returns one.
 
-    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache with batch, heads,
-    length and head size, and maybe ``attention_mask`` and ``position_ids``; it returns ``logits`` and the cache. An
-    InputError names the tensor that is otherwise. Settings of the generation config come before those of the config.
-    The file name is that of the decoder in the folder of ``genai_config.json``.
+    The decoder takes ``input_ids``, or ``inputs_embeds`` and positions in three dimensions, a cache
+    with batch, heads, length and head size, and maybe ``attention_mask`` and ``position_ids``; it
+    returns ``logits`` and the cache. An InputError names the tensor that is otherwise. Settings of
+    the generation config come before those of the config. The file name is that of the decoder in
+    the folder of ``genai_config.json``.
     """
     past, present = _caches(model.graph)
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    inputs = {name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)}
+    inputs = {
+        name: name for name in _TOKENS if any(value.name == name for value in model.graph.inputs)
+    }
     heads, hidden_size = _count(text, "num_attention_heads"), _count(text, "hidden_size")
     head_size = past.head_size or _count(text, "head_dim")
     if head_size is None and heads and hidden_size:
         head_size = hidden_size // heads
     logits = next(value.shape for value in model.graph.outputs if value.name == "logits")
-    vocabulary = logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
+    vocabulary = (
+        logits[-1] if logits and isinstance(logits[-1], int) else _count(text, "vocab_size")
+    )
     context = _context_length(text)
     decoder = {
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
@@ -205,7 +251,11 @@ def genai_config(
         "head_size": head_size,
         "hidden_size": hidden_size,
         "inputs": {**inputs, "past_key_names": past.keys, "past_value_names": past.values},
-        "outputs": {"logits": "logits", "present_key_names": present.keys, "present_value_names": present.values},
+        "outputs": {
+            "logits": "logits",
+            "present_key_names": present.keys,
+            "present_value_names": present.values,
+        },
         "num_attention_heads": heads,
         "num_hidden_layers": len(past.layers),
         "num_key_value_heads": past.heads or _count(text, "num_key_value_heads") or heads,
@@ -234,18 +284,25 @@ def genai_config(
 def shares_cache(graph: ir.Graph) -> bool:
     """Whether the cache that a decoder takes and the one that it returns can be one buffer, of the longest length.
 
-    They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is told how much of the
-    buffer is used.
+    They can if nothing but ``GroupQueryAttention`` of ONNX Runtime reads and writes them: it is
+    told how much of the buffer is used.
     """
     past, present = _caches(graph)
     taken, given = past.names(), present.names()
-    places = [(use.node, use.idx) for value in graph.inputs if value.name in taken for use in value.uses()]
+    places = [
+        (use.node, use.idx) for value in graph.inputs if value.name in taken for use in value.uses()
+    ]
     read = all(_is_grouped(node) and place in (3, 4) for node, place in places)
-    return read and all(_is_grouped(value.producer()) for value in graph.outputs if value.name in given)
+    return read and all(
+        _is_grouped(value.producer()) for value in graph.outputs if value.name in given
+    )
 
 
 def _is_grouped(node: ir.Node | None) -> bool:
-    return node is not None and (node.domain, node.op_type) == ("com.microsoft", "GroupQueryAttention")
+    return node is not None and (node.domain, node.op_type) == (
+        "com.microsoft",
+        "GroupQueryAttention",
+    )
 
 
 def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
@@ -257,7 +314,10 @@ def _three_files(graph: ir.Graph, config: Any) -> dict[str, Any]:
             "of models that see images, ONNX Runtime GenAI runs those with position_ids of 3 dimensions (M-RoPE) and a "
             "vision_start_token_id in their config; leave --genai away"
         )
-    grids = {"spatial_merge_size": _count(config, "spatial_merge_size"), "patch_size": _count(config, "patch_size")}
+    grids = {
+        "spatial_merge_size": _count(config, "spatial_merge_size"),
+        "patch_size": _count(config, "patch_size"),
+    }
     vision = {
         "filename": _VISION,
         **grids,
@@ -283,21 +343,31 @@ def _caches(graph: ir.Graph) -> tuple[_Caches, _Caches]:
             f"{'takes' if past is None else 'returns'} none; export it for the task text-generation-with-past"
         )
     if past.layers != present.layers:
-        raise InputError(f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}")
+        raise InputError(
+            f"the model takes a cache of layers {past.layers}, and returns one of layers {present.layers}"
+        )
     names = {str(value.name) for value in given}
     unknown = sorted(names - past.names() - set(_TOKENS))
     if unknown or not names & {"input_ids", "inputs_embeds"}:
         problem = f"gives no input {unknown[0]!r}" if unknown else "needs an input 'input_ids'"
-        raise InputError(f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}")
+        raise InputError(
+            f"ONNX Runtime GenAI {problem}; the model takes {', '.join(sorted(names - past.names()))}"
+        )
     if all(value.name != "logits" for value in graph.outputs):
-        raise InputError("ONNX Runtime GenAI needs an output 'logits', which the model does not return")
+        raise InputError(
+            "ONNX Runtime GenAI needs an output 'logits', which the model does not return"
+        )
     return past, present
 
 
 def _context_length(config: Any) -> int:
-    length = _count(config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length")
+    length = _count(
+        config, "max_position_embeddings", "max_seq_len", "seq_length", "max_sequence_length"
+    )
     if length is None:
-        _log.warning("the config names no longest context; genai_config.json says %d tokens", _UNLIMITED)
+        _log.warning(
+            "the config names no longest context; genai_config.json says %d tokens", _UNLIMITED
+        )
         return _UNLIMITED
     return length
 
@@ -316,7 +386,11 @@ def _token_ids(config: Any, generation_config: Any) -> dict[str, Any]:
         _log.warning("the configs name no eos_token_id; ONNX Runtime GenAI ends a text at token 0")
     elif "pad_token_id" not in ids:
         ids["pad_token_id"] = ids["eos_token_id"]
-    several = {"eos_token_id": ids.get("eos_token_id", [])} if len(ids.get("eos_token_id", [])) > 1 else {}
+    several = (
+        {"eos_token_id": ids.get("eos_token_id", [])}
+        if len(ids.get("eos_token_id", [])) > 1
+        else {}
+    )
     return {name: tokens[0] for name, tokens in ids.items()} | several
 
 
@@ -330,15 +404,20 @@ def _search(generation_config: Any) -> dict[str, Any]:
 
 def _count(config: Any, *names: str) -> int | None:
     """The first positive number of these settings; configs may come from anywhere and hold anything."""
-    return next((value for name in names if is_setting(int, value := find(config, name)) and value > 0), None)
+    return next(
+        (value for name in names if is_setting(int, value := find(config, name)) and value > 0),
+        None,
+    )
 
 
-def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | None = None) -> tuple[Path, ...]:
+def write_genai(
+    file: str | os.PathLike[str], model: Any, *, companions: Path | None = None
+) -> tuple[Path, ...]:
     """Write ``genai_config.json``, the configs and the tokenizer into the folder of an exported decoder.
 
-    The model is the one of transformers that was exported; the companions are the folder with its tokenizer and, of a
-    model that sees images, its image processor: `vision_processor`. An InputError names the tensor for which ONNX
-    Runtime GenAI cannot run the decoder.
+    The model is the one of transformers that was exported; the companions are the folder with its
+    tokenizer and, of a model that sees images, its image processor: `vision_processor`. An
+    InputError names the tensor for which ONNX Runtime GenAI cannot run the decoder.
     """
     path = Path(file)
     generation = getattr(model, "generation_config", None)
@@ -350,7 +429,10 @@ def write_genai(file: str | os.PathLike[str], model: Any, *, companions: Path | 
         if images is not None:
             vision["config_filename"] = VISION_PROCESSOR
             written.append(write_json(path.with_name(VISION_PROCESSOR), images))
-        written += [write_json(path.with_name(GENAI_CONFIG), content), *write_configs(model, path.parent)]
+        written += [
+            write_json(path.with_name(GENAI_CONFIG), content),
+            *write_configs(model, path.parent),
+        ]
         if companions is not None:
             written += copy_companions(companions, path.parent)
     return tuple(written)
@@ -360,4 +442,6 @@ def check_genai(folder: Path) -> None:
     """Refuse a folder with a ``config.json`` and no ``genai_config.json``: files of another model would be replaced."""
     config = folder / "config.json"
     if config.exists() and not (folder / GENAI_CONFIG).exists():
-        raise FileError(config, "would be replaced, and is of another model; export into another folder")
+        raise FileError(
+            config, "would be replaced, and is of another model; export into another folder"
+        )

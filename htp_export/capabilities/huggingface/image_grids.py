@@ -1,8 +1,9 @@
 """Vision encoders that take images of any size as one sequence of patches, with their grids in ``image_grid_thw``.
 
-They compute the places of patches from the values of the grids, in loops of Python, or take them as arguments
-(``transformers.vision_utils``). Here tensors alone compute them, for any number of images of any size. All patches go
-through one attention, masked to those of the same sequence (an image, a frame or a window).
+They compute the places of patches from the values of the grids, in loops of Python, or take them as
+arguments (``transformers.vision_utils``). Here tensors alone compute them, for any number of images
+of any size. All patches go through one attention, masked to those of the same sequence (an image, a
+frame or a window).
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ GRID = "image_grid_thw"
 
 def encoder_of_grids(model: nn.Module) -> Any:
     """The module that takes patches and ``grid_thw``; None if there is none."""
-    return next((module for module in model.modules() if "grid_thw" in named_parameters(module)), None)
+    return next(
+        (module for module in model.modules() if "grid_thw" in named_parameters(module)), None
+    )
 
 
 def example_images(encoder: Any, count: int, generator: torch.Generator) -> dict[str, Any]:
@@ -34,18 +37,26 @@ def example_images(encoder: Any, count: int, generator: torch.Generator) -> dict
 
     merge, window = _merge_size(encoder), _window(encoder) or 1
     sizes = [merge * (window + 1), merge * (window + 2)]
-    grid = torch.tensor([[1, *(sizes if image % 2 == 0 else sizes[::-1])] for image in range(count)])
+    grid = torch.tensor(
+        [[1, *(sizes if image % 2 == 0 else sizes[::-1])] for image in range(count)]
+    )
     channels = find(encoder.config, "in_channels", "in_chans", "num_channels") or 3
-    size, frames = find(encoder.config, "patch_size"), find(encoder.config, "temporal_patch_size") or 1
-    patches = torch.randn(int(grid.prod(-1).sum()), channels * frames * size * size, generator=generator)
+    size, frames = (
+        find(encoder.config, "patch_size"),
+        find(encoder.config, "temporal_patch_size") or 1,
+    )
+    patches = torch.randn(
+        int(grid.prod(-1).sum()), channels * frames * size * size, generator=generator
+    )
     return {"pixel_values": patches.to(encoder.dtype), GRID: grid}
 
 
 def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[str, torch.Tensor]:
     """What the encoder computes from the values of the grids, under the names of ``transformers.vision_utils``.
 
-    In ``cu_seqlens`` and ``cu_window_seqlens`` are not the ends of the sequences, but the number of the sequence of
-    each patch; see `attending_by_sequence`. The number of patches is that of all images.
+    In ``cu_seqlens`` and ``cu_window_seqlens`` are not the ends of the sequences, but the number of
+    the sequence of each patch; see `attending_by_sequence`. The number of patches is that of all
+    images.
     """
     import torch
 
@@ -60,15 +71,20 @@ def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[st
     block, inner = within // merge**2, within % merge**2
     block_row, block_column = block // (width // merge), block % (width // merge)
     row, column = block_row * merge + inner // merge, block_column * merge + inner % merge
-    first = start + frame * height * width  # of the patches of the same frame: a number of the frame
+    # of the patches of the same frame: a number of the frame
+    first = start + frame * height * width
     merges_frames = getattr(encoder, "merge_temporal", False)
-    made = {"cu_seqlens": start if merges_frames else first, "position_ids": torch.stack([row, column], -1)}
+    made = {
+        "cu_seqlens": start if merges_frames else first,
+        "position_ids": torch.stack([row, column], -1),
+    }
     if getattr(encoder, "include_temporal", False):
         made["position_ids"] = torch.stack([frame, row, column], -1)
     window = _window(encoder)
     if window is not None:
         across = (width // merge + window - 1) // window
-        number = first + (block_row // window) * across + block_column // window  # smaller than that of the next frame
+        # smaller than that of the next frame
+        number = first + (block_row // window) * across + block_column // window
         order = torch.argsort((number * patches + place)[:: merge**2])
         made["window_index"] = order
         made["cu_window_seqlens"] = number[:: merge**2][order].repeat_interleave(merge**2)
@@ -78,7 +94,9 @@ def in_place_of_loops(encoder: Any, grid: torch.Tensor, patches: int) -> dict[st
     return made
 
 
-def _interpolation(encoder: Any, side: int, *axes: tuple[torch.Tensor, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _interpolation(
+    encoder: Any, side: int, *axes: tuple[torch.Tensor, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """Which rows of a square of learned positions make that of a patch, and their weights."""
     import torch
     from transformers import vision_utils
@@ -87,23 +105,29 @@ def _interpolation(encoder: Any, side: int, *axes: tuple[torch.Tensor, torch.Ten
     corners = getattr(encoder, "interpolation_align_corners", None) is True
     padding = getattr(encoder, "interpolation_padding", None) or "border"
     of_axis = vision_utils._interpolation_axis_taps_weights
-    (rows, by_row), (columns, by_column) = (of_axis(*axis, side, mode, corners, padding) for axis in axes)
+    (rows, by_row), (columns, by_column) = (
+        of_axis(*axis, side, mode, corners, padding) for axis in axes
+    )
     indices = rows[:, :, None] * side + columns[:, None, :]
     weights = by_row[:, :, None] * by_column[:, None, :]
-    return {"interp_indices": torch.flatten(indices, 1), "interp_weights": torch.flatten(weights, 1)}
+    return {
+        "interp_indices": torch.flatten(indices, 1),
+        "interp_weights": torch.flatten(weights, 1),
+    }
 
 
 @contextlib.contextmanager
 def attending_by_sequence(encoder: nn.Module) -> Iterator[None]:
     """Let the attention of an encoder see the patches of one sequence alone, as long as a ``with`` block runs.
 
-    Its modules are given the number of the sequence of each patch as ``cu_seqlens``. They are called with one sequence
-    of all patches; ``scaled_dot_product_attention`` gets the mask.
+    Its modules are given the number of the sequence of each patch as ``cu_seqlens``. They are
+    called with one sequence of all patches; ``scaled_dot_product_attention`` gets the mask.
     """
     import torch
     from torch.overrides import TorchFunctionMode
 
-    masks: list[tuple[torch.Tensor, torch.Tensor]] = []  # numbers of sequences, and their mask; the last is in use
+    # numbers of sequences, and their mask; the last is in use
+    masks: list[tuple[torch.Tensor, torch.Tensor]] = []
     ends: list[torch.Tensor] = []  # of one sequence of all patches
 
     def give_all(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,7 +140,9 @@ def attending_by_sequence(encoder: nn.Module) -> Iterator[None]:
         return args, {**kwargs, "cu_seqlens": ends[0]}
 
     class Masked(TorchFunctionMode):
-        def __torch_function__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, function: Any, _: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             kwargs = kwargs or {}
             # By name: transformers' exporters replace the function itself.
             if masks and getattr(function, "__name__", "") == "scaled_dot_product_attention":
@@ -129,7 +155,9 @@ def attending_by_sequence(encoder: nn.Module) -> Iterator[None]:
     def make(changes: Changes) -> None:
         for module in encoder.modules():
             if module is not encoder:
-                changes.will_undo(module.register_forward_pre_hook(give_all, with_kwargs=True).remove)
+                changes.will_undo(
+                    module.register_forward_pre_hook(give_all, with_kwargs=True).remove
+                )
 
     with restored(make), Masked():
         yield
@@ -148,4 +176,11 @@ def _window(encoder: nn.Module) -> int | None:
 
 def _setting(encoder: nn.Module, name: str) -> int | None:
     """A number that a module of the encoder has, as transformers' exporters find it."""
-    return next((value for module in encoder.modules() if isinstance(value := getattr(module, name, None), int)), None)
+    return next(
+        (
+            value
+            for module in encoder.modules()
+            if isinstance(value := getattr(module, name, None), int)
+        ),
+        None,
+    )

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 _LENGTH = 16  # of texts, in tokens
-_PADDING = 3  # of those, at the end: without padding, models make no mask in eager mode, and tracing one does
+# of those, at the end: without padding, models make no mask in eager mode, and tracing one does
+_PADDING = 3
 _SAMPLES = 16_000  # of sound: a second
 
 
@@ -38,22 +39,23 @@ def example_inputs(
 ) -> dict[str, torch.Tensor]:
     """Keyword arguments for one call of a transformers model, in the order of ``forward``'s signature.
 
-    Texts are 16 tokens long, the last 3 of them padding, images as large as the image processor or the config says,
-    sound is a second long or as long as the config says. Tokens are random without a tokenizer.
+    Texts are 16 tokens long, the last 3 of them padding, images as large as the image processor or
+    the config says, sound is a second long or as long as the config says. Tokens are random without
+    a tokenizer.
 
     Args:
         model: The model, or any module with a ``config`` and a ``main_input_name``.
         task: Changes nothing: what is made follows ``forward``.
-        shapes: Input → shape, as ``[2, 16]`` or as ``{"shape": [2, 16], "dtype": "int64"}``, for inputs that should be
-            otherwise; None leaves an input out, and in a shape it stands for the usual size: ``[2, None]``. The others
-            follow the batch and length of the main input.
+        shapes: Input → shape, as ``[2, 16]`` or as ``{"shape": [2, 16], "dtype": "int64"}``, for
+            inputs that should be otherwise; None leaves an input out, and in a shape it stands for
+            the usual size: ``[2, None]``. The others follow the batch and length of the main input.
         seed: Of the values. Torch's own generator is left as it was.
         batch: Examples in one call.
         processor: The tokenizer and the image processor of the model, from ``load_processor``.
 
     Raises:
-        InputError: If ``shapes`` names what ``forward`` does not take or is no shape, or if ``forward`` needs an input
-            that its config does not describe.
+        InputError: If ``shapes`` names what ``forward`` does not take or is no shape, or if
+            ``forward`` needs an input that its config does not describe.
 
     Examples:
         >>> from htp_export.huggingface import load_model
@@ -67,17 +69,33 @@ def example_inputs(
     parameters = named_parameters(model)
     unknown = [name for name in shapes if name not in parameters]
     if unknown:
-        raise InputError(f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs"))
+        raise InputError(
+            f"the model takes no input {unknown[0]!r}" + nearest(unknown[0], parameters, "inputs")
+        )
     usual = _Describer(model, {}, batch, processor).specs()
-    wanted = {name: _wanted(name, shape, usual.get(name)) for name, shape in shapes.items() if shape is not None}
+    wanted = {
+        name: _wanted(name, shape, usual.get(name))
+        for name, shape in shapes.items()
+        if shape is not None
+    }
     specs = _Describer(model, wanted, batch, processor).specs()
-    specs = {name: specs[name] for name in parameters if name in specs and shapes.get(name, ()) is not None}
-    missing = [name for name, spec in parameters.items() if spec.default is spec.empty and name not in specs]
+    specs = {
+        name: specs[name]
+        for name in parameters
+        if name in specs and shapes.get(name, ()) is not None
+    }
+    missing = [
+        name
+        for name, spec in parameters.items()
+        if spec.default is spec.empty and name not in specs
+    ]
     if missing:
         problem = f"needs {missing[0]!r}, which its config does not describe: give its shape"
         raise InputError(f"{type(model).__name__} {problem}")
     if not specs:
-        raise InputError(f"the config of {type(model).__name__} describes none of its inputs: give their shapes")
+        raise InputError(
+            f"the config of {type(model).__name__} describes none of its inputs: give their shapes"
+        )
     filled = _Filler(model.config, torch.Generator().manual_seed(seed), processor)
     return {name: filled(name, spec) for name, spec in specs.items()}
 
@@ -86,7 +104,9 @@ def named_parameters(model: nn.Module) -> dict[str, inspect.Parameter]:
     """What ``forward`` takes by name; ``*args`` and ``**kwargs`` are no names."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     parameters = inspect.signature(model.forward).parameters
-    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic}
+    return {
+        name: parameter for name, parameter in parameters.items() if parameter.kind not in variadic
+    }
 
 
 def _wanted(name: str, spec: Any, usual: _Spec | None) -> _Spec:
@@ -106,8 +126,12 @@ def _wanted(name: str, spec: Any, usual: _Spec | None) -> _Spec:
     if None not in sizes:
         return _Spec(tuple(sizes), str(dtype))
     if usual is None or len(usual.shape) != len(sizes):
-        raise InputError(f"input {name!r}: the config does not describe it; give all sizes of {list(sizes)}")
-    return _Spec(tuple(size or known for size, known in zip(sizes, usual.shape, strict=True)), str(dtype))
+        raise InputError(
+            f"input {name!r}: the config does not describe it; give all sizes of {list(sizes)}"
+        )
+    return _Spec(
+        tuple(size or known for size, known in zip(sizes, usual.shape, strict=True)), str(dtype)
+    )
 
 
 def _text_config(config: Any, *, decoder: bool | None = None) -> Any:
@@ -117,13 +141,18 @@ def _text_config(config: Any, *, decoder: bool | None = None) -> Any:
 class _Describer:
     """What shape each input has that ``forward`` takes and the config describes."""
 
-    def __init__(self, model: Any, wanted: Mapping[str, _Spec], batch: int, processor: Processor) -> None:
+    def __init__(
+        self, model: Any, wanted: Mapping[str, _Spec], batch: int, processor: Processor
+    ) -> None:
         self.config, self.text, self.processor = model.config, _text_config(model.config), processor
         self.parameters = named_parameters(model)
         self.main = getattr(model, "main_input_name", "")
         self.modalities = getattr(model, "input_modalities", ()) or ()
         self.float = str(getattr(model, "dtype", "float32")).removeprefix("torch.")
-        self.wanted = {name: _Spec(shape, dtype or self._dtype(name)) for name, (shape, dtype) in wanted.items()}
+        self.wanted = {
+            name: _Spec(shape, dtype or self._dtype(name))
+            for name, (shape, dtype) in wanted.items()
+        }
         leading, text = self.wanted.get(self.main), self.wanted.get("input_ids")
         leading = leading or text
         self.batch = leading.shape[0] if leading else batch
@@ -152,7 +181,9 @@ class _Describer:
                 specs["token_type_ids"] = text
         if getattr(self.config, "is_encoder_decoder", False):
             # As long as the text: some heads lay what is found in one over the other.
-            specs["decoder_input_ids"] = _Spec((self.batch, self.length if text else _LENGTH // 2), "int64")
+            specs["decoder_input_ids"] = _Spec(
+                (self.batch, self.length if text else _LENGTH // 2), "int64"
+            )
         return {name: spec for name, spec in specs.items() if name in self.parameters} | self.wanted
 
     def _needed(self, name: str) -> bool:
@@ -160,13 +191,28 @@ class _Describer:
             return True
         if name == "input_ids":
             return "text" in self.modalities and "decoder_input_ids" not in self.parameters
-        # Where images or sounds take the places of special tokens, a text without those tokens comes with none.
-        placed = find(self.config, "image_token_id", "image_token_index", "audio_token_id", "audio_token_index")
+        # Where images or sounds take the places of special tokens, a text without those tokens
+        # comes with none.
+        placed = find(
+            self.config,
+            "image_token_id",
+            "image_token_index",
+            "audio_token_id",
+            "audio_token_index",
+        )
         kind = "image" if name == "pixel_values" else "audio"
-        return kind in self.modalities and placed is None and not getattr(self.config, "is_encoder_decoder", False)
+        return (
+            kind in self.modalities
+            and placed is None
+            and not getattr(self.config, "is_encoder_decoder", False)
+        )
 
     def _dtype(self, name: str) -> str:
-        whole = name.endswith(("_ids", "_mask", "_labels", "_positions")) or name in {"bbox", "labels", "timesteps"}
+        whole = name.endswith(("_ids", "_mask", "_labels", "_positions")) or name in {
+            "bbox",
+            "labels",
+            "timesteps",
+        }
         return "int64" if whole else self.float
 
     def _pixels(self) -> tuple[int, ...]:
@@ -179,7 +225,10 @@ class _Describer:
         return (*((frames,) if frames else ()), channels, height, width)
 
     def _features(self) -> tuple[int, ...] | None:
-        mel, positions = find(self.config, "num_mel_bins"), find(self.config, "max_source_positions")
+        mel, positions = (
+            find(self.config, "num_mel_bins"),
+            find(self.config, "max_source_positions"),
+        )
         if mel and positions:
             return (mel, 2 * positions)  # the first layers halve the time
         channels = find(self.config, "input_feat_per_channel", "feature_projection_input_dim")
@@ -193,7 +242,10 @@ class _Describer:
         return (channels, _SAMPLES) if channels else (_SAMPLES,)
 
     def _past_values(self) -> tuple[int, ...] | None:
-        length, channels = find(self.config, "context_length"), find(self.config, "num_input_channels")
+        length, channels = (
+            find(self.config, "context_length"),
+            find(self.config, "num_input_channels"),
+        )
         return (length, channels) if length and channels else None
 
 
@@ -201,7 +253,11 @@ class _Filler:
     """Values for an input: tokens within the vocabulary, masks with padding at the end, noise for all else."""
 
     def __init__(self, config: Any, generator: torch.Generator, processor: Processor) -> None:
-        self.whole, self.text, self.decoder = config, _text_config(config), _text_config(config, decoder=True)
+        self.whole, self.text, self.decoder = (
+            config,
+            _text_config(config),
+            _text_config(config, decoder=True),
+        )
         self.generator, self.processor = generator, processor
 
     def __call__(self, name: str, spec: _Spec) -> torch.Tensor:
@@ -236,7 +292,9 @@ class _Filler:
     def _decoder_ids(self, shape: tuple[int, ...]) -> torch.Tensor:
         text = self._from_tokenizer(self.decoder, shape, shape[-1], special=False)
         ids = self._random_ids(self.decoder, shape) if text is None else text
-        starts = (getattr(config, "decoder_start_token_id", None) for config in (self.whole, self.decoder))
+        starts = (
+            getattr(config, "decoder_start_token_id", None) for config in (self.whole, self.decoder)
+        )
         start = next((token for token in starts if isinstance(token, int)), None)
         if start is not None and 0 <= start < (find(self.decoder, "vocab_size") or start + 1):
             ids[..., 0] = start
@@ -247,8 +305,16 @@ class _Filler:
         import torch
 
         vocabulary = find(config, "vocab_size") or 2
-        special = {token for kind in ("pad", "bos", "eos", "mask") for token in _special_tokens(config, kind)}
-        usual = [token for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000)) if token not in special]
+        special = {
+            token
+            for kind in ("pad", "bos", "eos", "mask")
+            for token in _special_tokens(config, kind)
+        }
+        usual = [
+            token
+            for token in range(min(3, vocabulary - 1), min(vocabulary, 10_000))
+            if token not in special
+        ]
         picked = torch.randint(0, len(usual) or 1, shape, generator=self.generator)
         return torch.tensor(usual or [0])[picked]
 
@@ -261,9 +327,13 @@ class _Filler:
         if self.processor.tokenizer is None:
             return None
         vocabulary, rows = find(config, "vocab_size"), []
-        known = (getattr(source, "pad_token_id", None) for source in (self.processor.tokenizer, config))
+        known = (
+            getattr(source, "pad_token_id", None) for source in (self.processor.tokenizer, config)
+        )
         padding = next((token for token in known if isinstance(token, int)), 0)
-        for start in torch.randint(0, 1_000, (math.prod(shape[:-1]),), generator=self.generator).tolist():
+        for start in torch.randint(
+            0, 1_000, (math.prod(shape[:-1]),), generator=self.generator
+        ).tolist():
             tokens = self.processor.tokens(visible, start, vocabulary, special=special)
             if tokens is None:
                 return None
@@ -279,16 +349,21 @@ def _visible(shape: tuple[int, ...]) -> int:
 def _special_tokens(config: Any, kind: str) -> list[int]:
     """Tokens of one kind that a config names; a text may end with each of several tokens."""
     named = getattr(config, f"{kind}_token_id", None)
-    return [token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)]
+    return [
+        token for token in (named if isinstance(named, list) else [named]) if isinstance(token, int)
+    ]
 
 
-def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> dict[str, dict[int, str]]:
+def dynamic_shapes(
+    inputs: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> dict[str, dict[int, str]]:
     """Which dimensions of which inputs may vary; the same for ``dynamic_shapes`` and ``dynamic_axes`` of torch.
 
     Args:
         inputs: The example inputs.
-        names: ``batch``, the first dimension of every input; ``sequence``, the second of texts and their masks, of a
-            decoder ``decoder_sequence``; ``height`` and ``width``, the last two of images.
+        names: ``batch``, the first dimension of every input; ``sequence``, the second of texts and
+            their masks, of a decoder ``decoder_sequence``; ``height`` and ``width``, the last two
+            of images.
 
     Returns:
         Input → dimension → name; an input of which nothing varies has an empty entry.
@@ -305,7 +380,11 @@ def dynamic_shapes(inputs: Mapping[str, torch.Tensor], names: Iterable[str]) -> 
     for axis in names:
         if axis not in _AXES:
             raise InputError(f"no dynamic axis {axis!r}; there are {', '.join(_AXES)}")
-        places = {name: _places(name, tensor)[axis] for name, tensor in inputs.items() if axis in _places(name, tensor)}
+        places = {
+            name: _places(name, tensor)[axis]
+            for name, tensor in inputs.items()
+            if axis in _places(name, tensor)
+        }
         if not places:
             raise InputError(f"no input has an axis {axis!r}; the inputs are {', '.join(inputs)}")
         for name, place in places.items():

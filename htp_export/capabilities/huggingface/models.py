@@ -11,8 +11,18 @@ from typing import TYPE_CHECKING, Any
 from htp_export.capabilities.huggingface.configs import use_cache
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf, is_packed, read_packed
 from htp_export.capabilities.huggingface.sources import Source
-from htp_export.capabilities.huggingface.streaming import check_loaded, find_checkpoint, weights_in_files
-from htp_export.capabilities.huggingface.tasks import AUTO, class_for_task, generates, split_task, task_hint
+from htp_export.capabilities.huggingface.streaming import (
+    check_loaded,
+    find_checkpoint,
+    weights_in_files,
+)
+from htp_export.capabilities.huggingface.tasks import (
+    AUTO,
+    class_for_task,
+    generates,
+    split_task,
+    task_hint,
+)
 from htp_export.errors import ModelSourceError, described
 from htp_export.files.checkpoint import Checkpoint
 
@@ -41,27 +51,29 @@ def load_model(
     """A transformers model in eval mode; it uses a key/value cache only if the task ends in ``-with-past``.
 
     Args:
-        source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id (``"owner/name"``); looked
-            for in this order.
-        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``; for models that generate,
-            also with a cache: ``"text-generation-with-past"``. Without it, a model type gives the base model, and
-            anything else the class that its config names under ``architectures``; with ``"auto"`` too, and if that
-            class generates, it uses a cache.
+        source: A local folder with a ``config.json``, a model type (``"bert"``), or a hub id
+            (``"owner/name"``); looked for in this order.
+        task: What the model is for, named as in transformers' pipelines: ``"fill-mask"``; for
+            models that generate, also with a cache: ``"text-generation-with-past"``. Without it, a
+            model type gives the base model, and anything else the class that its config names under
+            ``architectures``; with ``"auto"`` too, and if that class generates, it uses a cache.
         random_weights: Build the model from its config alone. Its parameters are spread apart, see
             ``spread_parameters``.
-        overrides: Config key → value; dots lead into sub-configs: ``{"text_config.num_hidden_layers": 2}``.
-        dtype: Of the weights, ``"float16"``, ``"fp16"`` or ``torch.float16``. Without it, as in the checkpoint, or
-            float32.
+        overrides: Config key → value; dots lead into sub-configs:
+            ``{"text_config.num_hidden_layers": 2}``.
+        dtype: Of the weights, ``"float16"``, ``"fp16"`` or ``torch.float16``. Without it, as in the
+            checkpoint, or float32.
         revision: Branch, tag or commit on the hub.
         trust_remote_code: Run the Python code that comes with the model.
         attn_implementation: ``"eager"``, ``"sdpa"``; transformers' own choice where it is None.
         seed: Of the random weights. Torch's own generator is left as it was.
-        stream_weights: Leave the weights in their safetensors files until they are used; what has to be converted is
-            in a temporary file. All weights have to be there.
+        stream_weights: Leave the weights in their safetensors files until they are used; what has
+            to be converted is in a temporary file. All weights have to be there.
 
     Raises:
         ModelSourceError: If there is no such model, or it cannot be built as asked.
-        FileError: With ``stream_weights``, if there are no safetensors files, or they are not those of the model.
+        FileError: With ``stream_weights``, if there are no safetensors files, or they are not those
+            of the model.
 
     Examples:
         >>> model = load_model("bert", random_weights=True, overrides={"num_hidden_layers": 1, "hidden_size": 24})
@@ -86,11 +98,15 @@ def load(
     model_class = _model_class(source, config, None if task == AUTO else task)
     if source.random_weights:
         if stream_weights:
-            raise ModelSourceError(source.name, "random weights are in no files to stream them from")
+            raise ModelSourceError(
+                source.name, "random weights are in no files to stream them from"
+            )
         return _random(source, model_class, config, options, seed).eval(), None
     if packed is not None:
         if stream_weights:
-            raise ModelSourceError(source.name, "its weights are quantized, and dequantized in memory: not streamed")
+            raise ModelSourceError(
+                source.name, "its weights are quantized, and dequantized in memory: not streamed"
+            )
         return _dequantized(source, model_class, config, options, read_packed(packed)).eval(), None
     checkpoint = find_checkpoint(source, config) if stream_weights else None
     return _pretrained(source, model_class, config, options, checkpoint).eval(), checkpoint
@@ -109,10 +125,14 @@ def packed_source(source: Source, config: Any = None) -> Path | None:
 
 
 def _build(model_class: Any, config: Any, **options: Any) -> Any:
-    return (getattr(model_class, "from_config", None) or model_class._from_config)(config, **options)
+    return (getattr(model_class, "from_config", None) or model_class._from_config)(
+        config, **options
+    )
 
 
-def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping[str, Any], packed: Any) -> Any:
+def _dequantized(
+    source: Source, model_class: Any, config: Any, options: Mapping[str, Any], packed: Any
+) -> Any:
     """A model with the numbers of a quantized checkpoint in float32, or the dtype that was asked for."""
     import torch
 
@@ -122,12 +142,18 @@ def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping
     settings = {"dtype": torch.float32, **options, "config": config, "output_loading_info": True}
     try:
         with torch.device("meta"):
-            found = type(_build(model_class, config))  # classes of AutoModel take no weights that are in memory
+            # classes of AutoModel take no weights that are in memory
+            found = type(_build(model_class, config))
         model, loading = found.from_pretrained(None, state_dict=state, **settings)
     except Exception as error:  # transformers raises dozens of kinds, some of them bare
-        raise ModelSourceError(source.name, f"the weights cannot be loaded: {described(error, lines=2)}") from error
+        raise ModelSourceError(
+            source.name, f"the weights cannot be loaded: {described(error, lines=2)}"
+        ) from error
     unplaced = set(loading["unexpected_keys"]) & set(packed.layers)
-    for problem, names in (("checkpoint lacks", loading["missing_keys"]), ("model has no place for", unplaced)):
+    for problem, names in (
+        ("checkpoint lacks", loading["missing_keys"]),
+        ("model has no place for", unplaced),
+    ):
         if names:
             raise ModelSourceError(source.name, f"the {problem} {min(names)!r}")
     return model
@@ -136,8 +162,8 @@ def _dequantized(source: Source, model_class: Any, config: Any, options: Mapping
 def spread_parameters(model: nn.Module, generator: torch.Generator, scale: float = 0.02) -> None:
     """Give every parameter and running statistic values of its own, as training would, in place.
 
-    Freshly built models are full of equal tensors (zeros, ones), which exporters merge. The scale is the standard
-    deviation of what is added to parameters.
+    Freshly built models are full of equal tensors (zeros, ones), which exporters merge. The scale
+    is the standard deviation of what is added to parameters.
     """
     import torch
 
@@ -173,21 +199,30 @@ def _model_class(source: Source, config: Any, task: str | None) -> Any:
     return transformers.AutoModel
 
 
-def _random(source: Source, model_class: Any, config: Any, options: Mapping[str, Any], seed: int) -> Any:
+def _random(
+    source: Source, model_class: Any, config: Any, options: Mapping[str, Any], seed: int
+) -> Any:
     import torch
 
     try:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             model = _build(model_class, config, **options)
-    except Exception as error:  # whatever a model's own code raises on numbers that do not fit together
-        raise ModelSourceError(source.name, f"the model cannot be built: {described(error, lines=2)}") from error
+    except Exception as error:
+        # whatever a model's own code raises on numbers that do not fit together
+        raise ModelSourceError(
+            source.name, f"the model cannot be built: {described(error, lines=2)}"
+        ) from error
     spread_parameters(model, torch.Generator().manual_seed(seed))
     return model
 
 
 def _pretrained(
-    source: Source, model_class: Any, config: Any, options: Mapping[str, Any], checkpoint: Checkpoint | None
+    source: Source,
+    model_class: Any,
+    config: Any,
+    options: Mapping[str, Any],
+    checkpoint: Checkpoint | None,
 ) -> Any:
     """The model with its weights; with a checkpoint, they stay in its files."""
     options = {**options, **source.options, "config": config, "output_loading_info": True}
@@ -196,8 +231,13 @@ def _pretrained(
     try:
         with weights_in_files(checkpoint) if checkpoint is not None else contextlib.nullcontext():
             model, loading = model_class.from_pretrained(source.name, **options)
-    except Exception as error:  # transformers and its hub client raise dozens of kinds, some of them bare
-        hint = "; add --random-weights to go without them" if checkpoint is None and isinstance(error, OSError) else ""
+    except Exception as error:
+        # transformers and its hub client raise dozens of kinds, some of them bare
+        hint = (
+            "; add --random-weights to go without them"
+            if checkpoint is None and isinstance(error, OSError)
+            else ""
+        )
         problem = f"the weights cannot be loaded: {described(error, lines=2)}{hint}"
         raise ModelSourceError(source.name, problem) from error
     if checkpoint is not None:
@@ -205,14 +245,23 @@ def _pretrained(
     elif loading["missing_keys"]:
         missing = sorted(loading["missing_keys"])
         text = "%s: %d parameters are not in the checkpoint and have random values: %s"
-        _log.warning(text, source.name, len(missing), ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""))
+        _log.warning(
+            text,
+            source.name,
+            len(missing),
+            ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else ""),
+        )
     return model
 
 
 def _dtype(source: Source, dtype: str | torch.dtype | None) -> torch.dtype | None:
     import torch
 
-    torch_dtype = getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    torch_dtype = (
+        getattr(torch, _SHORT.get(dtype, dtype), None) if isinstance(dtype, str) else dtype
+    )
     if dtype is None or (isinstance(torch_dtype, torch.dtype) and torch_dtype.is_floating_point):
         return torch_dtype
-    raise ModelSourceError(source.name, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16")
+    raise ModelSourceError(
+        source.name, f"no floating-point dtype: {dtype!r}; one of float32, float16, bfloat16"
+    )

@@ -27,7 +27,9 @@ def one_call(
     taken = named_parameters(model)
     fitting = {name: shape for name, shape in (shapes or {}).items() if name in taken}
     wanted = {**fitting, **read_shapes(options.shapes)}
-    kwargs = example_inputs(model, shapes=wanted, batch=batch, seed=options.seed, processor=processor_of(source))
+    kwargs = example_inputs(
+        model, shapes=wanted, batch=batch, seed=options.seed, processor=processor_of(source)
+    )
     return SourceCall(model, (), dict(kwargs), checkpoint=checkpoint, packed=packed_source(source))
 
 
@@ -36,7 +38,8 @@ def calls_by_task(
 ) -> dict[str, SourceCall]:
     """The files of the task, and the call that each is exported from; the settings are those of `example_calls`.
 
-    ``for_genai``: sliding windows count tokens, and ``embed_tokens`` puts images in the places of tokens.
+    ``for_genai``: sliding windows count tokens, and ``embed_tokens`` puts images in the places of
+    tokens.
     """
     source = _source(options)
     model, checkpoint = _load(source, options, options.task or AUTO, stream_weights)
@@ -52,7 +55,10 @@ def calls_by_task(
             **settings,
         )
     packed = packed_source(source)
-    return {name: SourceCall(call.model, (), call.kwargs, call, checkpoint, packed) for name, call in calls.items()}
+    return {
+        name: SourceCall(call.model, (), call.kwargs, call, checkpoint, packed)
+        for name, call in calls.items()
+    }
 
 
 def has_guessed_task(options: ModelOptions) -> bool:

@@ -42,7 +42,11 @@ class Source:
         """Whether the hub has to be asked; what is wrong with other names is said without it."""
         from transformers import CONFIG_MAPPING
 
-        return not self._is_path and self.name not in CONFIG_MAPPING and ("/" in self.name or not self.random_weights)
+        return (
+            not self._is_path
+            and self.name not in CONFIG_MAPPING
+            and ("/" in self.name or not self.random_weights)
+        )
 
     @cached_property
     def offline(self) -> str:
@@ -63,7 +67,9 @@ class Source:
         """The path of a file of the model; None if it has no such file."""
         from transformers.utils.hub import cached_file
 
-        path: str | None = cached_file(self.name, name, _raise_exceptions_for_missing_entries=False, **self.download)
+        path: str | None = cached_file(
+            self.name, name, _raise_exceptions_for_missing_entries=False, **self.download
+        )
         return path
 
     def folder(self, suffixes: tuple[str, ...], ignored_ends: tuple[str, ...]) -> Path | None:
@@ -81,7 +87,9 @@ class Source:
                 local_files_only=bool(self.offline),
             )
         except Exception as error:  # the hub's client raises kinds of several libraries
-            raise ModelSourceError(self.name, f"its tokenizer and configs cannot be had: {error}") from error
+            raise ModelSourceError(
+                self.name, f"its tokenizer and configs cannot be had: {error}"
+            ) from error
         return Path(folder)
 
     def config(self) -> Any:
@@ -95,14 +103,20 @@ class Source:
         if self._is_path and not is_folder and not is_gguf(self.name):
             problem = "is no folder; give a folder with a config.json, a hub id or a model type"
             raise ModelSourceError(self.name, problem)
-        hint = "" if is_folder or "/" in self.name else nearest(self.name, CONFIG_MAPPING.keys(), "model types")
+        hint = (
+            ""
+            if is_folder or "/" in self.name
+            else nearest(self.name, CONFIG_MAPPING.keys(), "model types")
+        )
         if not self.has_files:
             if self.name not in CONFIG_MAPPING:
                 problem = f"transformers has no such model type, and a hub id is owner/name{hint}"
                 raise ModelSourceError(self.name, problem)
             if not self.random_weights:
                 problem = "is a model type and has no weights; add --random-weights (random_weights=True), "
-                raise ModelSourceError(self.name, problem + "or name a hub id (owner/name) or a folder")
+                raise ModelSourceError(
+                    self.name, problem + "or name a hub id (owner/name) or a folder"
+                )
         try:
             if is_gguf(self.name):
                 from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
@@ -112,7 +126,8 @@ class Source:
                 config = AutoConfig.from_pretrained(self.name, **self.options)
             else:
                 config = AutoConfig.for_model(self.name)
-        except Exception as error:  # transformers and its hub client raise dozens of kinds, some of them bare
+        except Exception as error:
+            # transformers and its hub client raise dozens of kinds, some of them bare
             problem = f"no model found: {described(error, lines=2)}"
             if self.offline:
                 problem = f"the hub cannot be reached ({self.offline}), and it is not in the cache of this machine"
@@ -154,11 +169,14 @@ class Processor:
     tokenizer: Any = None
     image_size: tuple[int, int] | None = None
 
-    def tokens(self, count: int, start: int, vocabulary: int | None, *, special: bool) -> list[int] | None:
+    def tokens(
+        self, count: int, start: int, vocabulary: int | None, *, special: bool
+    ) -> list[int] | None:
         """So many tokens of an English text; None if there is no tokenizer, or its tokens are not those of the model.
 
-        The text begins with the word of a number: different numbers give different texts. The vocabulary is the number
-        of tokens that the model knows, if that is known. With ``special``, those that are put around a text are there.
+        The text begins with the word of a number: different numbers give different texts. The
+        vocabulary is the number of tokens that the model knows, if that is known. With ``special``,
+        those that are put around a text are there.
         """
         if self.tokenizer is None:
             return None
@@ -167,7 +185,12 @@ class Processor:
         text = " ".join((words[begin:] + words[:begin]) * (1 + count // len(words)))
         options = {"truncation": True, "max_length": count} if special else {}
         try:
-            ids = [int(token) for token in self.tokenizer(text, add_special_tokens=special, **options)["input_ids"]]
+            ids = [
+                int(token)
+                for token in self.tokenizer(text, add_special_tokens=special, **options)[
+                    "input_ids"
+                ]
+            ]
         except Exception as error:  # the code of a model: some take no plain text
             return self._refused(f"makes no tokens of a plain text ({described(error)})")
         if len(ids) < count:
@@ -191,8 +214,9 @@ def load_processor(
 ) -> Processor:
     """The tokenizer and the image processor of a model, as far as there are any; both None for a model type.
 
-    The arguments are those of `load_model`; if the overrides change the size of images, the image processor is left
-    out. A file that cannot be read is reported in the log, and is as if it were not there.
+    The arguments are those of `load_model`; if the overrides change the size of images, the image
+    processor is left out. A file that cannot be read is reported in the log, and is as if it were
+    not there.
 
     Examples:
         >>> load_processor("bert")
@@ -207,14 +231,17 @@ def processor_of(source: Source) -> Processor:
         return Processor(source.name)
     resized = any(key.rpartition(".")[2] == "image_size" for key in source.overrides)
     tokenizer = _read(source, "tokenizer", _tokenizer)
-    return Processor(source.name, tokenizer, None if resized else _read(source, "image processor", _image_size))
+    return Processor(
+        source.name, tokenizer, None if resized else _read(source, "image processor", _image_size)
+    )
 
 
 def _read(source: Source, what: str, read: Callable[[Source], Any]) -> Any:
     """What a function reads of the files of a model; None, and a warning, where they cannot be read."""
     try:
         return read(source)
-    except Exception as error:  # transformers raises dozens of kinds, and so does the code of a model
+    except Exception as error:
+        # transformers raises dozens of kinds, and so does the code of a model
         text = "%s: the %s cannot be read (%s); example inputs are from the config"
         _log.warning(text, source.name, what, described(error))
         return None
@@ -245,10 +272,17 @@ def image_settings(find: Callable[[str], str | Path | None]) -> Iterator[Mapping
 def size_of_images(settings: Mapping[str, Any]) -> tuple[int, int] | None:
     """Height and width of what an image processor makes of a square image; None if its settings do not say.
 
-    The settings are read and not run: an image processor needs torchvision or PIL, and the size is all that is used.
+    The settings are read and not run: an image processor needs torchvision or PIL, and the size is
+    all that is used.
     """
     size = settings.get("crop_size") if settings.get("do_center_crop") else None
-    size = size if size is not None else settings.get("size") if settings.get("do_resize", True) else None
+    size = (
+        size
+        if size is not None
+        else settings.get("size")
+        if settings.get("do_resize", True)
+        else None
+    )
     if isinstance(size, Mapping):
         edge = size.get("shortest_edge")
         size = [size.get("height", edge), size.get("width", edge)]

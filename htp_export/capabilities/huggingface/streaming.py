@@ -1,7 +1,7 @@
 """Models whose weights stay in files: mapped from a checkpoint or, if they were converted, from a temporary file.
 
-A mapped weight takes no memory before its values are used. The exporter uses them when it writes the file, and releases
-each part after it was written (`exporter.capture.saving`).
+A mapped weight takes no memory before its values are used. The exporter uses them when it writes
+the file, and releases each part after it was written (`exporter.capture.saving`).
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_LARGE_BYTES = 1 << 20  # smaller tensors stay in memory: all of a model's together are a few megabytes
-_RELEASED_BYTES = 1 << 28  # of converted weights, after which the pages that they were read from are released
+# smaller tensors stay in memory: all of a model's together are a few megabytes
+_LARGE_BYTES = 1 << 20
+# of converted weights, after which the pages that they were read from are released
+_RELEASED_BYTES = 1 << 28
 _SEVERAL = 5  # names in a message
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 """Otherwise, transformers converts the next weights in other threads, and holds them all."""
@@ -36,8 +38,9 @@ _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"
 def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
     """Give a model the weights of safetensors files, which stay in the files until they are used.
 
-    Parameters and buffers are replaced, whatever they were, for example on ``torch.device("meta")``. Tied parameters
-    stay tied. Weights of another dtype than the model's are converted one at a time, into a temporary file.
+    Parameters and buffers are replaced, whatever they were, for example on
+    ``torch.device("meta")``. Tied parameters stay tied. Weights of another dtype than the model's
+    are converted one at a time, into a temporary file.
 
     Args:
         model: The model, changed in place.
@@ -48,8 +51,9 @@ def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
         The files; their ``check()`` raises if one of them was changed meanwhile.
 
     Raises:
-        FileError: If there are no such files; if a tensor is missing, unknown or of another shape; or if the model has
-            a buffer without values that is not in ``state_dict()``. The model is unchanged.
+        FileError: If there are no such files; if a tensor is missing, unknown or of another shape;
+            or if the model has a buffer without values that is not in ``state_dict()``. The model
+            is unchanged.
 
     Examples:
         >>> import tempfile, torch
@@ -65,7 +69,9 @@ def map_weights(model: nn.Module, source: str | os.PathLike[str]) -> Checkpoint:
     checkpoint = read_checkpoint(source)
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     _check_keys(model, checkpoint, state)
-    named: dict[int, str] = {id(tensor): name for name, tensor in state.items() if name in checkpoint.files}
+    named: dict[int, str] = {
+        id(tensor): name for name, tensor in state.items() if name in checkpoint.files
+    }
     with _Files(checkpoint) as files:
         values = {key: files.load(named[key]) for key in named}
         made = {key: files.converted(values[key], state[name]) for key, name in named.items()}
@@ -83,10 +89,15 @@ def _check_keys(model: nn.Module, checkpoint: Checkpoint, state: dict[str, Any])
         raise FileError(checkpoint.path, f"has no weights for {_some(missing)}")
     unknown = sorted(checkpoint.files.keys() - state.keys())
     if unknown:
-        raise FileError(checkpoint.files[unknown[0]], f"has weights that the model does not have: {_some(unknown)}")
+        raise FileError(
+            checkpoint.files[unknown[0]],
+            f"has weights that the model does not have: {_some(unknown)}",
+        )
     for name, tensor in state.items():
         if name in checkpoint.files and checkpoint.shapes[name] != tuple(tensor.shape):
-            raise FileError(checkpoint.files[name], _other_shape(name, checkpoint.shapes[name], tensor.shape))
+            raise FileError(
+                checkpoint.files[name], _other_shape(name, checkpoint.shapes[name], tensor.shape)
+            )
     empty = [name for name, buffer in model.named_buffers() if name not in state and buffer.is_meta]
     if empty:
         problem = "these buffers have no values, and are in no state_dict(); give the model their values first"
@@ -136,13 +147,21 @@ class _Files:
         from torch import nn
 
         value = self.moved(value.to(like.dtype))
-        return nn.Parameter(value, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else value
+        return (
+            nn.Parameter(value, requires_grad=like.requires_grad)
+            if isinstance(like, nn.Parameter)
+            else value
+        )
 
     def moved(self, value: torch.Tensor) -> torch.Tensor:
         """The same values, in a file; a small tensor as it is."""
         import torch
 
-        plain = value.layout is torch.strided and value.device.type == "cpu" and type(value) is torch.Tensor
+        plain = (
+            value.layout is torch.strided
+            and value.device.type == "cpu"
+            and type(value) is torch.Tensor
+        )
         storage = value.untyped_storage() if plain else None
         if storage is None or value.nbytes < _LARGE_BYTES or value.is_quantized:
             return value
@@ -190,8 +209,14 @@ def released_when_read(model: nn.Module) -> Iterator[None]:
     def make(changes: Changes) -> None:
         mapped = MappedFiles.now()
         for module in model.modules():
-            ranges = [(weight.data_ptr(), weight.nbytes) for weight in module.parameters(recurse=False)]
-            ranges = [each for each in ranges if each[1] >= _LARGE_BYTES and mapped.path_of(*each) is not None]
+            ranges = [
+                (weight.data_ptr(), weight.nbytes) for weight in module.parameters(recurse=False)
+            ]
+            ranges = [
+                each
+                for each in ranges
+                if each[1] >= _LARGE_BYTES and mapped.path_of(*each) is not None
+            ]
             if ranges:
                 hook = functools.partial(_release, ranges)
                 changes.will_undo(module.register_forward_hook(hook, always_call=True).remove)
@@ -222,7 +247,9 @@ def find_checkpoint(source: Source, config: Any) -> Checkpoint:
     """The safetensors files of a folder or of a model of the hub, which are downloaded."""
     named = getattr(config, "transformers_weights", None)  # from a config.json
     if named is not None and Path(str(named)).name != named:
-        problem = f"its config names weights outside of its folder: {named!r}; they will not be read"
+        problem = (
+            f"its config names weights outside of its folder: {named!r}; they will not be read"
+        )
         raise FileError(source.name, problem)
     folder = Path(source.name)
     if folder.is_dir():
@@ -235,13 +262,17 @@ def find_checkpoint(source: Source, config: Any) -> Checkpoint:
             if file.endswith(".json"):
                 get_checkpoint_shard_files(source.name, file, **source.download)  # type: ignore[no-untyped-call]
             return read_checkpoint(file)
-    raise FileError(source.name, "has no weights in safetensors files; --stream-weights reads no others")
+    raise FileError(
+        source.name, "has no weights in safetensors files; --stream-weights reads no others"
+    )
 
 
 def check_loaded(checkpoint: Checkpoint, loading: dict[str, Any]) -> None:
     """Refuse a checkpoint that lacks weights of a model, as ``from_pretrained`` reports, or that was changed."""
     for name, there, wanted in sorted(loading["mismatched_keys"]):
-        raise FileError(checkpoint.files.get(name, checkpoint.path), _other_shape(name, there, wanted))
+        raise FileError(
+            checkpoint.files.get(name, checkpoint.path), _other_shape(name, there, wanted)
+        )
     if loading["missing_keys"]:
         raise FileError(checkpoint.path, f"has no weights for {_some(loading['missing_keys'])}")
     checkpoint.check()

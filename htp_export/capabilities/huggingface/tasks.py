@@ -40,7 +40,11 @@ def split_task(task: str | None) -> tuple[str | None, bool]:
         >>> split_task("text-generation-with-past"), split_task("fill-mask")
         (('text-generation', True), ('fill-mask', False))
     """
-    return (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST)) if task is not None else (None, False)
+    return (
+        (task.removesuffix(_WITH_PAST), task.endswith(_WITH_PAST))
+        if task is not None
+        else (None, False)
+    )
 
 
 def _tasks() -> dict[str, tuple[str, ...]]:
@@ -48,8 +52,13 @@ def _tasks() -> dict[str, tuple[str, ...]]:
     from transformers.pipelines import SUPPORTED_TASKS
 
     entries: dict[str, Any] = SUPPORTED_TASKS
-    known = {**_MORE_TASKS, **{name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()}}
-    return known | {task + _WITH_PAST: names for task, names in known.items() if set(names) & _CACHING}
+    known = {
+        **_MORE_TASKS,
+        **{name: tuple(auto.__name__ for auto in entry["pt"]) for name, entry in entries.items()},
+    }
+    return known | {
+        task + _WITH_PAST: names for task, names in known.items() if set(names) & _CACHING
+    }
 
 
 def class_for_task(source: str, config: Any, task: str) -> Any:
@@ -63,7 +72,9 @@ def class_for_task(source: str, config: Any, task: str) -> Any:
     for name in known.get(task, ()):
         if _makes(name, config):
             return getattr(transformers, name)
-    raise ModelSourceError(source, f"a {config.model_type!r} model cannot do {task!r}" + task_hint(config))
+    raise ModelSourceError(
+        source, f"a {config.model_type!r} model cannot do {task!r}" + task_hint(config)
+    )
 
 
 def _makes(auto_name: str, config: Any) -> bool:
@@ -77,8 +88,14 @@ def _makes(auto_name: str, config: Any) -> bool:
 
 def task_hint(config: Any) -> str:
     """The tasks that a model can do, as the end of a message."""
-    possible = sorted(task for task, names in _tasks().items() if any(_makes(name, config) for name in names))
-    return f"; its tasks: {', '.join(possible)}" if possible else "; it has no task that htp-export knows"
+    possible = sorted(
+        task for task, names in _tasks().items() if any(_makes(name, config) for name in names)
+    )
+    return (
+        f"; its tasks: {', '.join(possible)}"
+        if possible
+        else "; it has no task that htp-export knows"
+    )
 
 
 def generates(config: Any) -> bool:
@@ -86,7 +103,10 @@ def generates(config: Any) -> bool:
     import transformers
 
     classes = [getattr(transformers, name, None) for name in config.architectures or ()]
-    return any(model_class is not None and _generating_task(model_class) is not None for model_class in classes)
+    return any(
+        model_class is not None and _generating_task(model_class) is not None
+        for model_class in classes
+    )
 
 
 def task_of(model: Any) -> str:
@@ -95,12 +115,17 @@ def task_of(model: Any) -> str:
     if generating is not None:
         decoder = model.config.get_text_config(decoder=True)
         return generating + (_WITH_PAST if getattr(decoder, "use_cache", False) else "")
-    able = (task for task, names in _tasks().items() if any(_has_class(name, type(model)) for name in names))
+    able = (
+        task
+        for task, names in _tasks().items()
+        if any(_has_class(name, type(model)) for name in names)
+    )
     return next(able, "feature-extraction")
 
 
 def _generating_task(model_class: Any) -> str | None:
-    is_stateful = getattr(model_class, "_is_stateful", False)  # it has a cache of other things than keys and values
+    # it has a cache of other things than keys and values
+    is_stateful = getattr(model_class, "_is_stateful", False)
     if cache_argument(model_class) is None or is_stateful or not model_class.can_generate():
         return None
     return next((task for task, auto in _GENERATING.items() if _has_class(auto, model_class)), None)
@@ -112,7 +137,9 @@ def _has_class(auto_name: str, model_class: Any) -> bool:
 
     auto = getattr(transformers, auto_name, None)
     listed = [] if auto is None else auto._model_mapping._model_mapping.values()
-    return any(model_class.__name__ in ((names,) if isinstance(names, str) else names) for names in listed)
+    return any(
+        model_class.__name__ in ((names,) if isinstance(names, str) else names) for names in listed
+    )
 
 
 # --- names of outputs and dimensions, as optimum has them in the files that it writes ---
@@ -133,9 +160,16 @@ _PAIRS: dict[str, Axes] = {
 _LOGITS: dict[str, Axes] = {"logits": _BATCH}
 _LOGITS_OF_TOKENS: dict[str, Axes] = {"logits": _TOKENS}
 _OUTPUTS: dict[str, dict[str, Axes]] = {
-    **dict.fromkeys(("audio-classification", "image-classification", "text-classification"), _LOGITS),
-    **dict.fromkeys(("automatic-speech-recognition", "document-question-answering", "fill-mask"), _LOGITS_OF_TOKENS),
-    **dict.fromkeys(("image-text-to-text", "text-generation", "token-classification"), _LOGITS_OF_TOKENS),
+    **dict.fromkeys(
+        ("audio-classification", "image-classification", "text-classification"), _LOGITS
+    ),
+    **dict.fromkeys(
+        ("automatic-speech-recognition", "document-question-answering", "fill-mask"),
+        _LOGITS_OF_TOKENS,
+    ),
+    **dict.fromkeys(
+        ("image-text-to-text", "text-generation", "token-classification"), _LOGITS_OF_TOKENS
+    ),
     "depth-estimation": {"predicted_depth": {0: "batch_size", 1: "height", 2: "width"}},
     "feature-extraction": {"last_hidden_state": _TOKENS, **_PAIRS},
     "image-feature-extraction": {"last_hidden_state": _TOKENS, "pooler_output": _BATCH},
@@ -148,7 +182,9 @@ _OUTPUTS: dict[str, dict[str, Axes]] = {
     },
     "object-detection": {"logits": _QUERIES, "pred_boxes": _QUERIES},
     "question-answering": {"start_logits": _TOKENS, "end_logits": _TOKENS},
-    "semantic-segmentation": {"logits": {0: "batch_size", 1: "num_labels", 2: "height", 3: "width"}},
+    "semantic-segmentation": {
+        "logits": {0: "batch_size", 1: "num_labels", 2: "height", 3: "width"}
+    },
     "text2text-generation": {"logits": {0: "batch_size", 1: "decoder_sequence_length"}},
     "visual-question-answering": _LOGITS_OF_TOKENS,
     "zero-shot-classification": _LOGITS,

@@ -1,7 +1,7 @@
 """The folder of a model for transformers.js: ``onnx/model.onnx``, its smaller variants, configs and tokenizer.
 
-Names of files and types are those of ``src/utils/dtypes.js`` and ``src/models/session_config.js`` in
-https://github.com/huggingface/transformers.js.
+Names of files and types are those of ``src/utils/dtypes.js`` and ``src/models/session_config.js``
+in https://github.com/huggingface/transformers.js.
 """
 
 from __future__ import annotations
@@ -59,7 +59,13 @@ DTYPES = tuple(_VARIANTS)
 
 _CONFIG, _SETTINGS, _EXTERNAL = "config.json", "transformers.js_config", "use_external_data_format"
 
-_CACHE_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+_CACHE_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "head_dim",
+)
 
 
 def write_transformers_js(
@@ -72,17 +78,22 @@ def write_transformers_js(
 ) -> Path:
     """Write a folder that transformers.js loads; it is written completely or not at all.
 
-    Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says so. Nodes keep their
-    tags in all variants. An earlier folder is replaced. ``files``: name in the folder → exported file, ``{"model":
-    "decoder.onnx"}``. The model is the one of transformers that was exported; the companions are the folder with its
-    tokenizer and preprocessor. ``dtypes`` are some of ``DTYPES``.
+    Weights lie beside each model, in ``onnx/model.onnx_data`` and so on, and ``config.json`` says
+    so. Nodes keep their tags in all variants. An earlier folder is replaced. ``files``: name in the
+    folder → exported file, ``{"model": "decoder.onnx"}``. The model is the one of transformers that
+    was exported; the companions are the folder with its tokenizer and preprocessor. ``dtypes`` are
+    some of ``DTYPES``.
     """
     target, copied = Path(folder), companion_names(companions)
     check_transformers_js(target, dtypes, copied)
     earlier = functools.partial(_files_of_earlier, companions=copied)
     with named_if_unwritable(target), whole_folder(target, earlier, _CONFIG) as new:
         (new / "onnx").mkdir()
-        external = [made for name, file in files.items() for made in _variants(name, Path(file), new, dtypes)]
+        external = [
+            made
+            for name, file in files.items()
+            for made in _variants(name, Path(file), new, dtypes)
+        ]
         config, *_ = write_configs(model, new)
         settings = {_EXTERNAL: dict.fromkeys(external, 1)}  # a browser has to fetch their weights
         write_json(config, {**_with_cache_sizes(read_json(config)), _SETTINGS: settings})
@@ -94,10 +105,16 @@ def write_transformers_js(
 def _with_cache_sizes(config: dict[str, Any]) -> dict[str, Any]:
     """A config with the sizes of the cache in it, where transformers.js looks for those of some types (Qwen2-VL)."""
     text = config.get("text_config")
-    return {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config} if isinstance(text, dict) else config
+    return (
+        {**{key: text[key] for key in _CACHE_SIZES if key in text}, **config}
+        if isinstance(text, dict)
+        else config
+    )
 
 
-def check_transformers_js(folder: Path, dtypes: Sequence[str], companions: Collection[str] | None = None) -> None:
+def check_transformers_js(
+    folder: Path, dtypes: Sequence[str], companions: Collection[str] | None = None
+) -> None:
     """Refuse variants that there are not, and a folder that holds anything else; the error names one of its files.
 
     ``companions``: the names of the files that will be copied; None if they are not known yet.
@@ -114,8 +131,9 @@ def check_transformers_js(folder: Path, dtypes: Sequence[str], companions: Colle
 def _files_of_earlier(folder: Path, companions: Collection[str]) -> set[str]:
     """The files in a folder, by their paths in it, that an earlier call has written.
 
-    Its ``config.json`` says that it is one for transformers.js. The models have tags, or are named there. Of other
-    files nothing tells where they came from: ``companions`` are those that are replaced by files of the same name.
+    Its ``config.json`` says that it is one for transformers.js. The models have tags, or are named
+    there. Of other files nothing tells where they came from: ``companions`` are those that are
+    replaced by files of the same name.
     """
     try:
         config = read_json(folder / _CONFIG, plain=True)

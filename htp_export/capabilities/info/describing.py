@@ -39,8 +39,10 @@ class ModelValue(PlainData):
     Attributes:
         name: Its name.
         role: ``"input"`` or ``"output"``.
-        type: Its element type as numpy names it; the whole type of what is no tensor; None if the file does not say.
-        shape: Its sizes, each a number, the name of an open size, or None; None if the file does not say.
+        type: Its element type as numpy names it; the whole type of what is no tensor; None if the
+            file does not say.
+        shape: Its sizes, each a number, the name of an open size, or None; None if the file does
+            not say.
     """
 
     name: str
@@ -50,7 +52,9 @@ class ModelValue(PlainData):
 
 
 def _sizes(shape: tuple[int | str | None, ...]) -> str:
-    shown = ("?" if size is None else f"({size})" if " " in str(size) else str(size) for size in shape)
+    shown = (
+        "?" if size is None else f"({size})" if " " in str(size) else str(size) for size in shape
+    )
     return " × ".join(shown) or "scalar"  # noqa: RUF001 - "times"
 
 
@@ -58,7 +62,9 @@ def _folded(values: Iterable[ModelValue]) -> Iterator[ModelValue]:
     """Values that differ in the numbers of their names alone as one, such as those of a cache by layer."""
     alike: dict[tuple[object, ...], list[ModelValue]] = {}
     for value in values:
-        alike.setdefault((value.role, re.sub(r"\d+", "0", value.name), value.type, value.shape), []).append(value)
+        alike.setdefault(
+            (value.role, re.sub(r"\d+", "0", value.name), value.type, value.shape), []
+        ).append(value)
     for first, *others in alike.values():
         name = f"{first.name} … {others[-1].name} × {len(others) + 1}" if others else first.name  # noqa: RUF001 - "times"
         yield replace(first, name=name)
@@ -81,14 +87,15 @@ class Info(Result):
         outputs: Its outputs.
         opsets: Domain → version; ``ai.onnx`` is ONNX's own.
         ir_version: The version of ONNX's file format.
-        producer: The program that wrote the model, with its version; empty if the file does not say.
+        producer: The program that wrote the model, with its version; empty if the file does not
+            say.
         exporter: ``"dynamo"`` if nodes have the metadata of this exporter of torch; None otherwise.
         nodes: Number of nodes, those of subgraphs and functions included.
         functions: Number of ONNX functions.
         modules: Number of modules in the module tree.
         format: The version of the tags' format; None without tags.
-        weights: Element type of stored tensors → their bytes, most first: of initializers, and of the weights in
-            ``Constant`` nodes.
+        weights: Element type of stored tensors → their bytes, most first: of initializers, and of
+            the weights in ``Constant`` nodes.
         elements: Number of their elements.
         file_bytes: Size of the file; None for a model in memory.
         data_files: Name of each file with external data → its size; None if it is missing.
@@ -134,12 +141,23 @@ class Info(Result):
     def lines(self) -> tuple[str, ...]:
         """The family's evidence, versions, sizes, tags, and what to do next."""
         opsets = ", ".join(f"{domain} {version}" for domain, version in self.opsets.items())
-        writer = f"; {self.producer}{f', exporter {self.exporter}' if self.exporter else ''}" if self.producer else ""
+        writer = (
+            f"; {self.producer}{f', exporter {self.exporter}' if self.exporter else ''}"
+            if self.producer
+            else ""
+        )
         files = [] if self.file_bytes is None else [f"file {si(self.file_bytes, 'B')}"]
-        files += [f"{name} {'missing' if size is None else si(size, 'B')}" for name, size in self.data_files.items()]
+        files += [
+            f"{name} {'missing' if size is None else si(size, 'B')}"
+            for name, size in self.data_files.items()
+        ]
         functions = f"; {many(self.functions, 'function')}" if self.functions else ""
         width = min(max(map(len, self.next), default=0), _WIDEST)
-        more = [f"... and {len(self.evidence) - _MOST_EVIDENCE} more"] if len(self.evidence) > _MOST_EVIDENCE else []
+        more = (
+            [f"... and {len(self.evidence) - _MOST_EVIDENCE} more"]
+            if len(self.evidence) > _MOST_EVIDENCE
+            else []
+        )
         return (
             *(f"  {fact}" for fact in (*self.evidence[:_MOST_EVIDENCE], *more)),
             f"opset {opsets}; IR version {self.ir_version}{writer}{functions}",
@@ -158,7 +176,8 @@ def info(model: ModelSource) -> Info:
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Tags are not needed.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            Tags are not needed.
 
     Returns:
         What is known of it. ``.next`` has commands that fit it.
@@ -213,7 +232,9 @@ def info(model: ModelSource) -> Info:
 
 def _weights_in_nodes(tagged: TaggedModel) -> list[ir.TensorProtocol]:
     """The weights that are ``Constant`` nodes; other constants are axes, sizes and single numbers."""
-    read = dict.fromkeys(value for module in contents_of(tagged).modules.values() for value in module.own_weights)
+    read = dict.fromkeys(
+        value for module in contents_of(tagged).modules.values() for value in module.own_weights
+    )
     return [numbers_of(value) for value in read if value.producer() is not None]
 
 
@@ -233,7 +254,10 @@ def _data_of(stored: list[Slot]) -> tuple[dict[str, int | None], tuple[str, ...]
             check_data([tensor])
         except FileError as error:
             notes.append(str(error))
-    return {Path(path).name: Path(path).stat().st_size if Path(path).is_file() else None for path in files}, (*notes,)
+    return {
+        Path(path).name: Path(path).stat().st_size if Path(path).is_file() else None
+        for path in files
+    }, (*notes,)
 
 
 def _family_of(tagged: TaggedModel) -> tuple[str | None, tuple[str, ...]]:
@@ -247,23 +271,38 @@ def _family_of(tagged: TaggedModel) -> tuple[str | None, tuple[str, ...]]:
 
 
 def _next_steps(
-    file: str, tagged: TaggedModel, inputs: tuple[ModelValue, ...], sizes: Counter[str], *, whole: bool
+    file: str,
+    tagged: TaggedModel,
+    inputs: tuple[ModelValue, ...],
+    sizes: Counter[str],
+    *,
+    whole: bool,
 ) -> dict[str, str]:
     """Commands that fit a model → what each is for; those that need weights only where all files are there."""
     steps, facts = dict[str, str](), tagged.tag_facts
     if facts.source != "htp":
         before = "BEFORE" if facts.lost else "MODEL"
-        why = "bring back the tags that a tool dropped" if facts.lost else "give its nodes the modules of a model"
+        why = (
+            "bring back the tags that a tool dropped"
+            if facts.lost
+            else "give its nodes the modules of a model"
+        )
         steps[f"htp-export carry {before} {file} -o tagged.onnx"] = why
     if facts.source != "none":
         steps[f"htp-export tree {file}"] = "its module tree"
     if tagged.model.functions:
         steps[f"htp-export functions {file} --undo -o flat.onnx"] = "its functions as a flat graph"
     sizes_of = (size for value in inputs for size in value.shape or () if isinstance(size, str))
-    if named := dict.fromkeys(size for size in sizes_of if size.isidentifier()):  # others are made of these
+    # others are made of these
+    if named := dict.fromkeys(size for size in sizes_of if size.isidentifier()):
         dims = ",".join(f"{name}=1" for name in named)
-        steps[f"htp-export cost {file} --dims {dims}"] = "its work, for sizes that the file leaves open"
-    integers = any(name.lstrip("u").startswith("int") for name in sizes if name != "int64") or "float16" in sizes
+        steps[f"htp-export cost {file} --dims {dims}"] = (
+            "its work, for sizes that the file leaves open"
+        )
+    integers = (
+        any(name.lstrip("u").startswith("int") for name in sizes if name != "int64")
+        or "float16" in sizes
+    )
     if integers and whole:
         steps[f"htp-export compare ORIGINAL {file}"] = "what the other precision changed, by module"
     if whole and facts.source == "htp" and "com.microsoft" not in tagged.model.opset_imports:

@@ -14,7 +14,8 @@ PLACE = ("Look", 1)
 def info_command(file: FileArgument, as_json: JsonOption = False) -> None:
     """Show what a file is, and what to do with it.
 
-    Inputs and outputs, versions, sizes, tags, and the family of its architecture; weights are not read.
+    Inputs and outputs, versions, sizes, tags, and the family of its architecture; weights are not
+    read.
     """
     from htp_export.capabilities.info.describing import info
 

@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 class Piece:
     """One of the graphs, with tags; it is not changed. Names of its nodes and tensors begin with ``name`` in the whole.
 
-    Its module paths are below ``prefix``. ``inputs``: name of one of its inputs → the piece before it that computes the
-    tensor, and the tensor's name there. ``weights``: name of one of its inputs → the full name of the parameter or
-    buffer that it is, and its values.
+    Its module paths are below ``prefix``. ``inputs``: name of one of its inputs → the piece before
+    it that computes the tensor, and the tensor's name there. ``weights``: name of one of its inputs
+    → the full name of the parameter or buffer that it is, and its values.
     """
 
     model: ir.Model
@@ -51,12 +51,15 @@ class Piece:
 
 
 def merged(
-    pieces: Sequence[Piece], hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None
+    pieces: Sequence[Piece],
+    hierarchy: Hierarchy,
+    parameters: Mapping[str, ModuleParameters] | None = None,
 ) -> ir.Model:
     """Put graphs side by side into one, and connect them where the result of one is an input of another.
 
-    Nodes keep their owners. In which call of a module they ran is left out, as each graph counts calls for itself. The
-    graphs come in the order in which they run; ``hierarchy`` is the module tree of the whole, with the calls.
+    Nodes keep their owners. In which call of a module they ran is left out, as each graph counts
+    calls for itself. The graphs come in the order in which they run; ``hierarchy`` is the module
+    tree of the whole, with the calls.
     """
     return _Whole(pieces, hierarchy).model(parameters)
 
@@ -70,7 +73,8 @@ class _Whole:
         self._outputs: list[ir.Value] = []
         self._initializers: dict[str, ir.Value] = {}
         self._opsets: dict[str, int] = {}
-        self._made: list[dict[str, ir.Value]] = []  # for each piece: name of a tensor in it → the tensor
+        # for each piece: name of a tensor in it → the tensor
+        self._made: list[dict[str, ir.Value]] = []
         for piece in pieces:
             self._add(piece)
 
@@ -80,7 +84,9 @@ class _Whole:
         self._opsets = {**graph.opset_imports, **self._opsets}
         nodes, inputs, outputs = list(graph), list(graph.inputs), list(graph.outputs)
         initializers = dict(graph.initializers)
-        self._made.append({str(value.name): value for node in nodes for value in node.outputs if value.name})
+        self._made.append(
+            {str(value.name): value for node in nodes for value in node.outputs if value.name}
+        )
         for node in graph.all_nodes():
             self._own(node, piece)
         graph.outputs.clear()
@@ -146,7 +152,9 @@ class _Whole:
             opset_imports=self._opsets,
         )
         model = ir.Model(graph, ir_version=10, producer_name="torch")
-        write_model_metadata(model.metadata_props, Hierarchy(self._known.values()), parameters=parameters)
+        write_model_metadata(
+            model.metadata_props, Hierarchy(self._known.values()), parameters=parameters
+        )
         graph.name = self._known[""].simple_class
         return model
 
@@ -154,11 +162,13 @@ class _Whole:
 _MOST_NODES = 20_000  # further runs of graphs are left out
 
 
-def graphs_with_breaks(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inspected:
+def graphs_with_breaks(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Inspected:
     """Make one graph of all graphs into which Dynamo breaks a model; a RuntimeError if there is none.
 
-    A graph that runs several times is in it several times. The graphs are named ``graph_1``, ``graph_2`` and so on, the
-    largest first.
+    A graph that runs several times is in it several times. The graphs are named ``graph_1``,
+    ``graph_2`` and so on, the largest first.
     """
     names = ModuleNames(model)
     with unchanged(model, (args, kwargs)):
@@ -183,7 +193,9 @@ class _Graphs:
     def __init__(self, model: torch.nn.Module, names: ModuleNames, broken: BrokenRun) -> None:
         self._model, self._names, self._broken = model, names, broken
         tensors = (*model.named_parameters(), *model.named_buffers())
-        self._weights = {id(tensor): (name, TorchTensor(tensor.detach(), name=name)) for name, tensor in tensors}
+        self._weights = {
+            id(tensor): (name, TorchTensor(tensor.detach(), name=name)) for name, tensor in tensors
+        }
         self._lowered: dict[Hashable, LoweredGraph | str] = {}
         self._notes: list[str] = []
         self._identities: set[str] = set()  # modules that gave back their input, as far as is known
@@ -191,7 +203,9 @@ class _Graphs:
     def inspected(self, run: ModuleRun) -> Inspected:
         parts = list(self._parts())
         if not any(part.nodes for part in parts):
-            raise RuntimeError("Dynamo makes no graph of this model: nothing that it can trace is computed in between")
+            raise RuntimeError(
+                "Dynamo makes no graph of this model: nothing that it can trace is computed in between"
+            )
         owners = {owner for part in parts for owner in owners_in(part.model.graph)}
         tree = tree_of(self._model, run, owners, self._identities)
         pieces, parameters = list(self._pieces(parts)), parameters_of(self._model)
@@ -199,10 +213,16 @@ class _Graphs:
         alone: dict[Hashable, Piece] = {}
         for part, piece in zip(parts, pieces, strict=True):
             alone.setdefault((id(part.run.graph), part.run.path), replace(piece, inputs={}))
-        graphs = {piece.name: merged([piece], tree, parameters) for piece in sorted(alone.values(), key=_rank)}
+        graphs = {
+            piece.name: merged([piece], tree, parameters)
+            for piece in sorted(alone.values(), key=_rank)
+        }
         stops = map(_stop, self._broken.breaks)
-        # Dynamo breaks the graph of a module where that of a module inside breaks: the last one names the innermost.
-        breaks = tuple({(stop.file, stop.line) if stop.file else stop: stop for stop in stops}.values())
+        # Dynamo breaks the graph of a module where that of a module inside breaks: the last one
+        # names the innermost.
+        breaks = tuple(
+            {(stop.file, stop.line) if stop.file else stop: stop for stop in stops}.values()
+        )
         note = f"Dynamo made {len(parts)} graphs of this model; what Python computes between them is in none."
         return Inspected(graph, "dynamo", breaks=breaks, graphs=graphs, notes=(note, *self._notes))
 
@@ -214,7 +234,9 @@ class _Graphs:
                 continue
             if nodes > _MOST_NODES:
                 left = len(self._broken.runs) - place
-                self._notes.append(f"{left} further runs of graphs are left out: there are {nodes:,} nodes before.")
+                self._notes.append(
+                    f"{left} further runs of graphs are left out: there are {nodes:,} nodes before."
+                )
                 return
             model = lowered.model.clone()
             for node in model.graph.all_nodes():
@@ -233,28 +255,43 @@ class _Graphs:
                 self._lowered[key] = lowered_graph(run.graph, run.inputs)
             except Exception as error:  # whatever torch raises
                 self._lowered[key] = reason_of(error)
-                self._notes.append(f"A graph in module {run.path or '(the root)'} is left out: {reason_of(error)}.")
+                self._notes.append(
+                    f"A graph in module {run.path or '(the root)'} is left out: {reason_of(error)}."
+                )
         lowered = self._lowered[key]
         return lowered if isinstance(lowered, LoweredGraph) else None
 
     def _tag(self, node: ir.Node, run: GraphRun) -> None:
         """Write the module of a node: that of its scopes, or the one whose ``forward`` the graph is of."""
         scopes = scopes_of(node.meta["node"]) if "node" in node.meta else []
-        paths = [self._names.by_id[scope.module] for scope in scopes if scope.module in self._names.by_id]
+        paths = [
+            self._names.by_id[scope.module] for scope in scopes if scope.module in self._names.by_id
+        ]
         path = paths[-1] if paths else run.traced_in
-        if run.path != run.traced_in and tags.is_under(path, run.traced_in):  # an equal module runs the same graph
+        # an equal module runs the same graph
+        if run.path != run.traced_in and tags.is_under(path, run.traced_in):
             path = tags.below(run.path, path[len(run.traced_in) :].removeprefix("."))
         tag_by_scope(node, path)
 
     def _pieces(self, parts: list[_Part]) -> Iterator[Piece]:
-        ranks = {place: rank for rank, place in enumerate(sorted(range(len(parts)), key=lambda k: -parts[k].nodes), 1)}
-        made: dict[int, tuple[int, str]] = {}  # id of a tensor → the piece that made it, and its name there
+        ranks = {
+            place: rank
+            for rank, place in enumerate(
+                sorted(range(len(parts)), key=lambda k: -parts[k].nodes), 1
+            )
+        }
+        # id of a tensor → the piece that made it, and its name there
+        made: dict[int, tuple[int, str]] = {}
         for place, part in enumerate(parts):
             given = [
-                (name, id(value)) for name, value in zip(part.lowered.inputs, part.run.inputs, strict=False) if name
+                (name, id(value))
+                for name, value in zip(part.lowered.inputs, part.run.inputs, strict=False)
+                if name
             ]
             inputs = {name: made[number] for name, number in given if number in made}
-            weights = {name: self._weights[number] for name, number in given if number in self._weights}
+            weights = {
+                name: self._weights[number] for name, number in given if number in self._weights
+            }
             yield Piece(part.model, f"graph_{ranks[place]}", "", inputs, weights)
             for name, value in zip(part.lowered.outputs, part.run.outputs, strict=False):
                 if name:

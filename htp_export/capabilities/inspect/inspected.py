@@ -28,7 +28,8 @@ class Stop(PlainData):
         way: Which way: ``onnx``, ``torch.export``, ``torch.fx``, ``dynamo``.
         reason: The first line of what torch said.
         module: Path of the module that ran; None where that is not known.
-        file: The Python file of the model, or of a library that it uses; ``""`` where that is not known.
+        file: The Python file of the model, or of a library that it uses; ``""`` where that is not
+            known.
         line: The line in it; 0 where that is not known.
     """
 
@@ -51,14 +52,15 @@ class Inspected(HoldsModel):
 
     Attributes:
         model: The graph. Only that of the way ``onnx`` is an ONNX model that can be written.
-        way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of torch's operators.
-            ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs between graph breaks. ``parts``: modules
-            that were exported one by one, side by side.
+        way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of
+            torch's operators. ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs
+            between graph breaks. ``parts``: modules that were exported one by one, side by side.
         stopped: Where each better way ended, the best one first.
-        breaks: Where Dynamo's graphs end before ``forward`` does, and where Dynamo gave up a function that is in none
-            (``dynamo``).
-        graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first (``dynamo``). The names of its
-            nodes in ``model`` begin with its name. A graph that runs several times in one module is there once.
+        breaks: Where Dynamo's graphs end before ``forward`` does, and where Dynamo gave up a
+            function that is in none (``dynamo``).
+        graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first
+            (``dynamo``). The names of its nodes in ``model`` begin with its name. A graph that runs
+            several times in one module is there once.
         failures: Module path → error, for modules that could not be exported (``parts``).
         notes: What else there is to know, as sentences.
     """
@@ -76,7 +78,11 @@ class Inspected(HoldsModel):
     def data(self) -> dict[str, Any]:
         """What `to_dict` has: the way and the stops; breaks where there can be some."""
         entries = super().data()
-        return entries if self.way == "dynamo" else {k: value for k, value in entries.items() if k != "breaks"}
+        return (
+            entries
+            if self.way == "dynamo"
+            else {k: value for k, value in entries.items() if k != "breaks"}
+        )
 
     @property
     def summary(self) -> str:
@@ -103,12 +109,14 @@ _LONGEST = 300  # characters of a reason that are kept
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _OWN = Path(htp_export.errors.__file__).parent
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-_TRACERS = ("torch", "onnx", "onnxscript", "onnx_ir", "numpy")  # packages in which no line of a model is
+# packages in which no line of a model is
+_TRACERS = ("torch", "onnx", "onnxscript", "onnx_ir", "numpy")
 
 
 def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> Stop:
     """Where a way ended with an error; ``path_by_id``: ``id(module)`` → module path, for the modules of the model."""
-    from htp_export.exporter.broken_graphs import module_of_frame  # imports torch, which results do not need
+    # imports torch, which results do not need
+    from htp_export.exporter.broken_graphs import module_of_frame
 
     errors = list(_chain(error))
     frames = list(_frames(errors[-1]))
@@ -167,7 +175,9 @@ def _module_of_node(node: Any, path_by_id: Mapping[int, str]) -> str | None:
 
 def _place_of_node(node: Any) -> tuple[str, int] | None:
     found = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    return next((each for each in reversed(found) if is_of_model(each[0])), found[-1] if found else None)
+    return next(
+        (each for each in reversed(found) if is_of_model(each[0])), found[-1] if found else None
+    )
 
 
 def is_of_model(file: str) -> bool:
@@ -176,7 +186,9 @@ def is_of_model(file: str) -> bool:
     if file.startswith("<") or path.is_relative_to(_OWN):
         return False
     packages = ("site-packages", "dist-packages")
-    below = next((path.parts[place + 1] for place, part in enumerate(path.parts) if part in packages), None)
+    below = next(
+        (path.parts[place + 1] for place, part in enumerate(path.parts) if part in packages), None
+    )
     if below is None:
         return not path.is_relative_to(_STANDARD)
     return below not in _TRACERS

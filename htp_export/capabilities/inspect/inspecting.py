@@ -43,13 +43,16 @@ _log = logging.getLogger(__name__)
 
 
 @checks_arguments
-def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None) -> Inspected:
+def inspect(
+    model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None
+) -> Inspected:
     """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
 
-    Ways are tried one after the other, and the result names the one that it was got by, and where each better one
-    ended: the export to ONNX; ``torch.export`` alone, whose operators need no translation; symbolic tracing by
-    ``torch.fx``; Dynamo's graphs with breaks; the modules one by one, with what they are given in one run of the model.
-    ``docs/inspection.md`` describes the graphs.
+    Ways are tried one after the other, and the result names the one that it was got by, and where
+    each better one ended: the export to ONNX; ``torch.export`` alone, whose operators need no
+    translation; symbolic tracing by ``torch.fx``; Dynamo's graphs with breaks; the modules one by
+    one, with what they are given in one run of the model. ``docs/inspection.md`` describes the
+    graphs.
 
     No other thread may use the model meanwhile.
 
@@ -59,8 +62,8 @@ def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any]
         kwargs: Its keyword arguments.
 
     Returns:
-        The graph. ``cost``, ``view``, ``load`` and other functions that write no model take it; it cannot be saved
-        unless it came from the export to ONNX.
+        The graph. ``cost``, ``view``, ``load`` and other functions that write no model take it; it
+        cannot be saved unless it came from the export to ONNX.
 
     Raises:
         InputError: There is no graph by any way; the message has the reasons.
@@ -94,7 +97,11 @@ def inspect(model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any]
             for graph in (found.model, *found.graphs.values()) if way != "onnx" else ():
                 graph.metadata_props[tags.WAY] = way  # so that it is not written by accident
             return replace(found, stopped=tuple(stopped))
-    raise InputError("\n".join(["this model has no graph", *(str(stop) for stop in stopped if stop.way != "parts")]))
+    raise InputError(
+        "\n".join(
+            ["this model has no graph", *(str(stop) for stop in stopped if stop.way != "parts")]
+        )
+    )
 
 
 def _quietly(make: Callable[..., Inspected], *given: Any) -> Inspected:
@@ -120,11 +127,14 @@ def _program(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return exported_graph(model, args, kwargs)
 
 
-def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inspected:
+def _by_symbolic_tracing(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Inspected:
     """Trace a model with stand-ins for its inputs, drop what the result does not need, and lower the rest.
 
-    Symbolic tracing can take another branch than a run of the model (``isinstance(x, torch.Tensor)``). So the traced
-    model is run; a RuntimeError if it does not give what the model gives.
+    Symbolic tracing can take another branch than a run of the model (``isinstance(x,
+    torch.Tensor)``). So the traced model is run; a RuntimeError if it does not give what the model
+    gives.
     """
     import torch
 
@@ -138,13 +148,21 @@ def _by_symbolic_tracing(model: torch.nn.Module, args: tuple[Any, ...], kwargs: 
         with unchanged(model, (args, kwargs)), torch.no_grad():
             results.append([tensor.clone() for tensor in tensors_in(module(*args, **kwargs))])
     try:
-        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-8, equal_nan=True, check_stride=False)
+        torch.testing.assert_close(
+            *results, rtol=1e-5, atol=1e-8, equal_nan=True, check_stride=False
+        )
     except AssertionError:
-        raise RuntimeError("the model that torch.fx traced gives another result than the model") from None
+        raise RuntimeError(
+            "the model that torch.fx traced gives another result than the model"
+        ) from None
     lowered = lowered_graph(traced, args, kwargs)
     graph = lowered.model.graph
     for node in graph.all_nodes():
-        stack = (node.meta["node"].meta.get("nn_module_stack") or {}).values() if "node" in node.meta else ()
+        stack = (
+            (node.meta["node"].meta.get("nn_module_stack") or {}).values()
+            if "node" in node.meta
+            else ()
+        )
         paths = [names.aliases[str(name)] for name, _ in stack if str(name) in names.aliases]
         tag_by_scope(node, paths[-1] if paths else "")
     identities = without_identities(graph)
@@ -186,18 +204,28 @@ def _by_parts(
         raise RuntimeError("no module of the model can be exported alone")
     pieces = [Piece(part, path, path) for path, part in exported.items()]
     innermost = tags.innermost(failures)
-    causes = {path: [other for other in innermost if other != path and tags.is_under(other, path)] for path in failures}
+    causes = {
+        path: [other for other in innermost if other != path and tags.is_under(other, path)]
+        for path in failures
+    }
     note = (
         f"This model does not export as a whole. {len(exported)} of its modules were exported alone, "
         f"and {len(innermost)} could not be: see those whose fate is failed."
     )
-    said = {path: f"because of {', '.join(causes[path])}" if causes[path] else why for path, why in failures.items()}
-    return Inspected(merged(pieces, tree, parameters_of(model)), "parts", failures=said, notes=(note,))
+    said = {
+        path: f"because of {', '.join(causes[path])}" if causes[path] else why
+        for path, why in failures.items()
+    }
+    return Inspected(
+        merged(pieces, tree, parameters_of(model)), "parts", failures=said, notes=(note,)
+    )
 
 
 _WAYS: dict[Way, Callable[..., Inspected]] = {
     "onnx": lambda model, args, kwargs, _: Inspected(_exported(model, args, kwargs), "onnx"),
-    "torch.export": lambda model, args, kwargs, _: Inspected(_program(model, args, kwargs), "torch.export"),
+    "torch.export": lambda model, args, kwargs, _: Inspected(
+        _program(model, args, kwargs), "torch.export"
+    ),
     "torch.fx": lambda model, args, kwargs, _: _by_symbolic_tracing(model, args, kwargs),
     "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
     "parts": lambda model, args, kwargs, stopped: _by_parts(model, args, kwargs, stopped),

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class ModuleRun:
     """What a run told of each module: the arguments of its first call, and the number of its calls.
 
-    ``error`` ended the run before it was complete. ``returned_inputs``: whether each call returned tensors, all of them
-    inputs and unchanged.
+    ``error`` ended the run before it was complete. ``returned_inputs``: whether each call returned
+    tensors, all of them inputs and unchanged.
     """
 
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -50,7 +50,9 @@ class ModuleRun:
         self.counts[path] += 1
         self._entered[path] = _states((args, kwargs))
 
-    def _leave(self, path: str, _module: object, _args: object, _kwargs: object, returned: Any) -> None:
+    def _leave(
+        self, path: str, _module: object, _args: object, _kwargs: object, returned: Any
+    ) -> None:
         results = _states(returned)
         same = bool(results) and results.items() <= self._entered[path].items()
         self.returned_inputs[path] = self.returned_inputs.get(path, True) and same
@@ -95,11 +97,14 @@ def owners_in(graph: ir.Graph) -> set[str]:
     return {owner for node in graph.all_nodes() for owner in tags.owners_of(node.metadata_props)}
 
 
-def tree_of(model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]) -> Hierarchy:
+def tree_of(
+    model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]
+) -> Hierarchy:
     """The module tree of a model.
 
-    Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none, and ``nn.Identity``
-    never had one. So the run counts as well as ``identities``, the modules whose nodes gave back their input.
+    Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none,
+    and ``nn.Identity`` never had one. So the run counts as well as ``identities``, the modules
+    whose nodes gave back their input.
     """
     tree = Hierarchy.from_module(model)
     ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}

@@ -1,6 +1,7 @@
 """LoRA adapters in files: those of PEFT, and those that ONNX Runtime switches between.
 
-A tensor is called as in a PEFT checkpoint, ``<module path>.lora_A.weight``, without the prefix of PEFT's wrapper.
+A tensor is called as in a PEFT checkpoint, ``<module path>.lora_A.weight``, without the prefix of
+PEFT's wrapper.
 """
 
 from __future__ import annotations
@@ -41,7 +42,14 @@ _PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Those with which the weights stay."""
 
 _OTHER_VARIANTS = (
-    *("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "lora_bias", "monteclora_config"),
+    *(
+        "alora_invocation_tokens",
+        "arrow_config",
+        "kasa_config",
+        "layer_replication",
+        "lora_bias",
+        "monteclora_config",
+    ),
     *("target_parameters", "trainable_token_indices", "use_bdlora", "use_qalora", "velora_config"),
 )
 """Settings of PEFT's config with which an adapter is not what its factors say."""
@@ -80,7 +88,8 @@ class Adapter:
     Attributes:
         source: The folder or file.
         layers: Module path → the factors.
-        parameters: Name → contents, of parameters that were trained as a whole: biases, and ``modules_to_save``.
+        parameters: Name → contents, of parameters that were trained as a whole: biases, and
+            ``modules_to_save``.
     """
 
     source: Path
@@ -106,8 +115,12 @@ def read_adapter(adapter: str | os.PathLike[str]) -> Adapter:
         adapter_file = onnxruntime.AdapterFormat.read_adapter(os.fspath(path))
         parameters = adapter_file.get_parameters()  # they lie in the memory of the adapter file
     except Exception as error:  # onnxruntime's own classes
-        raise FileError(path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}") from error
-    found = _layers(path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None)
+        raise FileError(
+            path, f"is no adapter file of ONNX Runtime: {str(error).splitlines()[0]}"
+        ) from error
+    found = _layers(
+        path, {name: from_ort(value) for name, value in parameters.items()}, lambda *_: None
+    )
     require_switchable(found)
     return found
 
@@ -116,11 +129,18 @@ def require_switchable(adapter: Adapter) -> None:
     """Refuse (`FileError`) an adapter that is more than products of two factors for linear layers."""
     for path, layer in adapter.layers.items():
         if not layer.is_plain:
-            what = "a DoRA magnitude for" if layer.magnitude is not None else f"init_lora_weights={layer.start!r} for"
+            what = (
+                "a DoRA magnitude for"
+                if layer.magnitude is not None
+                else f"init_lora_weights={layer.start!r} for"
+            )
             what = what if layer.kind == "linear" else f"factors of the {layer.kind}"
             raise FileError(adapter.source, f"has {what} {path!r}, {_ONLY_FUSED}")
     for name in adapter.parameters:
-        raise FileError(adapter.source, f"has {name!r}, which is no LoRA factor of a linear layer, {_ONLY_FUSED}")
+        raise FileError(
+            adapter.source,
+            f"has {name!r}, which is no LoRA factor of a linear layer, {_ONLY_FUSED}",
+        )
 
 
 def files_of(source: str | os.PathLike[str]) -> list[Path]:
@@ -153,19 +173,30 @@ def write_adapter(layers: Mapping[str, LowRank], file: Path) -> None:
 
 
 def placed(
-    source: Path, entries: Mapping[str, _Entry], paths: Collection[str], what: str, entry: str = "module"
+    source: Path,
+    entries: Mapping[str, _Entry],
+    paths: Collection[str],
+    what: str,
+    entry: str = "module",
 ) -> dict[str, _Entry]:
     """The entries of an adapter under those paths of a model that can have them; ``what`` says which these are.
 
-    A path of the adapter is that of the model; or one of them ends with the other, where the adapter was trained on a
-    model inside another one. One that is none of them, or may be several, is refused.
+    A path of the adapter is that of the model; or one of them ends with the other, where the
+    adapter was trained on a model inside another one. One that is none of them, or may be several,
+    is refused.
     """
     found: dict[str, _Entry] = {}
     for path, contents in entries.items():
         known = [path] if path in paths else [each for each in paths if _same_end(each, path)]
         if len(known) != 1:
-            problem = f"may be {' or '.join(map(repr, known[:3]))}" if known else f"is none of the {what}"
-            nearest = "" if known else f": {', '.join(map(repr, list(paths)[:3]))}{', ...' if len(paths) > 3 else ''}"
+            problem = (
+                f"may be {' or '.join(map(repr, known[:3]))}" if known else f"is none of the {what}"
+            )
+            nearest = (
+                ""
+                if known
+                else f": {', '.join(map(repr, list(paths)[:3]))}{', ...' if len(paths) > 3 else ''}"
+            )
             raise InputError(f"{source}: {entry} {path!r} of the adapter {problem}{nearest}")
         found[known[0]] = contents
     return found
@@ -181,7 +212,10 @@ def _of_peft(folder: Path) -> Adapter:
         raise FileError(folder / _CONFIG, "is no LoRA adapter of PEFT: peft_type is not 'LORA'")
     for setting in _OTHER_VARIANTS:
         if config.get(setting):
-            raise FileError(folder / _CONFIG, f"has {setting}={config[setting]!r}, a variant of LoRA that is not read")
+            raise FileError(
+                folder / _CONFIG,
+                f"has {setting}={config[setting]!r}, a variant of LoRA that is not read",
+            )
     start = config.get("init_lora_weights", True)
     if start not in (*_STARTS, *_PLAIN_STARTS):
         raise FileError(
@@ -192,14 +226,21 @@ def _of_peft(folder: Path) -> Adapter:
     weights = folder / _WEIGHTS
     if not weights.is_file():
         pickles = [name for name in _PICKLES if (folder / name).exists()]
-        raise FileError(folder / (pickles or [_WEIGHTS])[0], f"is needed as {_WEIGHTS}; pickles are not read")
+        raise FileError(
+            folder / (pickles or [_WEIGHTS])[0], f"is needed as {_WEIGHTS}; pickles are not read"
+        )
     alphas = _alphas(folder / _CONFIG, config)
     read = _layers(weights, _tensors(weights), lambda path, rank: alphas.scaling(path, rank))
     for path, layer in read.layers.items():
         if bool(config.get("use_dora")) != (layer.magnitude is not None):
             what = "no" if layer.magnitude is None else "a"
-            raise FileError(weights, f"has {what} DoRA magnitude for module {path!r}, unlike {_CONFIG}")
-    layers = {path: replace(layer, start=start if start in _STARTS else None) for path, layer in read.layers.items()}
+            raise FileError(
+                weights, f"has {what} DoRA magnitude for module {path!r}, unlike {_CONFIG}"
+            )
+    layers = {
+        path: replace(layer, start=start if start in _STARTS else None)
+        for path, layer in read.layers.items()
+    }
     return replace(read, source=folder, layers=layers)
 
 
@@ -232,7 +273,10 @@ def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> Adapter:
         if a is None or b is None or not _fit(a, b):
             raise FileError(file, f"has no two factors of one rank for module {path!r}")
         if magnitude is not None and magnitude.size != b.shape[0]:
-            raise FileError(file, f"has {magnitude.size} DoRA magnitudes for module {path!r}, of {b.shape[0]} outputs")
+            raise FileError(
+                file,
+                f"has {magnitude.size} DoRA magnitudes for module {path!r}, of {b.shape[0]} outputs",
+            )
         kind = "embedding" if path in embeddings else "linear" if a.ndim == 2 else "convolution"
         layers[path] = LowRank(a, b, scaling(path, a.shape[0]), kind, magnitude)
     if not layers:
@@ -242,15 +286,19 @@ def _layers(file: Path, tensors: Mapping[str, Array], scaling: Any) -> Adapter:
 
 def _fit(a: Array, b: Array) -> bool:
     """Whether two factors are those of one layer: linear, or a convolution of up to three dimensions."""
-    return 2 <= a.ndim == b.ndim <= 5 and a.shape[0] == b.shape[1] and all(size == 1 for size in b.shape[2:])
+    return (
+        2 <= a.ndim == b.ndim <= 5
+        and a.shape[0] == b.shape[1]
+        and all(size == 1 for size in b.shape[2:])
+    )
 
 
 @dataclass(frozen=True)
 class _Alphas:
     """The factors of products by module, as PEFT's config has them.
 
-    ``patterns`` are expressions for ends of module paths and their factors; the first one that matches holds, and
-    ``common`` for other modules.
+    ``patterns`` are expressions for ends of module paths and their factors; the first one that
+    matches holds, and ``common`` for other modules.
     """
 
     file: Path
@@ -261,9 +309,13 @@ class _Alphas:
     def scaling(self, path: str, rank: int) -> float:
         """``lora_alpha`` over the rank, or over its root with ``use_rslora``; as PEFT computes it for a module."""
         try:
-            found = next((alpha for pattern, alpha in self.patterns if pattern.match(path)), self.common)
+            found = next(
+                (alpha for pattern, alpha in self.patterns if pattern.match(path)), self.common
+            )
         except ValueError as error:
-            raise FileError(self.file, f"cannot be used for module {path!r}: alpha_pattern: {error}") from error
+            raise FileError(
+                self.file, f"cannot be used for module {path!r}: alpha_pattern: {error}"
+            ) from error
         if not isinstance(found, int | float) or not math.isfinite(found) or rank < 1:
             raise FileError(self.file, f"has no lora_alpha for module {path!r}")
         return float(found) / (math.sqrt(rank) if self.uses_root else rank)
@@ -275,7 +327,10 @@ def _alphas(file: Path, config: Mapping[str, Any]) -> _Alphas:
         raise FileError(file, "has an alpha_pattern that is no JSON object of patterns and numbers")
     for key, alpha in written.items():
         try:
-            patterns.append((Pattern(rf"(.*\.)?({key})$"), alpha))  # as peft.utils.other.get_pattern_key has it
+            # as peft.utils.other.get_pattern_key has it
+            patterns.append((Pattern(rf"(.*\.)?({key})$"), alpha))
         except ValueError as error:
-            raise FileError(file, f"has an alpha_pattern {key!r} that cannot be read: {error}") from error
+            raise FileError(
+                file, f"has an alpha_pattern {key!r} that cannot be read: {error}"
+            ) from error
     return _Alphas(file, patterns, config.get("lora_alpha"), bool(config.get("use_rslora")))

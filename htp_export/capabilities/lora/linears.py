@@ -20,8 +20,8 @@ from htp_export.weights.products import LINEAR
 class Linear:
     """One call of a linear layer: ``x``, of the shape (..., inputs), becomes ``y``, of the shape (..., outputs).
 
-    ``y`` is with the bias or before it is added; behind the quantization of the layer's result, whose range knows
-    nothing of an adapter.
+    ``y`` is with the bias or before it is added; behind the quantization of the layer's result,
+    whose range knows nothing of an adapter.
     """
 
     path: str
@@ -43,7 +43,9 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
     If the file says which parameters modules have, only those that have a matrix.
     """
     works = tagged.index.works
-    owners = {path for node in tagged.nodes if _is_product(tagged, node) for path in works[node].doing}
+    owners = {
+        path for node in tagged.nodes if _is_product(tagged, node) for path in works[node].doing
+    }
     if tagged.parameters is not None:
         shapes = {path: held.shapes.values() for path, held in tagged.parameters.items()}
         owners = {path for path in owners if any(len(shape) == 2 for shape in shapes.get(path, ()))}
@@ -53,18 +55,24 @@ def linear_paths(tagged: TaggedModel) -> list[str]:
 def linears_of(tagged: TaggedModel, path: str) -> list[Linear]:
     """The calls of a linear layer that the model computes.
 
-    An `InputError` if the module is merged with its neighbours; a `NotLinearError` if it is no single layer.
+    An `InputError` if the module is merged with its neighbours; a `NotLinearError` if it is no
+    single layer.
     """
     calls = tagged[path].calls
     regions = {call: tagged[path].call(call) for call in range(calls)} if calls > 1 else {}
-    computed = {call: region for call, region in regions.items() if region.nodes}  # others gave what nothing reads
-    return [_linear(tagged, path, region, call) for call, region in (computed or {0: tagged[path]}).items()]
+    # others gave what nothing reads
+    computed = {call: region for call, region in regions.items() if region.nodes}
+    return [
+        _linear(tagged, path, region, call)
+        for call, region in (computed or {0: tagged[path]}).items()
+    ]
 
 
 def lora_layers(tagged: TaggedModel) -> dict[str, float]:
     """Module path → the factor by which its low-rank product is multiplied, for the layers that `lora.insert` made.
 
-    If the metadata is not what the file format says, or names what the graph does not have: `InputError`.
+    If the metadata is not what the file format says, or names what the graph does not have:
+    `InputError`.
     """
     try:
         layers = read_lora(tagged.model.metadata_props)
@@ -83,12 +91,19 @@ def factor_inputs(graph: ir.Graph, path: str) -> list[ir.Value]:
     names = [factor_name(path, factor) for factor in FACTORS]
     for name in names:
         if name not in given:
-            raise InputError(f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}")
+            raise InputError(
+                f"{tags.LORA} names module {path!r}, and the graph has no input {name!r}"
+            )
     return [given[name] for name in names]
 
 
 def _is_product(tagged: TaggedModel, node: ir.Node) -> bool:
-    if operator_of(node) not in LINEAR or len(node.inputs) < 2 or node.inputs[0] is None or node.inputs[1] is None:
+    if (
+        operator_of(node) not in LINEAR
+        or len(node.inputs) < 2
+        or node.inputs[0] is None
+        or node.inputs[1] is None
+    ):
         return False
     return not _is_constant(tagged, node.inputs[0]) and _is_constant(tagged, node.inputs[1])
 
@@ -100,20 +115,31 @@ def _is_constant(tagged: TaggedModel, value: ir.Value) -> bool:
 
 
 def _linear(tagged: TaggedModel, path: str, region: Region, call: int) -> Linear:
-    products = [node for node in region.nodes if _is_product(tagged, node) and path in tagged.index.works[node].doing]
+    products = [
+        node
+        for node in region.nodes
+        if _is_product(tagged, node) and path in tagged.index.works[node].doing
+    ]
     if len(products) != 1:
         many = f"it has {len(products)} products with constant matrices"
         raise NotLinearError(f"module {path!r} is no linear layer: {many}")
     [product] = products
     if product.graph is not tagged.model.graph:
-        raise InputError(f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})")
+        raise InputError(
+            f"module {path!r} runs in a branch or loop ({product.op_type} {product.name!r})"
+        )
     x, y = product.inputs[0], product.outputs[0]
     assert x is not None
-    if tagged.index.works[product].doing != (path,):  # layers were merged: that of this one begins behind the product
+    # layers were merged: that of this one begins behind the product
+    if tagged.index.works[product].doing != (path,):
         y = _result(tagged, path, region, call)
     y = _behind_quantization(tagged, path, y)
-    inputs, outputs = (shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y))
-    if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(y):
+    inputs, outputs = (
+        shape[-1] if (shape := tagged.inferred.shape(value)) else None for value in (x, y)
+    )
+    if product.attributes.get_int("transA", 0) or tagged.inferred.rank(x) != tagged.inferred.rank(
+        y
+    ):
         how = f"{product.op_type} {product.name!r} does not multiply the last dimension by a matrix"
         raise NotLinearError(f"module {path!r} is no linear layer: {how}")
     if not isinstance(inputs, int) or not isinstance(outputs, int):
@@ -153,7 +179,9 @@ def _dequantized(value: ir.Value) -> ir.Value | None:
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:
     """The result of a module, which it alone computes."""
     if not tagged.hierarchy[path].fate.is_exact:
-        raise InputError(f"module {path!r} is {tagged.hierarchy[path].fate}: its result is not in the graph by itself")
+        raise InputError(
+            f"module {path!r} is {tagged.hierarchy[path].fate}: its result is not in the graph by itself"
+        )
     signature = tagged.signature(path, call)
     named = [tagged.values.get(name or "") for name in signature.outputs] if signature else []
     results = [value for value in named if value is not None] or region.outputs
@@ -163,5 +191,7 @@ def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Val
     owners = tagged.index.works[producer].doing
     if owners != (path,):
         listed = ", ".join(map(repr, owners))
-        raise InputError(f"module {path!r}: {producer.op_type} {producer.name!r}, its result, is also that of {listed}")
+        raise InputError(
+            f"module {path!r}: {producer.op_type} {producer.name!r}, its result, is also that of {listed}"
+        )
     return results[0]

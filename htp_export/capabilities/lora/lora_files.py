@@ -21,7 +21,12 @@ from htp_export.capabilities.lora.adapters import (
     write_adapter,
 )
 from htp_export.capabilities.lora.linears import factor_inputs, lora_layers
-from htp_export.capabilities.lora.weight_changes import add_to_weights, check_sizes, replace_parameters, require_peft
+from htp_export.capabilities.lora.weight_changes import (
+    add_to_weights,
+    check_sizes,
+    replace_parameters,
+    require_peft,
+)
 from htp_export.editing.edit import Edit
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.submodels import remove_unused
@@ -62,7 +67,8 @@ class FusedLora(TaggedResult):
 
     Attributes:
         ranks: Module path → rank of what was added to its weight.
-        parameters: The parameters that were replaced as a whole: biases, and those of ``modules_to_save``.
+        parameters: The parameters that were replaced as a whole: biases, and those of
+            ``modules_to_save``.
         model: The model.
     """
 
@@ -83,18 +89,22 @@ class FusedLora(TaggedResult):
 
 @names_model_faults("model")
 def adapter(
-    model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+    model: ModelSource,
+    adapter: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
 ) -> LoraAdapter:
     """Convert an adapter of PEFT for a model that `lora.insert` made.
 
-    The file is of ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` reads it, and
-    ``RunOptions.add_active_adapter`` chooses it for a run. Layers that the adapter does not name stay as they are. If
-    its factor (``lora_alpha`` over the rank) is not that of the model, ``lora_B`` is scaled.
+    The file is of ONNX Runtime's adapter format. ``onnxruntime.LoraAdapter().Load(file)`` reads it,
+    and ``RunOptions.add_active_adapter`` chooses it for a run. Layers that the adapter does not
+    name stay as they are. If its factor (``lora_alpha`` over the rank) is not that of the model,
+    ``lora_B`` is scaled.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``.
         output: The file to write.
 
@@ -102,7 +112,8 @@ def adapter(
         The factors, under the names of the inputs of the model.
 
     Raises:
-        InputError: The model takes no adapters, or the adapter names modules or sizes that it does not have.
+        InputError: The model takes no adapters, or the adapter names modules or sizes that it does
+            not have.
         FileError: A file cannot be read or written; existing files are unchanged.
 
     Examples:
@@ -118,7 +129,9 @@ def adapter(
     tagged = load(model)
     known = lora_layers(tagged)
     if not known:
-        raise InputError("the model takes no adapters; lora.insert gives its linear layers inputs for them")
+        raise InputError(
+            "the model takes no adapters; lora.insert gives its linear layers inputs for them"
+        )
     read = read_adapter(adapter)
     require_switchable(read)
     layers = {}
@@ -137,31 +150,36 @@ def adapter(
 
 @names_model_faults("model")
 def fuse(
-    model: ModelSource, adapter: str | os.PathLike[str], output: str | os.PathLike[str] | None = None
+    model: ModelSource,
+    adapter: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
 ) -> FusedLora:
     """Add an adapter to the weights of a model, as PEFT's ``merge_and_unload`` does.
 
-    Linear layers, convolutions and embeddings take LoRA and DoRA; trained biases and ``modules_to_save`` replace what
-    is stored. All but LoRA of linear layers needs PEFT (``pip install "htp-export[lora]"``). A weight that other
-    modules read, as of tied embeddings, is copied: these keep theirs.
+    Linear layers, convolutions and embeddings take LoRA and DoRA; trained biases and
+    ``modules_to_save`` replace what is stored. All but LoRA of linear layers needs PEFT (``pip
+    install "htp-export[lora]"``). A weight that other modules read, as of tied embeddings, is
+    copied: these keep theirs.
 
-    The layers that `lora.insert` made are removed, so that the model has its original nodes again. It may also be a
-    model without them. New weights are computed when they are written, one at a time.
+    The layers that `lora.insert` made are removed, so that the model has its original nodes again.
+    It may also be a model without them. New weights are computed when they are written, one at a
+    time.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; or, for a model with the
-            layers of `lora.insert`, a file of ONNX Runtime's adapter format.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
+        adapter: A folder with ``adapter_config.json`` and ``adapter_model.safetensors``; or, for a
+            model with the layers of `lora.insert`, a file of ONNX Runtime's adapter format.
         output: The file to write.
 
     Returns:
         The model, and the layers that were changed.
 
     Raises:
-        InputError: The adapter names modules or sizes that the model does not have, or a weight is quantized, or merged
-            with others, or PEFT is needed and not installed.
+        InputError: The adapter names modules or sizes that the model does not have, or a weight is
+            quantized, or merged with others, or PEFT is needed and not installed.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -183,11 +201,14 @@ def fuse(
     inserted = lora_layers(tagged)
     if inserted:
         tagged = _without_lora(tagged, inserted)
-    parameters = replace_parameters(tagged, adapter_read)  # PEFT saves embeddings beside what is added to them
+    # PEFT saves embeddings beside what is added to them
+    parameters = replace_parameters(tagged, adapter_read)
     layers = add_to_weights(tagged, adapter_read, inserted)
     if output is not None:
         write_model(tagged.model, output, True if external else None)
-    return FusedLora({path: layer.a.shape[0] for path, layer in layers.items()}, parameters, model=tagged.model)
+    return FusedLora(
+        {path: layer.a.shape[0] for path, layer in layers.items()}, parameters, model=tagged.model
+    )
 
 
 def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedModel:
@@ -203,14 +224,21 @@ def _without_lora(tagged: TaggedModel, layers: Mapping[str, float]) -> TaggedMod
 def _remove(edit: Edit, path: str) -> None:
     """Take the LoRA layer of a module out of a graph; the module's results keep their names.
 
-    If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an `InputError`.
+    If the graph no longer has the nodes that `lora.insert` made, as after an optimizer, that is an
+    `InputError`.
     """
     graph = edit.graph
     factors = factor_inputs(graph, path)
     made = _derived(factors[0])
-    joins = [node for node in made if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)]
+    joins = [
+        node
+        for node in made
+        if node.op_type == "Add" and any(_not_among(value, made) for value in node.inputs)
+    ]
     if not joins:
-        raise InputError(f"module {path!r}: the nodes of its LoRA layer were changed by another tool")
+        raise InputError(
+            f"module {path!r}: the nodes of its LoRA layer were changed by another tool"
+        )
     for join in joins:
         [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
         edit.take_place(join.outputs[0], base)

@@ -109,30 +109,33 @@ def insert(
 ) -> InsertedLora:
     """Give linear layers inputs for LoRA adapters, so that one file serves many of them.
 
-    Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module path>.lora_A.weight`` of the shape
-    (rank, inputs) and ``<module path>.lora_B.weight`` of the shape (outputs, rank). They are optional: their default
-    has the rank 0, so that the model computes what it did before. The rank of what is given may be any. Files of ONNX
-    Runtime's adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay. In a
-    model whose activations are quantized (QDQ), those behind such a layer are not any longer: their ranges were
-    calibrated without an adapter, and would clip what it changes.
+    Each layer gets two inputs, named and laid out as in a PEFT checkpoint: ``<module
+    path>.lora_A.weight`` of the shape (rank, inputs) and ``<module path>.lora_B.weight`` of the
+    shape (outputs, rank). They are optional: their default has the rank 0, so that the model
+    computes what it did before. The rank of what is given may be any. Files of ONNX Runtime's
+    adapter format, as `lora.adapter` writes them, set all of them at once. Weights and biases stay.
+    In a model whose activations are quantized (QDQ), those behind such a layer are not any longer:
+    their ranges were calibrated without an adapter, and would clip what it changes.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         select: A selector of modules: all linear layers at or below them, and those that they call.
         output: The file to write.
         rank: The rank of the adapters, for the factor ``alpha / rank``.
         alpha: PEFT's ``lora_alpha``; None for ``rank``, which is the factor 1.
-        required: Without defaults, for runtimes that give no optional inputs, as ONNX Runtime's for JavaScript: every
-            run has to be given factors, of the rank 0 where there is no adapter.
+        required: Without defaults, for runtimes that give no optional inputs, as ONNX Runtime's for
+            JavaScript: every run has to be given factors, of the rank 0 where there is no adapter.
 
     Returns:
         The model, and its layers that take adapters.
 
     Raises:
         SelectorError: The selector cannot be read or matches no module.
-        InputError: There is no linear layer, or one is merged with its neighbours, or takes adapters already.
+        InputError: There is no linear layer, or one is merged with its neighbours, or takes
+            adapters already.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -178,7 +181,9 @@ def scaling_of(rank: int, alpha: float | None) -> float:
     """
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise InputError(f"rank {rank!r}: it is a whole number, 1 or more")
-    if alpha is not None and not (isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0):
+    if alpha is not None and not (
+        isinstance(alpha, int | float) and np.isfinite(alpha) and alpha > 0
+    ):
         raise InputError(f"alpha {alpha!r}: it is a number above 0")
     return 1.0 if alpha is None else float(alpha) / rank
 
@@ -193,7 +198,9 @@ def _chosen(tagged: TaggedModel, select: str | Sequence[str]) -> dict[str, list[
         except NotLinearError as error:
             problem = problem or error
     if not linears:
-        raise problem or InputError(f"there is no linear layer at or below the modules of {select!r}")
+        raise problem or InputError(
+            f"there is no linear layer at or below the modules of {select!r}"
+        )
     return linears
 
 
@@ -203,13 +210,18 @@ def _input_names(path: str) -> tuple[str, ...]:
 
 def _modules(path: str, calls: Sequence[Linear]) -> list[ModuleInfo]:
     """The modules of the two factors of a layer."""
-    return [ModuleInfo(factor_module(path, factor), _CLASS, len(calls), synthetic=True) for factor in FACTORS]
+    return [
+        ModuleInfo(factor_module(path, factor), _CLASS, len(calls), synthetic=True)
+        for factor in FACTORS
+    ]
 
 
 class _Insertion:
     """Puts low-rank products beside linear layers of a model, in place; ``results`` are the results of these layers."""
 
-    def __init__(self, edit: Edit, scaling: float, results: Container[ir.Value], required: bool) -> None:
+    def __init__(
+        self, edit: Edit, scaling: float, results: Container[ir.Value], required: bool
+    ) -> None:
         self._edit, self._scaling, self._given, self._required = edit, scaling, results, required
         self._factors: dict[ir.DataType, ir.Value] = {}
         self._results: dict[ir.Value, ir.Value] = {}  # result of a layer → the sum in its place
@@ -227,7 +239,9 @@ class _Insertion:
                 Signature({"x": values[at].name}, (values[at + 1].name,)) for values in steps
             ]
 
-    def _input(self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType) -> ir.Value:
+    def _input(
+        self, path: str, factor: str, shape: tuple[int, int], dtype: ir.DataType
+    ) -> ir.Value:
         name = factor_name(path, factor)
         if self._edit.names.tensors.unused(name) != name:
             raise InputError(f"the model has a tensor {name!r} already")
@@ -249,11 +263,17 @@ class _Insertion:
             Its input, the tensor between the factors, and its result.
         """
         base, uses = linear.y, list(linear.y.uses())
-        x = self._results.get(linear.x, linear.x if linear.x in self._given else unquantized(linear.x))
+        x = self._results.get(
+            linear.x, linear.x if linear.x in self._given else unquantized(linear.x)
+        )
         nodes: list[ir.Node] = []
 
         def made(
-            op: str, inputs: Sequence[ir.Value], owner: str, like: ir.Value | None = None, **facts: Any
+            op: str,
+            inputs: Sequence[ir.Value],
+            owner: str,
+            like: ir.Value | None = None,
+            **facts: Any,
         ) -> ir.Value:
             name = f"{base.name}_{owner.rpartition('.')[2] if owner != path else 'lora'}_{op}"
             nodes.append(self._edit.node(op, inputs, Instance(owner, linear.call), name, facts))
@@ -264,7 +284,9 @@ class _Insertion:
 
         first, second = (factor_module(path, factor) for factor in FACTORS)
         down = made("MatMul", [x, made("Transpose", [factors["A"]], first, perm=[1, 0])], first)
-        up = made("MatMul", [down, made("Transpose", [factors["B"]], second, perm=[1, 0])], second, base)
+        up = made(
+            "MatMul", [down, made("Transpose", [factors["B"]], second, perm=[1, 0])], second, base
+        )
         scaled = up if self._scaling == 1 else made("Mul", [up, self._factor(dtype)], path, base)
         result = made("Add", [base, scaled], path, base)
         producer = base.producer()
@@ -295,7 +317,8 @@ class _Insertion:
 def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collection[str]) -> int:
     """Take out the pairs of ``QuantizeLinear`` and ``DequantizeLinear`` that depend on values, in place; how many.
 
-    Names of ``named`` are kept where a pair has one of them behind it, as those of results of modules.
+    Names of ``named`` are kept where a pair has one of them behind it, as those of results of
+    modules.
 
     Examples:
         >>> x, scale = ir.val("x"), ir.Value(name="scale", const_value=ir.tensor(0.1))

@@ -26,7 +26,13 @@ from htp_export.process.quiet import quiet
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import operator_of
 from htp_export.weights.parameter_places import WeightSources, places_in
-from htp_export.weights.products import Product, changed_when_written, products_of, readers_of, weight_place
+from htp_export.weights.products import (
+    Product,
+    changed_when_written,
+    products_of,
+    readers_of,
+    weight_place,
+)
 from htp_export.weights.rebuilding import remade
 from htp_export.weights.storing import numbers_of, store
 
@@ -39,11 +45,14 @@ _BIASED = ("Gemm", "Conv", "ConvTranspose")
 _EARLIER = "export with optimize=False, fuse the adapter, then optimize"
 
 
-def add_to_weights(tagged: TaggedModel, adapter: Adapter, inserted: Mapping[str, float]) -> dict[str, LowRank]:
+def add_to_weights(
+    tagged: TaggedModel, adapter: Adapter, inserted: Mapping[str, float]
+) -> dict[str, LowRank]:
     """Add what an adapter's factors give to the weights of a model, in place; they are computed when they are written.
 
-    ``inserted``: module path → the scaling that factors without one have. Returns module path of the model → factors;
-    a layer or size that the model does not have, or a weight that cannot be changed, is an InputError.
+    ``inserted``: module path → the scaling that factors without one have. Returns module path of
+    the model → factors; a layer or size that the model does not have, or a weight that cannot be
+    changed, is an InputError.
     """
     found: dict[str, LowRank] = {}
     for kind in sorted({layer.kind for layer in adapter.layers.values()}):
@@ -55,7 +64,9 @@ def add_to_weights(tagged: TaggedModel, adapter: Adapter, inserted: Mapping[str,
         layer = found[path]
         scaling = inserted.get(path) if layer.scaling is None else layer.scaling
         if scaling is None:
-            raise InputError(f"{adapter.source}: gives no scaling for {path!r}; give the folder of PEFT")
+            raise InputError(
+                f"{adapter.source}: gives no scaling for {path!r}; give the folder of PEFT"
+            )
         _add_to_weight(tagged, adapter.source, path, layer, scaling)
     return {path: found[path] for path in sorted(found, key=tags.path_order)}
 
@@ -64,7 +75,10 @@ def _paths(tagged: TaggedModel, kind: str) -> list[str]:
     """The modules that are layers of a kind, in the order of the tree."""
     if kind not in _OPERATORS:
         return linear_paths(tagged)
-    works, nodes = tagged.index.works, [node for node in tagged.nodes if operator_of(node) in _OPERATORS[kind]]
+    works, nodes = (
+        tagged.index.works,
+        [node for node in tagged.nodes if operator_of(node) in _OPERATORS[kind]],
+    )
     owners = {path for use in products_of(tagged, nodes) for path in works[use.node].doing}
     return [path for path in tagged if path in owners]
 
@@ -73,7 +87,11 @@ def _uses(tagged: TaggedModel, path: str, kind: str) -> list[Product]:
     """The products of a layer with its one weight; `InputError` if there is no such weight."""
     if kind in _OPERATORS:
         works, within = tagged.index.works, tagged[path].nodes
-        nodes = [node for node in within if operator_of(node) in _OPERATORS[kind] and path in works[node].doing]
+        nodes = [
+            node
+            for node in within
+            if operator_of(node) in _OPERATORS[kind] and path in works[node].doing
+        ]
     else:
         nodes = [call.product for call in linears_of(tagged, path)]
     uses = [use for use in products_of(tagged, nodes) if use.place == weight_place(use.node)]
@@ -81,11 +99,17 @@ def _uses(tagged: TaggedModel, path: str, kind: str) -> list[Product]:
         raise InputError(f"module {path!r}: its weight is {_why_not(tagged, nodes)}")
     use = uses[0]
     if kind in _OPERATORS and "transposed" in use.how:
-        raise InputError(f"module {path!r}: its weight {use.value.name!r} is in another layout than PyTorch's")
+        raise InputError(
+            f"module {path!r}: its weight {use.value.name!r} is in another layout than PyTorch's"
+        )
     recipe = recipe_of(use.value)
-    if is_exact(recipe) and any(word in ("merged", "computed") for place in places_in(recipe) for word in place.how):
+    if is_exact(recipe) and any(
+        word in ("merged", "computed") for place in places_in(recipe) for word in place.how
+    ):
         others = ", ".join(map(repr, dict.fromkeys(parameters_in(recipe))))
-        raise InputError(f"module {path!r}: its weight {use.value.name!r} was computed of {others}; {_EARLIER}")
+        raise InputError(
+            f"module {path!r}: its weight {use.value.name!r} was computed of {others}; {_EARLIER}"
+        )
     return uses
 
 
@@ -98,7 +122,9 @@ def check_sizes(source: Path, path: str, layer: LowRank, wanted: Sequence[int | 
         raise InputError(f"{source}: module {path!r} {maps}")
 
 
-def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank, scaling: float) -> None:
+def _add_to_weight(
+    tagged: TaggedModel, source: Path, path: str, layer: LowRank, scaling: float
+) -> None:
     """Change the weight of one layer."""
     uses = _uses(tagged, path, layer.kind)
     use = uses[0]
@@ -109,7 +135,9 @@ def _add_to_weight(tagged: TaggedModel, source: Path, path: str, layer: LowRank,
     of_layer = shape[::-1] if is_turned or layer.kind == "embedding" else shape
     check_sizes(source, path, layer, of_layer)
     if layer.kind == "convolution" and (groups := use.node.attributes.get_int("group", 1)) != 1:
-        raise InputError(f"module {path!r} has {groups} groups; PEFT merges no adapter of such a convolution")
+        raise InputError(
+            f"module {path!r} has {groups} groups; PEFT merges no adapter of such a convolution"
+        )
     alpha = np.float32(use.node.attributes.get_float("alpha", 1.0))
 
     def added(weight: Array) -> Array:
@@ -126,17 +154,33 @@ def _own(tagged: TaggedModel, value: ir.Value, path: str, name: str) -> ir.Value
     Raises:
         InputError: One node reads it for this module and for others.
     """
-    readers = [(node, [tags.is_under(owner, path) for owner in tagged.owners_of(node)]) for node, _ in value.uses()]
+    readers = [
+        (node, [tags.is_under(owner, path) for owner in tagged.owners_of(node)])
+        for node, _ in value.uses()
+    ]
     if value.is_graph_output() or any(any(within) and not all(within) for _, within in readers):
-        others = {owner: None for node in readers_of(value) if node is not None for owner in tagged.owners_of(node)}
+        others = {
+            owner: None
+            for node in readers_of(value)
+            if node is not None
+            for owner in tagged.owners_of(node)
+        }
         listed = ", ".join(repr(owner) for owner in others if not tags.is_under(owner, path))
-        raise InputError(f"module {path!r}: its weight {value.name!r} is also that of {listed or 'an output'}")
-    mine = [(node, place) for (node, place), (_, within) in zip(value.uses(), readers, strict=True) if any(within)]
+        raise InputError(
+            f"module {path!r}: its weight {value.name!r} is also that of {listed or 'an output'}"
+        )
+    mine = [
+        (node, place)
+        for (node, place), (_, within) in zip(value.uses(), readers, strict=True)
+        if any(within)
+    ]
     if len(mine) in (0, len(readers)):
         return value
     graph = value.graph
     assert graph is not None
-    copy = add_initializer(graph, numbers_of(value), Names(tagged.model).tensors.unused(name), recipe_of(value))
+    copy = add_initializer(
+        graph, numbers_of(value), Names(tagged.model).tensors.unused(name), recipe_of(value)
+    )
     for node, place in mine:
         node.replace_input_with(place, copy)
     return copy
@@ -161,7 +205,8 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
     Those of modules that compute nothing in this model have no place, and are left out.
 
     Raises:
-        InputError: A parameter is none of the model's, or has another size, or is merged with others.
+        InputError: A parameter is none of the model's, or has another size, or is merged with
+            others.
     """
     if not adapter.parameters:
         return []
@@ -172,9 +217,13 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
                 stored.setdefault(name, []).append(value)
     declared = tagged.declared or {}
     names = {**dict.fromkeys(declared), **dict.fromkeys(stored)}
-    trained = {name: array for name, array in adapter.parameters.items() if array.dtype.kind not in "iu"}  # counters
+    # counters
+    trained = {
+        name: array for name, array in adapter.parameters.items() if array.dtype.kind not in "iu"
+    }
     found = placed(adapter.source, trained, names, "parameters of the model", "parameter")
-    tied: dict[str, list[str]] = {}  # the first name of a parameter → all of them: a recipe may have any of these
+    # the first name of a parameter → all of them: a recipe may have any of these
+    tied: dict[str, list[str]] = {}
     for each in declared.values():
         tied.setdefault(each.first, []).append(each.name)
     changed = []
@@ -189,7 +238,9 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
             if module is not None and module.fate in (Fate.DEAD, Fate.UNCALLED):
                 continue
             if name not in declared or not _add_bias(tagged, name, array):
-                raise InputError(f"{adapter.source}: parameter {name!r} has no place of its own in the model")
+                raise InputError(
+                    f"{adapter.source}: parameter {name!r} has no place of its own in the model"
+                )
         changed.append(name)
     return changed
 
@@ -197,7 +248,11 @@ def replace_parameters(tagged: TaggedModel, adapter: Adapter) -> list[str]:
 def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:
     """Give a bias back to the products of its module; exporters leave one of zeros out. Whether that is possible."""
     path, works = tags.parent_path(name) or "", tagged.index.works
-    nodes = [node for node in tagged[path].nodes if operator_of(node) in _BIASED and works[node].doing == (path,)]
+    nodes = [
+        node
+        for node in tagged[path].nodes
+        if operator_of(node) in _BIASED and works[node].doing == (path,)
+    ]
     uses = [use for use in products_of(tagged, nodes) if use.place == 1]
     have_one = any(len(node.inputs) > 2 and node.inputs[2] is not None for node in nodes)
     if not uses or len(uses) != len(nodes) or array.ndim != 1 or have_one:
@@ -205,27 +260,38 @@ def _add_bias(tagged: TaggedModel, name: str, array: Array) -> bool:
     graph = uses[0].value.graph
     assert graph is not None
     stored = ir.tensor(array.astype(numbers_of(uses[0].value).dtype.numpy()))
-    bias = add_initializer(graph, stored, Names(tagged.model).tensors.unused(name), step("computed", name, "lora"))
+    bias = add_initializer(
+        graph, stored, Names(tagged.model).tensors.unused(name), step("computed", name, "lora")
+    )
     for use in uses:
         use.node.resize_inputs(3)
         use.node.replace_input_with(2, bias)
     return True
 
 
-def _replace(tagged: TaggedModel, value: ir.Value, name: str, array: Array, aliases: Sequence[str]) -> bool:
+def _replace(
+    tagged: TaggedModel, value: ir.Value, name: str, array: Array, aliases: Sequence[str]
+) -> bool:
     """Replace one stored tensor, or the copy of it that the parameter's module reads; whether there is one."""
     recipe = recipe_of(value)
     is_equal = isinstance(recipe, list) and recipe[0] == "equal"
     module = tags.parent_path(name) or ""
     if is_equal or len(aliases) > 1:
-        if not any(tags.is_under(owner, module) for node, _ in value.uses() for owner in tagged.owners_of(node)):
+        if not any(
+            tags.is_under(owner, module)
+            for node, _ in value.uses()
+            for owner in tagged.owners_of(node)
+        ):
             return False
         value = _own(tagged, value, module, name)
     if isinstance(recipe, list) and is_equal:
         recipe = next(each for each in operands_of(recipe) if {*aliases} & {*parameters_in(each)})
     others = [each for each in dict.fromkeys(parameters_in(recipe)) if each not in aliases]
     if others or not is_exact(recipe):
-        why = f"merged with {', '.join(map(repr, others[:3]))}" if others else f"computed ({recipe[-1]})"  # type: ignore[index]
+        if others:
+            why = f"merged with {', '.join(map(repr, others[:3]))}"
+        else:
+            why = f"computed ({recipe[-1]})"  # type: ignore[index]
         raise InputError(f"parameter {name!r}: its tensor {value.name!r} is {why}; {_EARLIER}")
     tensor = value.const_value
     assert tensor is not None
@@ -249,7 +315,8 @@ def require_peft(adapter: Adapter) -> None:
 def merged(weight: Array, layer: LowRank, scaling: float) -> Array:
     """A weight of floats as PEFT's ``merge_and_unload`` leaves it; ``scaling`` is of the product of the factors.
 
-    ``weight`` is as PyTorch has it: (outputs, inputs), (outputs, inputs, size of the kernel, ...) or (rows, size).
+    ``weight`` is as PyTorch has it: (outputs, inputs), (outputs, inputs, size of the kernel, ...)
+    or (rows, size).
 
     Examples:
         >>> merged(np.eye(2, dtype=np.float32), LowRank(np.ones((1, 2)), np.ones((2, 1))), 0.5).tolist()
@@ -257,7 +324,9 @@ def merged(weight: Array, layer: LowRank, scaling: float) -> Array:
     """
     if not layer.is_plain:
         return _by_peft(weight, layer, scaling)
-    total: Array = weight + layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(scaling)
+    total: Array = weight + layer.b.astype(np.float32) @ layer.a.astype(np.float32) * np.float32(
+        scaling
+    )
     return total
 
 
@@ -265,7 +334,8 @@ def _by_peft(weight: Array, layer: LowRank, scaling: float) -> Array:
     """The same through a layer of PEFT, whose base is a layer of PyTorch with the weight."""
     import torch
 
-    with quiet("peft"), torch.random.fork_rng(devices=[]):  # PEFT draws factors before it gets these
+    # PEFT draws factors before it gets these
+    with quiet("peft"), torch.random.fork_rng(devices=[]):
         import peft
 
         rank = layer.a.shape[0]
@@ -276,7 +346,9 @@ def _by_peft(weight: Array, layer: LowRank, scaling: float) -> Array:
             use_dora=layer.magnitude is not None,
             init_lora_weights=layer.start or True,  # type: ignore[arg-type]
         )
-        holder = peft.inject_adapter_in_model(config, torch.nn.ModuleDict({"layer": _base(weight, layer.kind)}))
+        holder = peft.inject_adapter_in_model(
+            config, torch.nn.ModuleDict({"layer": _base(weight, layer.kind)})
+        )
         around: Any = holder["layer"]  # type: ignore[index]
         dot = "lora_embedding_{}" if layer.kind == "embedding" else "lora_{}.weight"
         tensors = {"A": layer.a, "B": layer.b}
@@ -302,7 +374,9 @@ def _base(weight: Array, kind: str) -> Any:
     elif kind == "linear":
         base = nn.Linear(second, first, bias=False, device="meta")
     else:
-        base = getattr(nn, f"Conv{len(kernel)}d")(second, first, tuple(kernel), bias=False, device="meta")
+        base = getattr(nn, f"Conv{len(kernel)}d")(
+            second, first, tuple(kernel), bias=False, device="meta"
+        )
     base.weight = nn.Parameter(_tensor(weight))
     return base
 

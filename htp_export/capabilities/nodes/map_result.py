@@ -61,13 +61,17 @@ class MappedNode(PlainData):
         name: Its name; that of its first output if it has none.
         operator: Its operator, with the domain if that is not ONNX's.
         modules: The modules that it computes, in order of execution; several if work was merged.
-        calls: Module → numbers of its calls that the node computes, for modules that ran several times.
+        calls: Module → numbers of its calls that the node computes, for modules that ran several
+            times.
         reason: How the modules are known, a word of ``docs/format.md``.
-        parameters: The parameters that it reads, directly or through nodes that only transpose, cast or reshape them.
+        parameters: The parameters that it reads, directly or through nodes that only transpose,
+            cast or reshape them.
         inputs: Names of the tensors that it reads; ``""`` for an input that is left out.
         outputs: Names of the tensors that it gives.
-        inside: The function that it is in, or the node whose branch or loop body it is in; ``""`` for the main graph.
-        stack: The lines of Python that it was captured at, the innermost last; empty if the file does not say them.
+        inside: The function that it is in, or the node whose branch or loop body it is in; ``""``
+            for the main graph.
+        stack: The lines of Python that it was captured at, the innermost last; empty if the file
+            does not say them.
     """
 
     derived = ("source",)
@@ -169,7 +173,9 @@ def _plain_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return ", ".join(f"{key}: {' '.join(map(str, numbers))}" for key, numbers in value.items())
     if isinstance(value, tuple):
-        return ", ".join(" ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
+        return ", ".join(
+            " ".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value
+        )
     return str(value)
 
 
@@ -186,7 +192,9 @@ def _of_each(attribute: str, of_each: str) -> Callable[[Any], tuple[Any, ...]]:
 
 
 def _uses(attribute: str) -> Column[Any]:
-    return _column(attribute, value=lambda row: tuple(dict.fromkeys(map(str, getattr(row, attribute)))))
+    return _column(
+        attribute, value=lambda row: tuple(dict.fromkeys(map(str, getattr(row, attribute))))
+    )
 
 
 _NODE_NAMES = _column("nodes", value=_of_each("nodes", "name"))
@@ -238,7 +246,12 @@ DRAWN_COLUMNS: Mapping[MapTable, Sequence[Column[Any]]] = {
         *chosen(_COLUMNS["nodes"], ("reason", "source")),
     ),
     "modules": _COLUMNS["modules"],
-    "parameters": (*_COLUMNS["parameters"][:1], *_COLUMNS["parameters"][2:4], _uses("initializers"), _NODE_NAMES),
+    "parameters": (
+        *_COLUMNS["parameters"][:1],
+        *_COLUMNS["parameters"][2:4],
+        _uses("initializers"),
+        _NODE_NAMES,
+    ),
     "initializers": (*_COLUMNS["initializers"][:3], _uses("parameters"), _NODE_NAMES),
 }
 """The columns of each table as it is drawn."""
@@ -249,12 +262,13 @@ class ModelMap(Result):
     """The result of `nodes`: nodes, modules, parameters and initializers, each with the others that belong to it.
 
     Attributes:
-        nodes: The nodes, those of branches and loop bodies after the node that holds them, those of functions last.
+        nodes: The nodes, those of branches and loop bodies after the node that holds them, those of
+            functions last.
         modules: Module path → module, in the order of ``named_modules()``.
         parameters: Name in PyTorch → parameter; tied ones under each of their names.
         initializers: Name in the file → weight that a node reads.
-        from_pytorch: Whether the file says which parameters PyTorch had; if not, they are the initializers whose
-            names begin with the path of a module.
+        from_pytorch: Whether the file says which parameters PyTorch had; if not, they are the
+            initializers whose names begin with the path of a module.
         tags: What is known about the tags of the file.
     """
 
@@ -281,7 +295,9 @@ class ModelMap(Result):
         """What else there is to know, a line each."""
         if self.from_pytorch:
             return ()
-        return ("the file does not say which parameters PyTorch had: initializers named after a module count as such",)
+        return (
+            "the file does not say which parameters PyTorch had: initializers named after a module count as such",
+        )
 
     def rows(self, table: MapTable) -> Sequence[Any]:
         """The rows of a table.
@@ -296,14 +312,17 @@ class ModelMap(Result):
     def to_pandas(self, table: MapTable = "nodes") -> Any:
         """A table as a ``pandas.DataFrame``, with a row for each node, module, parameter or initializer.
 
-        Columns that hold several values hold tuples: ``frame.explode("modules")`` gives a row for each.
+        Columns that hold several values hold tuples: ``frame.explode("modules")`` gives a row for
+        each.
 
         Raises:
             InputError: If pandas is not installed, or if there is no such table.
         """
         rows, (key, *columns) = self.rows(table), _COLUMNS[table]
         records = [{column.name: column.data(row) for column in columns} for row in rows]
-        return data_frame(records, [column.name for column in columns], [key.data(row) for row in rows], key.title)
+        return data_frame(
+            records, [column.name for column in columns], [key.data(row) for row in rows], key.title
+        )
 
     def table(self) -> Table:
         """The nodes."""
@@ -312,7 +331,9 @@ class ModelMap(Result):
 
 def map_csv(mapped: ModelMap, table: MapTable = "nodes") -> str:
     """A table of a map as CSV, with lists by comma."""
-    return csv_text([replace(column, value=_texts(column)) for column in _COLUMNS[table]], mapped.rows(table))
+    return csv_text(
+        [replace(column, value=_texts(column)) for column in _COLUMNS[table]], mapped.rows(table)
+    )
 
 
 def _texts(column: Column[Any]) -> Callable[[Any], str]:

@@ -24,20 +24,27 @@ from htp_export.model.regions import name_of_node
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import operator_of
-from htp_export.weights.parameter_places import ParameterPlaces, WeightSource, WeightSources, owners_within
+from htp_export.weights.parameter_places import (
+    ParameterPlaces,
+    WeightSource,
+    WeightSources,
+    owners_within,
+)
 
 
 @names_model_faults("model")
 def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> ModelMap:
     """Map the nodes, modules, parameters and initializers of a model to each other.
 
-    The nodes of a module are known from its tags. The file says which parameters each module had in PyTorch, and
-    which of them each initializer was made of, see ``docs/nodes.md``. Weights are not read.
+    The nodes of a module are known from its tags. The file says which parameters each module had in
+    PyTorch, and which of them each initializer was made of, see ``docs/nodes.md``. Weights are not
+    read.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         select: Only these modules and those inside them, with their nodes, parameters and weights.
 
     Returns:
@@ -67,12 +74,18 @@ class _Mapper:
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
         self._tagged, self._all = tagged, selected is None
         roots = set(selected or ())
-        self._chosen = {path: None for path in tagged if self._all or not roots.isdisjoint(tags.ancestors(path))}
+        self._chosen = {
+            path: None for path in tagged if self._all or not roots.isdisjoint(tags.ancestors(path))
+        }
         self._sources = WeightSources(tagged)
         self._places = ParameterPlaces(tagged, self._sources)
         names = UsedNames()
-        self._names = {value: names.unused(value.name or "unnamed") for value in self._places.places}
-        self._functions = {body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()}
+        self._names = {
+            value: names.unused(value.name or "unnamed") for value in self._places.places
+        }
+        self._functions = {
+            body.graph: "::".join(body.identifier()[:2]) for body in tagged.model.functions.values()
+        }
 
     def result(self) -> ModelMap:
         nodes = {node: self._node(node) for node in self._tagged.nodes if self._is_chosen(node)}
@@ -84,14 +97,21 @@ class _Mapper:
                 of_module[module].append(mapped)
             for weight in dict.fromkeys(source.tensor for source in self._read_by(node)):
                 of_weight[weight].append(mapped)
-            for parameter in dict.fromkeys(self._places.declared[use.name].first for use in mapped.parameters):
+            for parameter in dict.fromkeys(
+                self._places.declared[use.name].first for use in mapped.parameters
+            ):
                 of_parameter[parameter].append(mapped)
-        weights = {value: name for value, name in self._names.items() if self._all or of_weight[value]}
+        weights = {
+            value: name for value, name in self._names.items() if self._all or of_weight[value]
+        }
         return ModelMap(
             nodes=tuple(nodes.values()),
             modules={path: self._module(path, of_module[path]) for path in self._chosen},
             parameters=self._parameters(of_parameter),
-            initializers={name: self._initializer(value, name, of_weight[value]) for value, name in weights.items()},
+            initializers={
+                name: self._initializer(value, name, of_weight[value])
+                for value, name in weights.items()
+            },
             from_pytorch=self._tagged.parameters is not None,
             tags=self._tagged.tag_facts,
         )
@@ -103,7 +123,9 @@ class _Mapper:
     def _read_by(self, node: ir.Node) -> Iterator[WeightSource]:
         """The weights that a node reads; none for a call of a function, whose nodes read them."""
         if not self._sources.calls_function(node):
-            yield from (source for _, source in self._sources.read_by(node) if source.tensor in self._names)
+            yield from (
+                source for _, source in self._sources.read_by(node) if source.tensor in self._names
+            )
 
     def _node(self, node: ir.Node) -> MappedNode:
         work, hierarchy = self._tagged.index.works[node], self._tagged.hierarchy
@@ -152,10 +174,14 @@ class _Mapper:
             first, readers = held.first, tuple(nodes.get(held.first, ()))
             if self._all or readers or held.module in self._chosen:
                 uses_of = tuple(uses[first])
-                parameters[name] = MappedParameter(name, held.module, held.shape, held.tied, uses_of, readers)
+                parameters[name] = MappedParameter(
+                    name, held.module, held.shape, held.tied, uses_of, readers
+                )
         return parameters
 
-    def _initializer(self, value: ir.Value, name: str, nodes: Sequence[MappedNode]) -> MappedInitializer:
+    def _initializer(
+        self, value: ir.Value, name: str, nodes: Sequence[MappedNode]
+    ) -> MappedInitializer:
         tensor = stored_tensor(value)
         assert tensor is not None
         owners = [owner for node in nodes for owner in node.modules]
@@ -163,4 +189,6 @@ class _Mapper:
             ParameterUse(self._places.name_in(place.parameter, owners), name, place.how)
             for place in self._places.places[value]
         )
-        return MappedInitializer(name, tuple(tensor.shape.numpy()), dtype_name(tensor.dtype), parameters, tuple(nodes))
+        return MappedInitializer(
+            name, tuple(tensor.shape.numpy()), dtype_name(tensor.dtype), parameters, tuple(nodes)
+        )

@@ -15,7 +15,9 @@ IDLE = (Idle(("table",), lambda given: given["as_json"], "--json writes all tabl
 def nodes_command(
     file: FileArgument,
     select: SelectOption = None,
-    table: Annotated[Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."] = "nodes",
+    table: Annotated[
+        Literal["nodes", "modules", "parameters", "initializers"], "What has a line each."
+    ] = "nodes",
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write the table as CSV."] = False,
 ) -> None:

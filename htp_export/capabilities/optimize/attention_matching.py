@@ -31,12 +31,17 @@ class Placed(NamedTuple):
     def before_turning(self, known: Symbolic, step: Step = producer_of) -> Placed:
         """What a ``Transpose`` put the heads first of; itself where none did."""
         turn = step(self.value, "Transpose") if self.is_turned else None
-        source = turn.inputs[0] if turn is not None and permutation(turn, known) == HEADS_FIRST else None
+        source = (
+            turn.inputs[0] if turn is not None and permutation(turn, known) == HEADS_FIRST else None
+        )
         return self if source is None else Placed(source, is_turned=False)
 
     def joint(self, known: Symbolic, step: Step = producer_of) -> ir.Value | None:
         """The tensor of batch, length and features whose features a ``Reshape`` set apart by heads."""
-        apart, shape = None if self.is_turned else step(self.value, "Reshape"), known.shape(self.value)
+        apart, shape = (
+            None if self.is_turned else step(self.value, "Reshape"),
+            known.shape(self.value),
+        )
         joint = apart.inputs[0] if apart is not None else None
         if joint is None or shape is None or len(shape) != 4:
             return None
@@ -49,7 +54,11 @@ def turned_back(value: ir.Value, known: Symbolic) -> tuple[ir.Node | None, ir.No
     if turn is None or permutation(turn, known) != HEADS_FIRST:
         return None, None
     join, shape = only_consumer(turn.outputs[0], "Reshape"), known.shape(turn.outputs[0])
-    if join is None or shape is None or known.shape(join.outputs[0]) != (*shape[:2], shape[2] * shape[3]):
+    if (
+        join is None
+        or shape is None
+        or known.shape(join.outputs[0]) != (*shape[:2], shape[2] * shape[3])
+    ):
         return turn, None
     return turn, join
 
@@ -104,7 +113,11 @@ def guarded(node: ir.Node | None) -> ir.Value | None:
     """The value in which a ``Where`` replaces NaN by zero; None for other nodes."""
     if node is None:
         return None
-    test, zero, value = producer_of(node.inputs[0], "IsNaN"), constant_array(node.inputs[1], 1), node.inputs[2]
+    test, zero, value = (
+        producer_of(node.inputs[0], "IsNaN"),
+        constant_array(node.inputs[1], 1),
+        node.inputs[2],
+    )
     if test is None or test.inputs[0] is not value or zero is None or zero.any():
         return None
     return value
@@ -121,7 +134,8 @@ class Mask:
     visible: ir.Value  # the booleans that it is made of
     hiding: float  # the number that is added for what is not visible
     causal: bool  # whether no query sees a key after its own
-    by_keys: bool  # whether every query sees itself unless it is hidden as a key from all queries, as padding is
+    # whether every query sees itself unless it is hidden as a key from all queries, as padding is
+    by_keys: bool
 
 
 def read_mask(value: ir.Value, known: Symbolic) -> Mask | None:
@@ -143,9 +157,14 @@ def hides_rows(condition: ir.Value | None, visible: ir.Value, known: Symbolic) -
     cast = producer_of(total.inputs[0], "Cast") if total is not None else None
     if less is None or total is None or cast is None or cast.inputs[0] is not visible:
         return False
-    limit, axes = constant_array(less.inputs[1], 1), known.constant(total.inputs[1]) if len(total.inputs) > 1 else None
+    limit, axes = (
+        constant_array(less.inputs[1], 1),
+        known.constant(total.inputs[1]) if len(total.inputs) > 1 else None,
+    )
     rank = known.rank(visible)
-    return limit is not None and limit.item() == 1 and rank is not None and axes in ([-1], [rank - 1])
+    return (
+        limit is not None and limit.item() == 1 and rank is not None and axes in ([-1], [rank - 1])
+    )
 
 
 def _additive(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, float] | None:
@@ -157,7 +176,9 @@ def _additive(value: ir.Value | None, known: Symbolic) -> tuple[ir.Value, float]
         if node.op_type == "Where":
             condition, *choices = node.inputs
             there, hidden = (_number(choice) for choice in choices)
-            return (condition, hidden) if condition is not None and there == 0 and _hides(hidden) else None  # type: ignore[return-value]
+            if condition is None or hidden is None or there != 0 or not _hides(hidden):
+                return None
+            return condition, hidden
         if node.op_type == "Mul":
             return _scaled(node)
         if node.op_type == "Add":  # positions that count, as of ALiBi, and a mask
@@ -173,7 +194,12 @@ def _scaled(node: ir.Node) -> tuple[ir.Value, float] | None:
         number = _number(node.inputs[1 - place])
         cast = producer_of(node.inputs[place], "Cast")
         negated = producer_of(cast.inputs[0], "Not") if cast is not None else None
-        if negated is not None and negated.inputs[0] is not None and number is not None and _hides(number):
+        if (
+            negated is not None
+            and negated.inputs[0] is not None
+            and number is not None
+            and _hides(number)
+        ):
             return negated.inputs[0], number
     return None
 
@@ -213,12 +239,19 @@ class _Rows:
         compared = self._compared(node)
         if compared is not None:
             nearest, farthest = compared
-            return nearest is not None and nearest >= 0, (nearest or 0) <= 0 and (farthest is None or farthest >= 0)
+            return nearest is not None and nearest >= 0, (nearest or 0) <= 0 and (
+                farthest is None or farthest >= 0
+            )
         return False, shape is not None and len(shape) >= 2 and shape[-2] == 1
 
     def _compared(self, node: ir.Node) -> tuple[int | None, int | None] | None:
         """How far behind the query a visible key is at least and at most, of a comparison of places."""
-        order = {"LessOrEqual": (1, 0), "Less": (1, 1), "GreaterOrEqual": (-1, 0), "Greater": (-1, 1)}.get(node.op_type)
+        order = {
+            "LessOrEqual": (1, 0),
+            "Less": (1, 1),
+            "GreaterOrEqual": (-1, 0),
+            "Greater": (-1, 1),
+        }.get(node.op_type)
         if order is None:
             return None
         sign, strict = order
@@ -240,7 +273,9 @@ class _Rows:
         kind: str = "key" if shape[-1] != 1 else "query"
         shift: Dim = 0
         for _ in range(12):
-            node = producer_of(value, "Add", "Sub", "Unsqueeze", "Expand", "Reshape", "Cast", "Identity", "Range")
+            node = producer_of(
+                value, "Add", "Sub", "Unsqueeze", "Expand", "Reshape", "Cast", "Identity", "Range"
+            )
             if node is None:
                 return None
             if node.op_type == "Range":
@@ -251,12 +286,18 @@ class _Rows:
             if node.op_type in ("Add", "Sub"):
                 numbers = [self._scalar(each) for each in node.inputs]
                 if numbers[1] is not None:
-                    value, shift = node.inputs[0], shift + (numbers[1] if node.op_type == "Add" else -numbers[1])
+                    value, shift = (
+                        node.inputs[0],
+                        shift + (numbers[1] if node.op_type == "Add" else -numbers[1]),
+                    )
                 elif numbers[0] is not None and node.op_type == "Add":
                     value, shift = node.inputs[1], shift + numbers[0]
                 else:
                     return None
-            elif node.op_type == "Reshape" and sum(size != 1 for size in self.known.shape(node.outputs[0]) or ()) != 1:
+            elif (
+                node.op_type == "Reshape"
+                and sum(size != 1 for size in self.known.shape(node.outputs[0]) or ()) != 1
+            ):
                 return None
             else:
                 value = node.inputs[0]

@@ -53,7 +53,11 @@ def _weights(model: ir.Model, before: _Weights) -> _Weights:
     for graph in model.graphs():
         for value in graph.initializers.values():
             if value.const_value is not None:
-                module = tags.common_ancestor(readers[value]) if value in readers else before.get(value, (0, ""))[1]
+                module = (
+                    tags.common_ancestor(readers[value])
+                    if value in readers
+                    else before.get(value, (0, ""))[1]
+                )
                 weights[value] = bytes_of(value.const_value), module
     return weights
 
@@ -72,8 +76,14 @@ def _changes_of(difference: PassDifference, saved: Counter[str]) -> dict[str, Ch
     """What a pass did to nodes and weights, by module; ``saved`` has the bytes that the weights of each lost."""
     before, after = difference.before.nodes, difference.after.nodes
     in_place = difference.removed.keys() & difference.added.keys()
-    rewired = (node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs)
-    removed = Counter(before[node].metadata.get(tags.MODULE, "") for node in difference.removed if node not in in_place)
+    rewired = (
+        node for node, seen in before.items() if node in after and seen.inputs != after[node].inputs
+    )
+    removed = Counter(
+        before[node].metadata.get(tags.MODULE, "")
+        for node in difference.removed
+        if node not in in_place
+    )
     added = Counter(_module(node) for node in difference.added if node not in in_place)
     changed = Counter(map(_module, {*in_place, *difference.merged, *rewired}))
     changes = {

@@ -1,7 +1,8 @@
 """The number of tokens with and without the key-value cache, read from the model's inputs and not from the cache.
 
-A cache that past and present share is as long as the longest text; how much of it is used is told by the mask that the
-model takes. What else the model computes of the length of the cache is computed of these numbers, too.
+A cache that past and present share is as long as the longest text; how much of it is used is told
+by the mask that the model takes. What else the model computes of the length of the cache is
+computed of these numbers, too.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ class CacheLengths:
 
     def of_rows(self, lengths: Lengths) -> tuple[ir.Value, ir.Value, ir.Value]:
         """All tokens; and for each row of the batch, its last place and its new tokens: integers of 32 bits."""
-        total, new = (self._add("Cast", [value], to=ir.DataType.INT32) for value in (lengths.total, lengths.new))
+        total, new = (
+            self._add("Cast", [value], to=ir.DataType.INT32)
+            for value in (lengths.total, lengths.new)
+        )
         one = self._constant(np.array([1], np.int32))
         last = self._add("Sub", [total, one])
-        return total, self._add("Expand", [last, lengths.batch]), self._add("Expand", [new, lengths.batch])
+        return (
+            total,
+            self._add("Expand", [last, lengths.batch]),
+            self._add("Expand", [new, lengths.batch]),
+        )
 
     def missing(self, lengths: Lengths, *, one: bool) -> tuple[ir.Value, ir.Value]:
         """Rows that a table of a row for each new token lacks of all tokens, as pads; and the row of each token.
@@ -78,17 +86,28 @@ class CacheLengths:
     def read_no_past(self, known: Symbolic) -> None:
         """Let all that reads the length of a noted cache read how many tokens more than the new ones there are."""
         for value, lengths in self._past.items():
-            self.replace_shape(value, lengths, self._add("Sub", [lengths.total, lengths.new]), known)
+            self.replace_shape(
+                value, lengths, self._add("Sub", [lengths.total, lengths.new]), known
+            )
 
-    def replace_shape(self, value: ir.Value, lengths: Lengths, length: ir.Value, known: Symbolic) -> None:
+    def replace_shape(
+        self, value: ir.Value, lengths: Lengths, length: ir.Value, known: Symbolic
+    ) -> None:
         """Let all that reads the shape of a cache, whose length is given, read these numbers in its place."""
         shape, numbers = known.shape(value), {0: lengths.batch, 2: length}
         for node in [use.node for use in value.uses() if is_standard(use.node, "Shape")]:
-            places = range(4)[node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)]
+            places = range(4)[
+                node.attributes.get_int("start", 0) : node.attributes.get_int("end", 4)
+            ]
             if shape is None or len(shape) != 4 or node.graph is not self._graph or not places:
                 continue
-            parts = [numbers.get(place) or self._constant(np.array([shape[place]], np.int64)) for place in places]
-            stand_in(node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0))
+            parts = [
+                numbers.get(place) or self._constant(np.array([shape[place]], np.int64))
+                for place in places
+            ]
+            stand_in(
+                node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0)
+            )
 
     def _size(self, dim: Dim, known: Symbolic) -> ir.Value | None:
         """A size as a tensor: a constant, or the size of an input that is no cache."""
@@ -98,7 +117,14 @@ class CacheLengths:
             shape = known.shape(value)
             if shape is None or len(shape) > 3 or value.is_initializer():
                 continue
-            place = next((place for place, size in enumerate(shape) if size == dim or _means(str(size), dim)), None)
+            place = next(
+                (
+                    place
+                    for place, size in enumerate(shape)
+                    if size == dim or _means(str(size), dim)
+                ),
+                None,
+            )
             if place is not None:
                 return self._add("Shape", [value], start=place, end=place + 1)
         return None
@@ -132,5 +158,8 @@ def _means(text: str, dim: Dim) -> bool:
     names = sorted(names_in(text))
     if text.isidentifier() or not names or set(names) != names_in(str(dim)):
         return False
-    trials = ({name: start + step * place for place, name in enumerate(names)} for start, step in ((5, 2), (11, 30)))
+    trials = (
+        {name: start + step * place for place, name in enumerate(names)}
+        for start, step in ((5, 2), (11, 30))
+    )
     return all(evaluate(text, sizes) == evaluate(str(dim), sizes) is not None for sizes in trials)

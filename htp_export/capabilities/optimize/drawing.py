@@ -26,11 +26,13 @@ class _Line(PassReport):
     where: str = ""
 
 
-def render_optimized(result: Optimized, *, attribution: bool = False, depth: int | None = None) -> RenderableType:
+def render_optimized(
+    result: Optimized, *, attribution: bool = False, depth: int | None = None
+) -> RenderableType:
     """A table with a line for each pass: the nodes that it removed and added, and where most of them were.
 
-    With ``attribution``, every module of a pass has a line of its own; what lies deeper than ``depth`` is added to the
-    module above.
+    With ``attribution``, every module of a pass has a line of its own; what lies deeper than
+    ``depth`` is added to the module above.
 
     Examples:
         >>> from rich.console import Console
@@ -52,17 +54,32 @@ def render_optimized(result: Optimized, *, attribution: bool = False, depth: int
         by_path = modules.get(report.name, {})
         if report.change == Change() and not report.rolled_back:
             continue
-        rows.append(_Line(**vars(report), where="" if attribution or report.rolled_back else _top(by_path)))
+        rows.append(
+            _Line(**vars(report), where="" if attribution or report.rolled_back else _top(by_path))
+        )
         if attribution:
-            for name, group in gathered(sorted(by_path, key=tags.path_order), str, by_path.__getitem__):
-                rows.append(_Line("", report.level, {"": by_path[group[0]]}, where=name or "(root)"))
+            for name, group in gathered(
+                sorted(by_path, key=tags.path_order), str, by_path.__getitem__
+            ):
+                rows.append(
+                    _Line("", report.level, {"": by_path[group[0]]}, where=name or "(root)")
+                )
     undone = any(row.rolled_back for row in rows)
-    columns: list[Column[Any]] = [column for column in PASS_COLUMNS if undone or column.name != "rolled_back"]
+    columns: list[Column[Any]] = [
+        column for column in PASS_COLUMNS if undone or column.name != "rolled_back"
+    ]
     table = flat_table([*columns, Column("where", "modules", style="cyan", right=False)], rows)
     lines: list[RenderableType] = [*([table] if rows else []), Text(result.summary)]
     if result.fused:
-        paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (", …" if len(result.fused) > _MOST_MODULES else "")
-        lines.append(Text(f"{len(result.fused)} modules are fused with their neighbours now: {paths}", style="yellow"))
+        paths = ", ".join(list(result.fused)[:_MOST_MODULES]) + (
+            ", …" if len(result.fused) > _MOST_MODULES else ""
+        )
+        lines.append(
+            Text(
+                f"{len(result.fused)} modules are fused with their neighbours now: {paths}",
+                style="yellow",
+            )
+        )
     if result.left:
         (name, why), count = next(iter(result.left.items())), len(result.left)
         others = f" and {count - 1} others are" if count > 1 else " is"
@@ -74,6 +91,8 @@ def _top(changes: Mapping[str, Change]) -> str:
     """The modules in which there are most nodes fewer."""
     order = sorted(changes, key=lambda path: (-changes[path].saved, tags.path_order(path)))
     groups = gathered(order, str, changes.__getitem__)
-    named = [f"{name or '(root)'}: {changes[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]]
+    named = [
+        f"{name or '(root)'}: {changes[paths[0]].saved}" for name, paths in groups[:_MOST_MODULES]
+    ]
     more = sum(len(paths) for _, paths in groups[_MOST_MODULES:])
     return ", ".join([*named, f"{more} more"] if more else named)

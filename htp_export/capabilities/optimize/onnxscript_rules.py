@@ -1,6 +1,7 @@
 """onnxscript's rewriter as `optimize` runs it: limits of what its rules match, and nodes that it cannot handle.
 
-Its rules are written for recent opsets. Of an older one, some fail, misread nodes, or write what it does not have.
+Its rules are written for recent opsets. Of an older one, some fail, misread nodes, or write what it
+does not have.
 """
 
 from __future__ import annotations
@@ -37,35 +38,45 @@ _ONE_AT_A_TIME = Mutex()  # the changed classes are shared by the whole process
 def changed_rules() -> Iterator[dict[ir.Node, str]]:
     """Change onnxscript's rewriter while it is open; yields nodes that it cannot handle → the reason.
 
-    These nodes stay as they are: a rule or a folding step that raises an error is skipped for the node. So is one that
-    matches nodes whose attributes became inputs later (``Pad`` before opset 11: the rule would take them for absent),
-    and one whose new nodes the opset of the model does not have (``Clip`` with inputs).
+    These nodes stay as they are: a rule or a folding step that raises an error is skipped for the
+    node. So is one that matches nodes whose attributes became inputs later (``Pad`` before opset
+    11: the rule would take them for absent), and one whose new nodes the opset of the model does
+    not have (``Clip`` with inputs).
 
     Numbers match equal numbers only, and several results of a pattern are near each other.
 
-    There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9 times as long for it as
-    for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the normalisation is not exact any more.
+    There is no rule for ``SkipLayerNormalization``: on the CPU, ONNX Runtime 1.32 takes 3 to 9
+    times as long for it as for ``Add`` and ``LayerNormalization`` (docs/passes.md), and the
+    normalisation is not exact any more.
 
-    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5: ``x + 1e-15``
-    counts as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers that half precision has match
-    exactly, and others, as the square root of 2, by their relative difference alone.
+    A pattern's 0 matches each number below 1e-8 in onnxscript, and its 1 those that differ by 1e-5:
+    ``x + 1e-15`` counts as ``x``, and ``log(x + 1e-15)`` of a zero becomes infinite. Here, numbers
+    that half precision has match exactly, and others, as the square root of 2, by their relative
+    difference alone.
 
-    onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for each of its nodes: the
-    time grows with the square of the graph. The nodes of a match hang together by the tensors that they share, so those
-    are enough that are as near as the pattern is large. If a tensor has very many consumers, they are all near each
-    other: at most `MOST` are searched, and a warning names the node.
+    onnxscript (0.7) looks for the further results of a pattern among all nodes of the graph, for
+    each of its nodes: the time grows with the square of the graph. The nodes of a match hang
+    together by the tensors that they share, so those are enough that are as near as the pattern is
+    large. If a tensor has very many consumers, they are all near each other: at most `MOST` are
+    searched, and a warning names the node.
 
-    onnx_ir (1.1) writes the types that it infers as element types: sequences and optional values of unknown type become
-    tensors, and the model is not valid any more. Here, they keep their kind.
+    onnx_ir (1.1) writes the types that it infers as element types: sequences and optional values of
+    unknown type become tensors, and the model is not valid any more. Here, they keep their kind.
     """
     from onnx_ir.passes.common import shape_inference
     from onnxscript.optimizer import _constant_folding
     from onnxscript.rewriter import pattern
     from onnxscript.rewriter.ort_fusions import _core
 
-    matcher, folder, rule = pattern.SimplePatternMatcher, _constant_folding.FoldConstantsPass, pattern.RewriteRule
+    matcher, folder, rule = (
+        pattern.SimplePatternMatcher,
+        _constant_folding.FoldConstantsPass,
+        pattern.RewriteRule,
+    )
     with _ONE_AT_A_TIME.lock, contextlib.ExitStack() as until:
-        originals = _Originals(matcher.match, matcher._match_constant, rule.try_rewrite, folder.process_node)
+        originals = _Originals(
+            matcher.match, matcher._match_constant, rule.try_rewrite, folder.process_node
+        )
         changes = _Changes(originals)
         places: list[tuple[Any, str, Callable[..., Any]]] = [
             (matcher, "match", changes.match),
@@ -90,7 +101,9 @@ def changed_rules() -> Iterator[dict[ir.Node, str]]:
         )
 
 
-def _in_this_thread(changed: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_this_thread(
+    changed: Callable[..., Any], original: Callable[..., Any]
+) -> Callable[..., Any]:
     """A function that is changed for the present thread only: torch may export in another one."""
     here = threading.get_ident()
 
@@ -116,10 +129,14 @@ class _Changes:
 
     originals: _Originals
     unhandled: dict[ir.Node, str] = field(default_factory=dict)  # node → why it stays as it is
-    unfinished: dict[ir.Model, None] = field(default_factory=dict)  # models with values that abandoned new nodes read
-    crowded: dict[ir.Node, None] = field(default_factory=dict)  # nodes near a tensor with very many consumers
+    # models with values that abandoned new nodes read
+    unfinished: dict[ir.Model, None] = field(default_factory=dict)
+    # nodes near a tensor with very many consumers
+    crowded: dict[ir.Node, None] = field(default_factory=dict)
 
-    def match(self, matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+    def match(
+        self, matcher: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any
+    ) -> Any:
         """``SimplePatternMatcher.match``: near nodes only, and none that is written as in older opsets."""
         from onnxscript.rewriter import pattern
 
@@ -133,7 +150,11 @@ class _Changes:
             graph = _Part(graph if isinstance(graph, ir.Graph) else graph.graph, nodes)
         found = self.originals.match(matcher, model, graph, node, **options)
         opset = model.opset_imports.get("", 1)
-        older = [matched for matched in found.nodes if not is_written_as(matched, opset, _WRITTEN_FOR)] if found else []
+        older = (
+            [matched for matched in found.nodes if not is_written_as(matched, opset, _WRITTEN_FOR)]
+            if found
+            else []
+        )
         if not older:
             return found
         why = f"onnxscript's rules do not know {older[0].op_type} as opset {opset} has it"
@@ -150,7 +171,9 @@ class _Changes:
         closer = type(constant)(number, rel_tol=0.0 if is_exact else constant._rel_tol, abs_tol=0.0)
         return bool(self.originals.match_constant(matcher, closer, value))
 
-    def try_rewrite(self, rule: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+    def try_rewrite(
+        self, rule: Any, model: ir.Model, graph: Any, node: ir.Node, **options: Any
+    ) -> Any:
         """``RewriteRule.try_rewrite``: what replaces a match; None if the rule fails, or for what the opset has not."""
         try:
             found = self.originals.try_rewrite(rule, model, graph, node, **options)
@@ -171,7 +194,9 @@ class _Changes:
         except (HtpExportError, MemoryError, OSError):
             raise
         except Exception as error:
-            self.unhandled[node] = f"onnxscript cannot fold it: {described(error.__cause__ or error)}"
+            self.unhandled[node] = (
+                f"onnxscript cannot fold it: {described(error.__cause__ or error)}"
+            )
             return None
         if found is None or self._fits(node, found.new_nodes, folder._opset_imports.get("", 1)):
             return found
@@ -181,7 +206,9 @@ class _Changes:
         """Whether an opset has all new nodes as they are; if not, they are dropped."""
         for made in new:
             if why := misfit(made, opset):
-                self.unhandled[node] = f"onnxscript would write what opset {opset} does not have: {why}"
+                self.unhandled[node] = (
+                    f"onnxscript would write what opset {opset} does not have: {why}"
+                )
                 _detach(new)
                 return False
         return True
@@ -212,7 +239,9 @@ def _set_inferred(model: ir.Model, inferred: onnx.ModelProto) -> bool:
                 continue
             if other.shape is not None and other.shape != value.shape:
                 value.shape, modified = other.shape, True
-            if other.dtype is not None and (other.dtype != value.dtype or type(other.type) is not type(value.type)):
+            if other.dtype is not None and (
+                other.dtype != value.dtype or type(other.type) is not type(value.type)
+            ):
                 value.type, modified = other.type, True
     return modified
 

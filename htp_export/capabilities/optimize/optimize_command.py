@@ -8,7 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.options import JSON_HAS_ALL, DataOptions, Idle, JsonOption, ShareOption, seed_option
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    DataOptions,
+    Idle,
+    JsonOption,
+    ShareOption,
+    seed_option,
+)
 from htp_export.command.outputs import Writes, check_output, show_next, show_written, written_files
 from htp_export.command.terminal import Steps, print_json, print_text, show
 from htp_export.files.folders import new_folder
@@ -18,11 +25,23 @@ EXAMPLE = "bert.onnx -o small.onnx --level tolerant"
 PLACE = ("Optimise", 1)
 IDLE = (
     Idle(
-        ("files", "output", "passes", "level", "verify", "keep_exact", "attribution", "depth", "share_weights"),
+        (
+            "files",
+            "output",
+            "passes",
+            "level",
+            "verify",
+            "keep_exact",
+            "attribution",
+            "depth",
+            "share_weights",
+        ),
         lambda given: given["list_passes"],
         "--list shows the passes, and ends",
     ),
-    Idle(("data", "dims", "shapes", "seed"), lambda given: not given["verify"], "it is for --verify"),
+    Idle(
+        ("data", "dims", "shapes", "seed"), lambda given: not given["verify"], "it is for --verify"
+    ),
     Idle(("attribution", "depth"), lambda given: given["as_json"], JSON_HAS_ALL),
     Idle(("depth",), lambda given: not given["attribution"], "it is for --attribution"),
 )
@@ -41,12 +60,19 @@ def optimize_command(
     ] = "exact",
     verify: Annotated[bool, "Run it before and after every pass; undo what is off."] = False,
     seed: Annotated[int, seed_option("Of random inputs, for --verify.")] = 0,
-    keep_exact: Annotated[bool, "No fusion across the boundary of a module whose tensors all stay."] = False,
-    attribution: Annotated[bool, "A line for each module of each pass, for several files too."] = False,
+    keep_exact: Annotated[
+        bool, "No fusion across the boundary of a module whose tensors all stay."
+    ] = False,
+    attribution: Annotated[
+        bool, "A line for each module of each pass, for several files too."
+    ] = False,
     depth: Annotated[
-        int | None, typer.Option(min=0, help="With --attribution: add what is deeper to the module above.")
+        int | None,
+        typer.Option(min=0, help="With --attribution: add what is deeper to the module above."),
     ] = None,
-    list_passes: Annotated[bool, typer.Option("--list", help="Show the passes there are, and end.")] = False,
+    list_passes: Annotated[
+        bool, typer.Option("--list", help="Show the passes there are, and end.")
+    ] = False,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -103,7 +129,14 @@ def _list_passes(as_json: bool) -> None:
 
     passes = sorted(available().values(), key=lambda info: info.name)
     if as_json:
-        print_json({"passes": [{key: getattr(info, key) for key in ("name", "level", "summary")} for info in passes]})
+        print_json(
+            {
+                "passes": [
+                    {key: getattr(info, key) for key in ("name", "level", "summary")}
+                    for info in passes
+                ]
+            }
+        )
     else:
         print_text("".join(f"{info.name:34} {info.level:9} {info.summary}\n" for info in passes))
 
@@ -116,7 +149,9 @@ def _targets(files: list[Path], output: Path) -> list[tuple[Path, Path]]:
     names = [file.name for file in files]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
-        raise typer.BadParameter(f"several files are called {twice[0]}; in one folder they would be one")
+        raise typer.BadParameter(
+            f"several files are called {twice[0]}; in one folder they would be one"
+        )
     if not output.exists():
         check_parent(output)
     return [(file, output / file.name) for file in files]

@@ -51,28 +51,30 @@ def optimize(
 ) -> Optimized:
     """Reduce the number of nodes of a model, and keep its tags correct.
 
-    A node that replaces others gets the owners of all of them. A module that lost a tensor at its boundary becomes
-    ``fused`` with the modules with which it was merged.
+    A node that replaces others gets the owners of all of them. A module that lost a tensor at its
+    boundary becomes ``fused`` with the modules with which it was merged.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         output: The file to write.
-        passes: ``"default"``, or names of passes as a list or separated by commas; ``"default"`` among them stands for
-            all default passes. See `htp_export.passes.available`.
-        level: ``"exact"``: outputs stay equal, bit for bit; ``"tolerant"``: they may change by 1e-5; ``"fused"``: as
-            ``"tolerant"``, with operators that only ONNX Runtime has.
-        verify: Run the model in ONNX Runtime before and after every pass. A pass that changes more than its level
-            allows is undone and listed in the result.
-        keep_exact: Leave out rewrites that make a module inexact although all its inputs and outputs stay in the graph.
-            Takes a few more nodes at level ``"fused"``.
+        passes: ``"default"``, or names of passes as a list or separated by commas; ``"default"``
+            among them stands for all default passes. See `htp_export.passes.available`.
+        level: ``"exact"``: outputs stay equal, bit for bit; ``"tolerant"``: they may change by
+            1e-5; ``"fused"``: as ``"tolerant"``, with operators that only ONNX Runtime has.
+        verify: Run the model in ONNX Runtime before and after every pass. A pass that changes more
+            than its level allows is undone and listed in the result.
+        keep_exact: Leave out rewrites that make a module inexact although all its inputs and
+            outputs stay in the graph. Takes a few more nodes at level ``"fused"``.
         data: The runs of ``verify``, as for `quantize`; None for one run on random inputs.
         dims: Name of an open dimension → size. ``data`` of other sizes are refused.
         shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``: no copy.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``: no copy.
 
     Returns:
         The model, and what each pass did to each module.
@@ -95,10 +97,14 @@ def optimize(
     original = read_flat(model, others=False)
     nodes_before = len(original.nodes)
     if not verify and (data is not None or dims or shapes or seed):
-        raise InputError("data, sizes and seed are for verify, which runs the model; give verify, or leave them out")
+        raise InputError(
+            "data, sizes and seed are for verify, which runs the model; give verify, or leave them out"
+        )
     check = None
     if verify:
-        check = OutputCheck(original.model, Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed))
+        check = OutputCheck(
+            original.model, Samples.of(data, original.model, dims=dims, shapes=shapes, seed=seed)
+        )
     pipeline = Pipeline(chosen, check, keep_exact=keep_exact)
     optimized = pipeline.run(original if isinstance(model, str | os.PathLike) else original.clone())
     if output is not None:
@@ -147,8 +153,9 @@ class _Account:
 class OutputCheck:
     """Compares outputs of a model with what they were before each pass, and at first.
 
-    Without data they are random: floats of a normal distribution, integers 0 and 1, and booleans half of them true.
-    The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN, of which no difference is known.
+    Without data they are random: floats of a normal distribution, integers 0 and 1, and booleans
+    half of them true. The largest difference so far is ``max_abs``; ``nan`` names outputs with NaN,
+    of which no difference is known.
 
     Raises:
         InputError: If the model cannot be run on the inputs.
@@ -156,7 +163,9 @@ class OutputCheck:
 
     def __init__(self, model: ir.Model, samples: Samples) -> None:
         inputs, sizes = samples.inputs, (samples.dims, samples.shapes, samples.seed)
-        random = [inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays] if samples.random else None
+        random = (
+            [inputs.random(*sizes, open_sizes=_SIZES, true=0.5).arrays] if samples.random else None
+        )
         self._runs = random or list(samples)
         try:
             self._expected = self._latest = self._outputs(model)
@@ -176,18 +185,27 @@ class OutputCheck:
         except Exception as error:
             return f"it does not run any more: {str(error).splitlines()[0][:200]}"
         for name, expected in self._latest.items():
-            if name not in outputs or outputs[name].shape != expected.shape or outputs[name].dtype != expected.dtype:
+            if (
+                name not in outputs
+                or outputs[name].shape != expected.shape
+                or outputs[name].dtype != expected.dtype
+            ):
                 return f"output {name!r} has another shape or dtype"
             off, scale = _distance(expected, outputs[name])
             if not off <= _TOLERANCE[level] * max(1.0, scale):
                 return f"output {name!r} is off by {off:.3g}, more than {level} allows"
         self._latest = outputs
-        self.max_abs = max((_distance(array, outputs[name])[0] for name, array in self._expected.items()), default=0.0)
+        self.max_abs = max(
+            (_distance(array, outputs[name])[0] for name, array in self._expected.items()),
+            default=0.0,
+        )
         return ""
 
     def _outputs(self, model: ir.Model) -> dict[str, Array]:
         with temporary_folder() as folder:
-            session = Session(RunnableModel.of(model, "the model", folder), changes=as_written(threads=1))
+            session = Session(
+                RunnableModel.of(model, "the model", folder), changes=as_written(threads=1)
+            )
             outputs = [arrays_in(session.run(inputs)) for inputs in self._runs]
         return {
             f"{name}, run {number}" if number else name: array
@@ -211,9 +229,10 @@ def _distance(expected: Array, actual: Array) -> tuple[float, float]:
 class Pipeline:
     """Passes, in order, again and again while any of them changes the model.
 
-    A pass that breaks its level, as far as ``check`` sees, is undone, named, and not run again. With ``keep_exact``, no
-    pass may make a module inexact whose boundary tensors all remain. ``watch`` is called after each run that changed
-    the model, with the pass, what it did, and the model. ``running`` is the pass that started last.
+    A pass that breaks its level, as far as ``check`` sees, is undone, named, and not run again.
+    With ``keep_exact``, no pass may make a module inexact whose boundary tensors all remain.
+    ``watch`` is called after each run that changed the model, with the pass, what it did, and the
+    model. ``running`` is the pass that started last.
     """
 
     def __init__(
@@ -256,7 +275,11 @@ class Pipeline:
         began = time.perf_counter()
         try:
             modified, changes, fused = self._run(account, books)
-            while self._keep_exact and kept is not None and (across := books.worked_across(fused) - account.held):
+            while (
+                self._keep_exact
+                and kept is not None
+                and (across := books.worked_across(fused) - account.held)
+            ):
                 account.held |= across
                 books, kept = kept, kept.twin()
                 modified, changes, fused = self._run(account, books)
@@ -279,7 +302,9 @@ class Pipeline:
             self._watch(account.info, books.difference, books.model)
         return books, True
 
-    def _undone(self, account: _Account, kept: AttributedModel, why: str) -> tuple[AttributedModel, bool]:
+    def _undone(
+        self, account: _Account, kept: AttributedModel, why: str
+    ) -> tuple[AttributedModel, bool]:
         """Note that a pass was undone, and return the model from before it."""
         account.rolled_back, account.left = why, {}
         _log.warning("pass %s was undone: %s", account.info.name, why)
@@ -292,7 +317,10 @@ class Pipeline:
         self.running = account.info.name
         held = {value for name in account.held if (value := books.tensor(name)) is not None}
         try:
-            with _barriers(books.model.graph, held), without_defaults(books.model.graph) as give_defaults:
+            with (
+                _barriers(books.model.graph, held),
+                without_defaults(books.model.graph) as give_defaults,
+            ):
                 result = account.info.make()(books.model)
             _take_barriers(result.model.graph)
             give_defaults(result.model.graph)
@@ -306,7 +334,11 @@ class Pipeline:
         except InputError:  # weights that cannot be read: no fault of the pass
             raise
         except Exception as error:
-            ran = [earlier.info.name for earlier in self._accounts if earlier.seen >= 0 and not earlier.rolled_back]
+            ran = [
+                earlier.info.name
+                for earlier in self._accounts
+                if earlier.seen >= 0 and not earlier.rolled_back
+            ]
             raise PassError(account.info.name, ran, error) from error
 
     @property
@@ -314,7 +346,13 @@ class Pipeline:
         """What each pass did."""
         return tuple(
             PassReport(
-                a.info.name, a.info.level, dict(a.changes), a.seconds, dict(a.fused), a.rolled_back, dict(a.left)
+                a.info.name,
+                a.info.level,
+                dict(a.changes),
+                a.seconds,
+                dict(a.fused),
+                a.rolled_back,
+                dict(a.left),
             )
             for a in self._accounts
         )

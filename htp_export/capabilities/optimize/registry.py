@@ -65,8 +65,8 @@ class PassInfo:
         name: Its name.
         level: What it may do to the results, one of `LEVELS`.
         make: Makes the pass, without arguments.
-        after: The default pass after which it runs by default; None for those of `DEFAULT`, and for passes that run
-            only by name.
+        after: The default pass after which it runs by default; None for those of `DEFAULT`, and for
+            passes that run only by name.
     """
 
     name: str
@@ -86,7 +86,9 @@ class PassInfo:
 
     def applies(self, model: ir.Model) -> bool:
         """Whether a model has what the pass requires, as far as it states that."""
-        return not (isinstance(self.make, type) and issubclass(self.make, NodePass)) or self.make.applies(model)
+        return not (
+            isinstance(self.make, type) and issubclass(self.make, NodePass)
+        ) or self.make.applies(model)
 
 
 _registered: dict[str, PassInfo] = {}  # by ``register``
@@ -97,14 +99,16 @@ _Make = TypeVar("_Make", bound=Callable[[], ir.passes.PassBase])
 def register(name: str, level: Level, after: str | None = None) -> Callable[[_Make], _Make]:
     """Make a pass known by a name; for a class, or a function without arguments, that makes an onnx_ir pass.
 
-    The pass does not need to know about tags. It has to follow one rule: a node that stays computes what it computed
-    before. What computes something else is a new node, and uses the name of a value only for that value.
+    The pass does not need to know about tags. It has to follow one rule: a node that stays computes
+    what it computed before. What computes something else is a new node, and uses the name of a
+    value only for that value.
 
     Args:
         name: The name. A name that is registered again means the new pass.
-        level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change by 1e-5, ``"fused"``
-            if the pass uses operators that only ONNX Runtime has.
-        after: The default pass after which the new one runs by default; None to run it only by name.
+        level: ``"exact"`` if outputs stay the same bit for bit, ``"tolerant"`` if they may change
+            by 1e-5, ``"fused"`` if the pass uses operators that only ONNX Runtime has.
+        after: The default pass after which the new one runs by default; None to run it only by
+            name.
 
     Raises:
         InputError: If the level is none of these, or ``after`` is no default pass.
@@ -124,7 +128,9 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
         raise InputError(f"pass {name!r}: level {level!r} is none of {', '.join(LEVELS)}")
 
     if after is not None and after not in DEFAULT:
-        raise InputError(f"pass {name!r}: after={after!r} is no default pass; there are {', '.join(DEFAULT)}")
+        raise InputError(
+            f"pass {name!r}: after={after!r} is no default pass; there are {', '.join(DEFAULT)}"
+        )
 
     def decorate(make: _Make) -> _Make:
         _registered[name] = PassInfo(name, level, make, after)
@@ -136,7 +142,8 @@ def register(name: str, level: Level, after: str | None = None) -> Callable[[_Ma
 def available() -> dict[str, PassInfo]:
     """Every pass by name, those of installed packages too.
 
-    Their entry points, of the group ``htp_export.passes``, name a pass, or a module that registers passes.
+    Their entry points, of the group ``htp_export.passes``, name a pass, or a module that registers
+    passes.
 
     Examples:
         >>> available()["eliminate_dead_nodes"].level
@@ -147,7 +154,11 @@ def available() -> dict[str, PassInfo]:
             importlib.import_module(f"{_FOLDER}.{name}")
     for name, entry in plug_ins("passes").items():
         loaded = entry.load() if name not in _registered else None
-        if isinstance(loaded, type) and issubclass(loaded, ir.passes.PassBase) and name not in _registered:
+        if (
+            isinstance(loaded, type)
+            and issubclass(loaded, ir.passes.PassBase)
+            and name not in _registered
+        ):
             register(name, getattr(loaded, "level", "tolerant"))(loaded)
     return dict(_registered)
 
@@ -167,10 +178,12 @@ def find(name: str) -> PassInfo:
 def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     """The passes to run: ``"default"``, names with commas between them, or a list of names.
 
-    Among names, ``default`` means all default passes, without those that do more to the results than the level allows.
+    Among names, ``default`` means all default passes, without those that do more to the results
+    than the level allows.
 
     Raises:
-        InputError: If there is no such pass or level, or if a pass is named that does more than the level allows.
+        InputError: If there is no such pass or level, or if a pass is named that does more than the
+            level allows.
     """
     if level not in LEVELS:
         raise InputError(f"level {level!r} is none of {', '.join(LEVELS)}")
@@ -179,12 +192,18 @@ def choose(passes: str | Sequence[str], level: Level) -> list[PassInfo]:
     for name in map(str.strip, passes.split(",") if isinstance(passes, str) else passes):
         if name == "default":
             every = available().values()
-            in_order = (info for base in DEFAULT for info in (find(base), *(i for i in every if i.after == base)))
+            in_order = (
+                info
+                for base in DEFAULT
+                for info in (find(base), *(i for i in every if i.after == base))
+            )
             chosen += [info for info in in_order if info.level in allowed]
             continue
         info = find(name)
         if info.level not in allowed:
-            raise InputError(f"pass {info.name!r} is {info.level}, more than level {level!r} allows")
+            raise InputError(
+                f"pass {info.name!r} is {info.level}, more than level {level!r} allows"
+            )
         chosen.append(info)
     if not chosen:
         raise InputError("no passes were named; give 'default' or names")
@@ -195,7 +214,8 @@ class NodePass(ir.passes.InPlacePass):
     """Looks at the nodes of the main graph in order, and rewrites each where it can.
 
     Attributes:
-        operators: What the pass requires: it looks at nodes of these operators of ONNX; if there are none, at all.
+        operators: What the pass requires: it looks at nodes of these operators of ONNX; if there
+            are none, at all.
         opset: The lowest opset that it requires; in files of an older one it does nothing.
         graph: The graph, while the pass runs.
     """
@@ -216,7 +236,9 @@ class NodePass(ir.passes.InPlacePass):
             True
         """
         graph = model.graph
-        return graph.opset_imports.get("", 1) >= cls.opset and any(is_standard(n, *cls.operators) for n in graph)
+        return graph.opset_imports.get("", 1) >= cls.opset and any(
+            is_standard(n, *cls.operators) for n in graph
+        )
 
     @cached_property
     def known(self) -> Symbolic:

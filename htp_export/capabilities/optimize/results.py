@@ -22,7 +22,8 @@ class Change:
 
     Attributes:
         removed: Nodes that are gone.
-        changed: Nodes that stayed, and read other tensors, have other attributes, or do the work of others, too.
+        changed: Nodes that stayed, and read other tensors, have other attributes, or do the work of
+            others, too.
         added: Nodes that are new.
         saved_bytes: By how many bytes its weights are fewer; negative where they are more.
     """
@@ -53,13 +54,14 @@ class PassReport(PlainData):
     Attributes:
         name: The pass.
         level: What it may do to the results.
-        modules: Module path → what it did to nodes and weights of the module itself. A node of several modules, and a
-            weight that several modules read, counts once, at the deepest module above all of them; so the numbers of a
-            pass add up to the whole.
+        modules: Module path → what it did to nodes and weights of the module itself. A node of
+            several modules, and a weight that several modules read, counts once, at the deepest
+            module above all of them; so the numbers of a pass add up to the whole.
         seconds: How long it took.
         fused: Modules that were exact before and are fused since → the modules with which.
         rolled_back: Why its work was undone; empty where it was not.
-        left: Nodes that the library that does its work cannot handle, and that stay as they are → why.
+        left: Nodes that the library that does its work cannot handle, and that stay as they are →
+            why.
     """
 
     name: str
@@ -77,7 +79,12 @@ class PassReport(PlainData):
 
     def data(self) -> dict[str, Any]:
         """What `to_dict` has."""
-        return {**super().data(), "seconds": round(self.seconds, 4), **vars(self.change), "modules": self.modules}
+        return {
+            **super().data(),
+            "seconds": round(self.seconds, 4),
+            **vars(self.change),
+            "modules": self.modules,
+        }
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,8 @@ class Optimized(TaggedResult):
         nodes_after: Number of nodes after.
         passes: The passes that ran, in order.
         max_abs: The largest absolute difference of any output, with ``verify``; None without.
-        nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements nothing is known.
+        nan: Outputs that have NaN with and without the passes, with ``verify``: of these elements
+            nothing is known.
         model: The optimised model.
     """
 
@@ -123,14 +131,18 @@ class Optimized(TaggedResult):
     def below(self, path: str) -> dict[str, Change]:
         """What each pass did to a module and everything below it; to the whole model for the root, ``""``."""
         return {
-            name: sum((change for owner, change in by_module.items() if tags.is_under(owner, path)), Change())
+            name: sum(
+                (change for owner, change in by_module.items() if tags.is_under(owner, path)),
+                Change(),
+            )
             for name, by_module in self.attribution.items()
         }
 
     def at_depth(self, depth: int) -> dict[str, dict[str, Change]]:
         """Pass → module path → what the pass did to the module and everything below it, down to a depth; 0: the whole.
 
-        What it did to a module above that depth itself has a line of its own, so that the numbers add up.
+        What it did to a module above that depth itself has a line of its own, so that the numbers
+        add up.
 
         Raises:
             InputError: If the depth is negative.
@@ -167,7 +179,13 @@ PASS_COLUMNS: tuple[Column[PassReport], ...] = (
     Column("changed", "changed", lambda report: report.change.changed),
     Column("added", "added", lambda report: report.change.added),
     Column("saved_bytes", "saved", lambda report: report.change.saved_bytes, "B"),
-    Column("rolled_back", "undone", lambda report: report.rolled_back or None, style="yellow", right=False),
+    Column(
+        "rolled_back",
+        "undone",
+        lambda report: report.rolled_back or None,
+        style="yellow",
+        right=False,
+    ),
 )
 """What is known of each pass."""
 
@@ -215,7 +233,10 @@ class OptimizedModels(Result):
     def summary(self) -> str:
         """The result in one line."""
         results = self.models.values()
-        nodes = (sum(result.nodes_before for result in results), sum(result.nodes_after for result in results))
+        nodes = (
+            sum(result.nodes_before for result in results),
+            sum(result.nodes_after for result in results),
+        )
         return f"{nodes[0]} nodes before, {nodes[1]} after, in {len(results)} models"
 
     def table(self) -> Table:

@@ -23,10 +23,13 @@ class Rotation(NamedTuple):
     cos: ir.Value  # what the features are multiplied by: of batch, length and features
     sin: ir.Value  # the same of the turned features
     features: int  # how many features are rotated
-    interleaved: bool  # whether neighbouring features are a pair, and not the first half and the second
+    # whether neighbouring features are a pair, and not the first half and the second
+    interleaved: bool
 
 
-def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> tuple[Placed, Placed, Rotation] | None:
+def match_rotation(
+    queries: Placed, keys: Placed, known: Symbolic
+) -> tuple[Placed, Placed, Rotation] | None:
     """Queries and keys before the rotation that ``GroupQueryAttention`` can do, and this rotation; None if none."""
     sources, rotations = [], []
     for placed in (queries, keys):
@@ -35,7 +38,10 @@ def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> tuple[Plac
             turning = _rotation(placed.value, known)
         if turning is None:
             return None
-        cos, sin = (_without_heads(each, 1 if placed.is_turned else 2, known) for each in (turning.cos, turning.sin))
+        cos, sin = (
+            _without_heads(each, 1 if placed.is_turned else 2, known)
+            for each in (turning.cos, turning.sin)
+        )
         if cos is None or sin is None:
             return None
         sources.append(Placed(turning.source, placed.is_turned))
@@ -55,11 +61,16 @@ def match_rotation(queries: Placed, keys: Placed, known: Symbolic) -> tuple[Plac
 def _rotation(value: ir.Value | None, known: Symbolic) -> Rotation | None:
     """The rotation that a tensor is the result of."""
     shape, joined = known.shape(value), _joined(value, known)
-    if shape is not None and joined is not None and len(joined) == 2:  # a part of the features stays
+    # a part of the features stays
+    if shape is not None and joined is not None and len(joined) == 2:
         first, rest = _whole(joined[0], known), _part(joined[1], known)
         if first is not None and rest is not None:
             part = _part(first.source, known)
-            if part == (rest[0], 0, first.features, 1) and rest[1:] == (first.features, shape[-1], 1):
+            if part == (rest[0], 0, first.features, 1) and rest[1:] == (
+                first.features,
+                shape[-1],
+                1,
+            ):
                 return first._replace(source=rest[0])
     return _whole(value, known)
 
@@ -109,7 +120,11 @@ def _turned(value: ir.Value, known: Symbolic) -> tuple[ir.Value, bool] | None:
 def _joined(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
     """The tensors that are joined along the last dimension."""
     node, rank = producer_of(value, "Concat"), known.rank(value)
-    if node is None or rank is None or normalized(node.attributes["axis"].as_int(), rank) != rank - 1:
+    if (
+        node is None
+        or rank is None
+        or normalized(node.attributes["axis"].as_int(), rank) != rank - 1
+    ):
         return None
     return [each for each in node.inputs if each is not None]
 
@@ -145,23 +160,36 @@ def _without_heads(value: ir.Value, heads: int, known: Symbolic) -> ir.Value | N
     if shape is None or len(shape) != 4 or shape[heads] != 1:
         return None
     axes = axes_of(node, known) if node is not None else None
-    return node.inputs[0] if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads] else value
+    return (
+        node.inputs[0]
+        if node is not None and axes is not None and [axis % 4 for axis in axes] == [heads]
+        else value
+    )
 
 
 def _stated_twice(value: ir.Value | None, known: Symbolic, interleaved: bool) -> bool:
     """Whether the first half of a tensor's features is equal to the second; interleaved: each one to its neighbour."""
     for _ in range(16):
-        node = producer_of(value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze")
+        node = producer_of(
+            value, "Cos", "Sin", "Cast", "Mul", "Div", "Identity", "Concat", "Reshape", "Unsqueeze"
+        )
         if node is None:
             return False
         if node.op_type in ("Mul", "Div"):
             scalars = [constant_array(each, 1) for each in node.inputs]
-            value = next((x for x, number in zip(node.inputs, scalars, strict=True) if number is None), None)
+            value = next(
+                (x for x, number in zip(node.inputs, scalars, strict=True) if number is None), None
+            )
             if sum(number is not None for number in scalars) != 1:
                 return False
         elif node.op_type == "Concat":
             joined = _joined(node.outputs[0], known)
-            return not interleaved and joined is not None and len(joined) == 2 and joined[0] is joined[1]
+            return (
+                not interleaved
+                and joined is not None
+                and len(joined) == 2
+                and joined[0] is joined[1]
+            )
         elif node.op_type == "Reshape":
             return interleaved and _repeated(node, known)
         else:
@@ -178,8 +206,12 @@ def _repeated(node: ir.Node, known: Symbolic) -> bool:
     if stacked is not None:
         return len(stacked) == 2 and stacked[0] is stacked[1]
     expand = producer_of(node.inputs[0], "Expand", "Tile")
-    before, after = (known.shape(expand.inputs[0]), known.shape(expand.outputs[0])) if expand else (None, None)
+    before, after = (
+        (known.shape(expand.inputs[0]), known.shape(expand.outputs[0])) if expand else (None, None)
+    )
     flat = known.shape(node.outputs[0])
     if before is None or after is None or flat is None:
         return False
-    return before[-1] == 1 and after[-1] == 2 and len(before) == len(after) and flat[:-1] == after[:-2]
+    return (
+        before[-1] == 1 and after[-1] == 2 and len(before) == len(after) and flat[:-1] == after[:-2]
+    )

@@ -35,7 +35,8 @@ Balance: TypeAlias = str | Mapping[str, float] | _ByModule
 def weigh(chain: Chain, balance: Balance) -> list[float]:
     """The weight of every unit of a chain; see `partition` for what it may be balanced by.
 
-    Where only some modules have a number, that of the nearest one above is spread over the nodes that it is left for.
+    Where only some modules have a number, that of the nearest one above is spread over the nodes
+    that it is left for.
     """
     from htp_export.costs.costing import cost
 
@@ -54,7 +55,9 @@ def weigh(chain: Chain, balance: Balance) -> list[float]:
                 "or by the result of cost() for the sizes that you have"
             )
     if isinstance(balance, str):
-        raise InputError(f"stages are balanced by 'parameters', 'flops' or numbers for modules, not {balance!r}")
+        raise InputError(
+            f"stages are balanced by 'parameters', 'flops' or numbers for modules, not {balance!r}"
+        )
     return _spread(chain, _numbers(chain.tagged, balance))
 
 
@@ -66,21 +69,29 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileError(path, "holds no JSON object of module path → number")
     for module, entry in listed.items():
         if not _is_number(_number_of(entry)):
-            raise FileError(path, f"module {module!r} has no number, and none as {' or '.join(_FIELDS)}")
+            raise FileError(
+                path, f"module {module!r} has no number, and none as {' or '.join(_FIELDS)}"
+            )
     return listed
 
 
 def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dict[str, float]:
     entries = balance if isinstance(balance, Mapping) else getattr(balance, "modules", None)
     if not isinstance(entries, Mapping):
-        raise InputError(f"stages are balanced by numbers for modules, not by {type(balance).__name__}")
+        raise InputError(
+            f"stages are balanced by numbers for modules, not by {type(balance).__name__}"
+        )
     found: dict[str, float] = {}
     for path, entry in entries.items():
         if path not in tagged:
-            raise InputError(f"the numbers to balance by name module {path!r}, which is not in the model")
+            raise InputError(
+                f"the numbers to balance by name module {path!r}, which is not in the model"
+            )
         number = _number_of(entry)
         if not _is_number(number) or not math.isfinite(number) or number < 0:
-            raise InputError(f"the number to balance by is no weight: module {path!r} has {number!r}")
+            raise InputError(
+                f"the number to balance by is no weight: module {path!r} has {number!r}"
+            )
         found[path] = float(number)
     if not any(found.values()):
         raise InputError("the numbers to balance by are all zero")
@@ -89,7 +100,9 @@ def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dic
 
 def _number_of(entry: Any) -> Any:
     """What is said of a module: a number, or one of the fields of a row of a result, also as JSON has it."""
-    fields = entry if isinstance(entry, dict) else {name: getattr(entry, name, None) for name in _FIELDS}
+    fields = (
+        entry if isinstance(entry, dict) else {name: getattr(entry, name, None) for name in _FIELDS}
+    )
     return next((fields[name] for name in _FIELDS if fields.get(name) is not None), entry)
 
 
@@ -120,19 +133,25 @@ def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
 
 
 def balanced_cuts(
-    weights: Sequence[float], places: Sequence[int], charges: Sequence[float], count: int, slack: float
+    weights: Sequence[float],
+    places: Sequence[int],
+    charges: Sequence[float],
+    count: int,
+    slack: float,
 ) -> list[int]:
     """Choose cuts of a chain into ``count`` consecutive parts, at some of the ``places``: ``k`` lies before link ``k``.
 
-    First the smallest possible weight of the heaviest part is found. Then, of all choices of cuts whose heaviest part
-    is heavier than that by no more than ``slack``, the one is taken with the least sum of the squared weights of all
-    parts, in units of equal parts, and of the charges of its cuts. Both are dynamic programs over the places: linear
-    partitioning, as in Skiena, *The Algorithm Design Manual*, section 10.7.
+    First the smallest possible weight of the heaviest part is found. Then, of all choices of cuts
+    whose heaviest part is heavier than that by no more than ``slack``, the one is taken with the
+    least sum of the squared weights of all parts, in units of equal parts, and of the charges of
+    its cuts. Both are dynamic programs over the places: linear partitioning, as in Skiena, *The
+    Algorithm Design Manual*, section 10.7.
     """
     if count == 1:
         return []
     before = np.concatenate(([0.0], np.cumsum(np.asarray(weights, dtype=np.float64))))
-    ends = np.array([0.0, *before[list(places)], before[-1]])  # weight of the chain up to each place, and to its end
+    # weight of the chain up to each place, and to its end
+    ends = np.array([0.0, *before[list(places)], before[-1]])
     lightest = _smallest_heaviest(ends, count)
     limit = lightest * (1 + slack) + 1e-9 * ends[-1]
     chosen = _cheapest(ends, [0.0, *charges, 0.0], count, limit)
@@ -145,11 +164,15 @@ def _smallest_heaviest(ends: npt.NDArray[np.float64], count: int) -> float:
         shorter = heaviest
         heaviest = np.full_like(ends, math.inf)
         for end in range(parts, len(ends)):
-            heaviest[end] = np.maximum(shorter[parts - 1 : end], ends[end] - ends[parts - 1 : end]).min()
+            heaviest[end] = np.maximum(
+                shorter[parts - 1 : end], ends[end] - ends[parts - 1 : end]
+            ).min()
     return float(heaviest[-1])
 
 
-def _cheapest(ends: npt.NDArray[np.float64], charges: Sequence[float], count: int, limit: float) -> list[int]:
+def _cheapest(
+    ends: npt.NDArray[np.float64], charges: Sequence[float], count: int, limit: float
+) -> list[int]:
     """The numbers of the places where the parts begin, but for the first one."""
     equal = max(float(ends[-1]) / count, 1e-300)
     last = len(ends) - 1
@@ -163,8 +186,13 @@ def _cheapest(ends: npt.NDArray[np.float64], charges: Sequence[float], count: in
             start = max(bisect_left(ends, ends[end] - limit), parts - 1)
             costs = shorter[start:end] + ((ends[end] - ends[start:end]) / equal) ** 2
             if costs.size:
-                best = costs.size - 1 - int(np.argmin(costs[::-1]))  # what weighs nothing stays with what is before it
+                # what weighs nothing stays with what is before it
+                best = costs.size - 1 - int(np.argmin(costs[::-1]))
                 came_from[end], cost[end] = start + best, float(costs[best]) + charges[end]
         chosen.append(came_from)
-    cuts = list(itertools.accumulate(reversed(chosen[1:]), lambda end, came_from: came_from[end], initial=last))
+    cuts = list(
+        itertools.accumulate(
+            reversed(chosen[1:]), lambda end, came_from: came_from[end], initial=last
+        )
+    )
     return cuts[:0:-1]

@@ -14,7 +14,13 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.partition.partitions import Partition, Stage, StageTensor
-from htp_export.editing.cut_models import cut_graph, model_around, narrow_owners, output_name, write_part_metadata
+from htp_export.editing.cut_models import (
+    cut_graph,
+    model_around,
+    narrow_owners,
+    output_name,
+    write_part_metadata,
+)
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy
@@ -30,9 +36,10 @@ from htp_export.runtime.crashes import safe_entries
 class Border:
     """A place between two modules, such that no tensor flows back over it and every other module is on one side.
 
-    ``place`` units of the chain lie before it, ``module`` is the outermost that begins there, and ``tensors`` cross it.
-    It cuts so many of the modules around it that run, but for the root. ``sequential``: the module reads what those
-    right before it compute, and does not run beside them.
+    ``place`` units of the chain lie before it, ``module`` is the outermost that begins there, and
+    ``tensors`` cross it. It cuts so many of the modules around it that run, but for the root.
+    ``sequential``: the module reads what those right before it compute, and does not run beside
+    them.
     """
 
     place: int
@@ -45,17 +52,20 @@ class Border:
 class Chain:
     """The innermost modules of a model, one after another, and the place of every node among them.
 
-    A *unit* is a module with nodes, none of whose submodules has any. What a module computes around its submodules has
-    its place right after the last of the units whose results it reads, or, where it reads only the model's inputs,
-    right before the first one that reads it. What depends on sizes of tensors alone goes after these tensors. Places
-    therefore never decrease along an edge of the graph, and cutting the chain anywhere cuts the graph into parts that
-    run one after another.
+    A *unit* is a module with nodes, none of whose submodules has any. What a module computes around
+    its submodules has its place right after the last of the units whose results it reads, or, where
+    it reads only the model's inputs, right before the first one that reads it. What depends on
+    sizes of tensors alone goes after these tensors. Places therefore never decrease along an edge
+    of the graph, and cutting the chain anywhere cuts the graph into parts that run one after
+    another.
 
     Attributes:
         tagged: The model.
         units: How many units there are.
-        spans: Module path → its first and its last unit, for every module that has nodes of its own.
-        places: Node of the main graph → the unit at which it runs. Constants that are repeated are not in it.
+        spans: Module path → its first and its last unit, for every module that has nodes of its
+            own.
+        places: Node of the main graph → the unit at which it runs. Constants that are repeated are
+            not in it.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
@@ -65,7 +75,9 @@ class Chain:
         first: dict[str, int] = {}
         for number, node in enumerate(self._nodes):
             if not constants.is_common(node):
-                new = itertools.takewhile(lambda up: up not in first, tags.ancestors(self.owner(node)))
+                new = itertools.takewhile(
+                    lambda up: up not in first, tags.ancestors(self.owner(node))
+                )
                 first.update(dict.fromkeys(new, number))
         self.spans = self._number(first)
         self.units = self.spans[""][1] + 1
@@ -76,7 +88,9 @@ class Chain:
         return (value for value in self.cutter.reads(node) if not self.constants.comes_along(value))
 
     def _makers(self, node: ir.Node) -> set[ir.Node]:
-        return {producer for value in self.reads(node) if (producer := value.producer()) is not None}
+        return {
+            producer for value in self.reads(node) if (producer := value.producer()) is not None
+        }
 
     def owner(self, node: ir.Node) -> str:
         """The first module that a node computes: shared work is there when it is needed first."""
@@ -85,7 +99,11 @@ class Chain:
     def _span(self, node: ir.Node) -> tuple[int, int]:
         """The units between which a node has to run."""
         anywhere = (0, self.units - 1)
-        return anywhere if self.constants.is_common(node) else self.spans.get(self.owner(node), anywhere)
+        return (
+            anywhere
+            if self.constants.is_common(node)
+            else self.spans.get(self.owner(node), anywhere)
+        )
 
     # --- places -----------------------------------------------------------------------------------------
 
@@ -93,7 +111,8 @@ class Chain:
         """Number the units in the order in which they first run; every module's span."""
         spans: dict[str, tuple[int, int]] = {}
         units, waiting = 0, [""]
-        while waiting:  # a stack of our own: modules may lie deeper than functions can call each other
+        # a stack of our own: modules may lie deeper than functions can call each other
+        while waiting:
             path = waiting.pop()
             if path in spans:  # all below it have theirs
                 spans[path] = (spans[path][0], units - 1)
@@ -124,11 +143,15 @@ class Chain:
         uses = [use for value in node.outputs for use in value.uses()]
         users = {[*self.tagged.index.scopes(use.node)][-1] for use in uses}  # of the main graph
         if users and not any(value.is_graph_output() for value in node.outputs):
-            places[node] = max(places[node], min(self._span(node)[1], *(places[user] for user in users)))
+            places[node] = max(
+                places[node], min(self._span(node)[1], *(places[user] for user in users))
+            )
 
     def owned_places(self) -> Iterator[tuple[ir.Node, int]]:
         """Nodes with their places, without those that compute sizes: these may be at any module."""
-        return ((node, place) for node, place in self.places.items() if node not in self.constants.sizes)
+        return (
+            (node, place) for node, place in self.places.items() if node not in self.constants.sizes
+        )
 
     @cached_property
     def weight_places(self) -> Mapping[ir.Value, int]:
@@ -152,7 +175,13 @@ class Chain:
         cuts = self._astride(span for path, span in self.spans.items() if path and path in called)
         crossing, sequential = self._astride(self._crossing()), self._read_from_neighbours()
         return tuple(
-            Border(place, outermost[place], crossing[place], cuts[place], outermost[place] in sequential)
+            Border(
+                place,
+                outermost[place],
+                crossing[place],
+                cuts[place],
+                outermost[place] in sequential,
+            )
             for place in range(1, self.units)
             if not self._blocked[place]
         )
@@ -173,13 +202,24 @@ class Chain:
 
     def astride(self, place: int) -> str | None:
         """The module on both sides of a place that is no border; None at a border."""
-        return next((self.owner(node) for node, at in self.places.items() if self._span(node)[1] < place <= at), None)
+        return next(
+            (
+                self.owner(node)
+                for node, at in self.places.items()
+                if self._span(node)[1] < place <= at
+            ),
+            None,
+        )
 
     def _crossing(self) -> Iterator[tuple[int, int]]:
         """The tensors between units, without sizes: where each is made, or a weight read first, and where read last."""
         for flow in part_tensors(self.tagged, self.places, self._is_sent):
             read = flow.consumers - {OUTSIDE}
-            made = flow.producer if flow.value is None else self.weight_places.get(flow.value, flow.producer)
+            made = (
+                flow.producer
+                if flow.value is None
+                else self.weight_places.get(flow.value, flow.producer)
+            )
             if read and made < max(read):
                 yield made, max(read)
 
@@ -195,9 +235,13 @@ class Chain:
         found: set[str] = set()
         before: dict[str, int] = {}  # the first unit of the sibling that runs right before a module
         for path in self.spans:
-            children = [child for child in self.tagged.hierarchy.children(path) if child in self.spans]
+            children = [
+                child for child in self.tagged.hierarchy.children(path) if child in self.spans
+            ]
             ordered = sorted(children, key=lambda child: self.spans[child][0])
-            before.update((after, self.spans[sibling][0]) for sibling, after in itertools.pairwise(ordered))
+            before.update(
+                (after, self.spans[sibling][0]) for sibling, after in itertools.pairwise(ordered)
+            )
         for node in self.places:
             if self.constants.is_common(node):
                 continue
@@ -213,8 +257,8 @@ class Chain:
 def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     """A model cut before some units of its chain, in order: every stage but the first begins at one.
 
-    The stages are cut from the last one to the first: what one needs of those before it is what these have to give. An
-    `InputError` names a stage that computes nothing that is needed.
+    The stages are cut from the last one to the first: what one needs of those before it is what
+    these have to give. An `InputError` names a stage that computes nothing that is needed.
     """
     tagged, graph, homes = chain.tagged, chain.tagged.model.graph, _Homes(chain, starts)
     wanted: list[dict[str, ir.Value]] = [{} for _ in range(len(starts) + 1)]
@@ -250,7 +294,11 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     return Partition(
         tagged.hierarchy.root.simple_class or graph.name or "model",
         tuple(stages),
-        {str(value.name): StageTensor.of(value) for value in graph.inputs if not value.is_initializer()},
+        {
+            str(value.name): StageTensor.of(value)
+            for value in graph.inputs
+            if not value.is_initializer()
+        },
         {str(value.name): (homes.of(value), output_name(value)) for value in graph.outputs},
         _versions(tagged),
     )
@@ -261,7 +309,9 @@ class _Homes:
 
     def __init__(self, chain: Chain, starts: Sequence[int]) -> None:
         self._chain = chain
-        self._weights = {value: bisect_right(starts, place) for value, place in chain.weight_places.items()}
+        self._weights = {
+            value: bisect_right(starts, place) for value, place in chain.weight_places.items()
+        }
         self.of_node = {node: bisect_right(starts, place) for node, place in chain.places.items()}
         self._nodes: defaultdict[int, set[ir.Node]] = defaultdict(set)
         for node, stage in self.of_node.items():
@@ -277,7 +327,9 @@ class _Homes:
         constants = self._chain.constants
 
         def comes_along(value: ir.Value) -> bool:
-            return constants.comes_along(value) or (value in constants.weights and self.of(value) == number)
+            return constants.comes_along(value) or (
+                value in constants.weights and self.of(value) == number
+            )
 
         return self._chain.cutter.cut_nodes(self._nodes[number], wanted, comes_along)
 
@@ -303,12 +355,20 @@ def _whole_modules(chain: Chain, homes: _Homes) -> Mapping[int, Sequence[str]]:
 
 
 def _stage(
-    tagged: TaggedModel, part: Cut, modules: Sequence[str], sources: Mapping[str, int | None], parameter_bytes: int
+    tagged: TaggedModel,
+    part: Cut,
+    modules: Sequence[str],
+    sources: Mapping[str, int | None],
+    parameter_bytes: int,
 ) -> Stage:
     model = _stage_model(tagged, part, frozenset(modules))
     return Stage(
         tuple(modules),
-        {str(value.name): StageTensor.of(value) for value in model.graph.inputs if not value.is_initializer()},
+        {
+            str(value.name): StageTensor.of(value)
+            for value in model.graph.inputs
+            if not value.is_initializer()
+        },
         {str(value.name): StageTensor.of(value) for value in model.graph.outputs},
         sources,
         sum(1 for _ in model.graph.all_nodes()),
@@ -336,7 +396,9 @@ def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.
     )
     stage_tree = Hierarchy(tree[path] for path in tree if path in inside)
     signatures = {path: calls for path, calls in tagged.signatures.items() if path in whole}
-    write_part_metadata(tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__)
+    write_part_metadata(
+        tagged, model, stage_tree, tagged.calls.among(stage_tree), signatures, inside.__contains__
+    )
     return model
 
 
@@ -345,4 +407,8 @@ def _versions(tagged: TaggedModel) -> dict[str, Any]:
         ours = version("htp-export")
     except PackageNotFoundError:  # run from its sources
         ours = "unknown"
-    return {"htp_export": ours, "ir_version": tagged.model.ir_version, "opset": dict(tagged.model.opset_imports)}
+    return {
+        "htp_export": ours,
+        "ir_version": tagged.model.ir_version,
+        "opset": dict(tagged.model.opset_imports),
+    }

@@ -18,7 +18,9 @@ PLACE = ("Deploy", 3)
 IDLE = (
     Idle(("genai_config",), lambda given: given["serve"] != "genai", "it is for --serve genai"),
     Idle(
-        ("balance", "slack"), lambda given: _count_of(given["stages"]) is None, "the stages begin at the named modules"
+        ("balance", "slack"),
+        lambda given: _count_of(given["stages"]) is None,
+        "the stages begin at the named modules",
     ),
 )
 
@@ -26,20 +28,28 @@ IDLE = (
 def partition_command(
     file: FileArgument,
     stages: Annotated[
-        list[str], "How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8"
+        list[str],
+        "How many stages; or the modules at which they begin: encoder.layer.4 encoder.layer.8",
     ],
     output: Annotated[Path, "The folder to write.", Writes()],
     balance: Annotated[
-        str, "What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json."
+        str,
+        "What to balance: parameters, flops, or JSON: a number for each module path, as of profile --json.",
     ] = "parameters",
     slack: Annotated[
-        float, typer.Option(min=0, help="How much heavier than need be the heaviest stage may be, for better borders.")
+        float,
+        typer.Option(
+            min=0,
+            help="How much heavier than need be the heaviest stage may be, for better borders.",
+        ),
     ] = 0.05,
     serve: Annotated[
-        str | None, "Write the configuration of an engine, too: genai; or a plug-in, such as triton or ray."
+        str | None,
+        "Write the configuration of an engine, too: genai; or a plug-in, such as triton or ray.",
     ] = None,
     genai_config: Annotated[
-        Path | None, "The genai_config.json of the model, for --serve genai; by default the one beside it."
+        Path | None,
+        "The genai_config.json of the model, for --serve genai; by default the one beside it.",
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -49,13 +59,25 @@ def partition_command(
     from htp_export.capabilities.partition.staging import partition
 
     check_folder(output)
-    if balance not in ("parameters", "flops") and not Path(balance).suffix and not Path(balance).exists():
+    if (
+        balance not in ("parameters", "flops")
+        and not Path(balance).suffix
+        and not Path(balance).exists()
+    ):
         raise InputError(f"--balance {balance}: balance parameters or flops, or name a JSON file")
     weights: Any = balance if balance in ("parameters", "flops") else read_weights(balance)
     count = _count_of(stages)
     wanted = stages if count is None else count
     with Steps(quiet=as_json).step(f"cutting {file}"):
-        result = partition(file, wanted, output, balance=weights, slack=slack, serve=serve, genai_config=genai_config)
+        result = partition(
+            file,
+            wanted,
+            output,
+            balance=weights,
+            slack=slack,
+            serve=serve,
+            genai_config=genai_config,
+        )
     if as_json:
         print_json(result.to_dict())
     else:

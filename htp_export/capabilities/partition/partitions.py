@@ -16,7 +16,13 @@ from htp_export.reporting.columns import Column
 from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.runtime.declared_inputs import Input
 from htp_export.runtime.inputs import Inputs
-from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings, from_value, to_value
+from htp_export.runtime.sessions import (
+    RunnableModel,
+    Session,
+    SessionSettings,
+    from_value,
+    to_value,
+)
 
 FORMAT = "htp.partition"
 VERSION = "1"
@@ -27,8 +33,10 @@ class StageTensor:
     """What is known of a tensor.
 
     Attributes:
-        type: Its element type, by ONNX's name: ``"FLOAT"``; None where it is not known, or no tensor.
-        shape: Sizes, names of sizes, or None for sizes without a name; None where even their number is not known.
+        type: Its element type, by ONNX's name: ``"FLOAT"``; None where it is not known, or no
+            tensor.
+        shape: Sizes, names of sizes, or None for sizes without a name; None where even their number
+            is not known.
     """
 
     type: str | None
@@ -42,7 +50,9 @@ class StageTensor:
 
     def __str__(self) -> str:
         sizes = ["?" if size is None else str(size) for size in self.shape or ()]
-        return f"{self.type or 'unknown type'}" + ("" if self.shape is None else f"[{', '.join(sizes)}]")
+        return f"{self.type or 'unknown type'}" + (
+            "" if self.shape is None else f"[{', '.join(sizes)}]"
+        )
 
 
 @dataclass(frozen=True)
@@ -50,11 +60,12 @@ class Stage(PlainData):
     """One stage of a model: whole modules that follow each other.
 
     Attributes:
-        modules: The outermost modules that are completely in the stage, in order of execution. A module that is cut is
-            in none.
+        modules: The outermost modules that are completely in the stage, in order of execution. A
+            module that is cut is in none.
         inputs: Input → its type and shape.
         outputs: Output → its type and shape.
-        sources: Input → number of the stage that computes it, from 0; None for an input of the model.
+        sources: Input → number of the stage that computes it, from 0; None for an input of the
+            model.
         nodes: Number of nodes.
         parameter_bytes: Bytes of its weights, without initializers that earlier stages have, too.
         file: The file that was written; None if there is none.
@@ -84,7 +95,10 @@ class Stage(PlainData):
             "modules": self.modules,
             "nodes": self.nodes,
             "parameter_bytes": self.parameter_bytes,
-            "inputs": [{**_tensor(name, tensor), "stage": self.sources[name]} for name, tensor in self.inputs.items()],
+            "inputs": [
+                {**_tensor(name, tensor), "stage": self.sources[name]}
+                for name, tensor in self.inputs.items()
+            ],
             "outputs": [_tensor(name, tensor) for name, tensor in self.outputs.items()],
             "session_config": self.session_config,
         }
@@ -156,11 +170,13 @@ class Partition(Result):
     ) -> dict[str, Any]:
         """Run all stages in ONNX Runtime, one after another, with one of them loaded at a time.
 
-        For several runs, and to keep all stages loaded, use ``open``; both take execution providers in order of
-        preference, and an ``onnxruntime.SessionOptions`` for every stage. For inputs, results and errors see
-        `StageRunner.run`.
+        For several runs, and to keep all stages loaded, use ``open``; both take execution providers
+        in order of preference, and an ``onnxruntime.SessionOptions`` for every stage. For inputs,
+        results and errors see `StageRunner.run`.
         """
-        with self.open(providers=providers, session_options=session_options, keep_loaded=False) as runner:
+        with self.open(
+            providers=providers, session_options=session_options, keep_loaded=False
+        ) as runner:
             return runner.run(inputs)
 
     def open(
@@ -186,7 +202,8 @@ class Partition(Result):
             ],
             "stages": self.stages,
             "crossing": [
-                {**_tensor(each.name, each.tensor), "from": each.made_by, "to": each.read_by} for each in self.crossing
+                {**_tensor(each.name, each.tensor), "from": each.made_by, "to": each.read_by}
+                for each in self.crossing
             ],
             "files": self.files,
         }
@@ -230,8 +247,8 @@ def _tensor(name: str, tensor: StageTensor) -> dict[str, Any]:
 class StageRunner:
     """Runs stages; a context manager, which lets go of the loaded stages at its end.
 
-    Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage that reads them.
-    An InputError says that ONNX Runtime does not have one of the providers.
+    Tensors go from stage to stage as ONNX Runtime's own values, and are let go after the last stage
+    that reads them. An InputError says that ONNX Runtime does not have one of the providers.
     """
 
     def __init__(self, partition: Partition, settings: SessionSettings, keep_loaded: bool) -> None:
@@ -254,8 +271,8 @@ class StageRunner:
     def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Run all stages: input name → numpy array, torch tensor or nested lists; output name → array.
 
-        A sequence is a list of arrays, and an optional without value None.
-        An `InputError` says that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
+        A sequence is a list of arrays, and an optional without value None. An `InputError` says
+        that inputs are not those of the model, or which stage ONNX Runtime cannot load or run.
         """
         stages, outputs = self._partition.stages, self._partition.outputs
         declared = (
@@ -264,16 +281,21 @@ class StageRunner:
         )
         feed = Inputs(declared).feed(inputs)
         values: dict[tuple[int | None, str], Any] = {
-            (None, name): to_value(array, feed.types.get(name)) for name, array in feed.arrays.items()
+            (None, name): to_value(array, feed.types.get(name))
+            for name, array in feed.arrays.items()
         }
         last_use: dict[tuple[int | None, str], int] = {
-            (source, name): number for number, stage in enumerate(stages) for name, source in stage.sources.items()
+            (source, name): number
+            for number, stage in enumerate(stages)
+            for name, source in stage.sources.items()
         }
         last_use.update(dict.fromkeys(outputs.values(), len(stages)))
         for number, stage in enumerate(stages):
             given = {name: values[source, name] for name, source in stage.sources.items()}
             results = self._session(number, stage).run_values(given, list(stage.outputs))
-            values.update({(number, name): value for name, value in zip(stage.outputs, results, strict=True)})
+            values.update(
+                {(number, name): value for name, value in zip(stage.outputs, results, strict=True)}
+            )
             for key in [key for key in values if last_use.get(key, -1) <= number]:
                 del values[key]
         return {name: from_value(values[source]) for name, source in outputs.items()}
@@ -289,7 +311,9 @@ class StageRunner:
         else:
             with contextlib.ExitStack() as here:
                 folder = (self._closing if self._keep else here).enter_context(temporary_folder())
-                session = Session(RunnableModel.of(stage.model, f"stage {number}", folder), self._settings)
+                session = Session(
+                    RunnableModel.of(stage.model, f"stage {number}", folder), self._settings
+                )
         if self._keep:
             self._sessions[number] = session
         return session

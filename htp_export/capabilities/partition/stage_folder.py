@@ -10,7 +10,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.partition.partitions import FORMAT, VERSION, Partition, Stage, StageTensor
+from htp_export.capabilities.partition.partitions import (
+    FORMAT,
+    VERSION,
+    Partition,
+    Stage,
+    StageTensor,
+)
 from htp_export.errors import FileError
 from htp_export.files.folders import check_whole_folder, whole_folder
 from htp_export.files.model_files import has_external_data, write_model
@@ -33,16 +39,21 @@ def _files_of_earlier(folder: Path) -> set[str]:
         return set()
 
 
-def write_folder(partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]) -> Partition:
+def write_folder(
+    partition: Partition, folder: Path, extras: Callable[[Partition, Path], Partition]
+) -> Partition:
     """Write stages and their manifest; an earlier partition in the folder is replaced.
 
-    ``extras`` writes what else goes there, into the folder that it is given, which has the stages already, and returns
-    them with the files that they have then. What was there before is untouched if that fails.
+    ``extras`` writes what else goes there, into the folder that it is given, which has the stages
+    already, and returns them with the files that they have then. What was there before is untouched
+    if that fails.
     """
     check_folder(folder)
     with named_if_unwritable(folder), whole_folder(folder, _files_of_earlier, _MANIFEST) as new:
         numbered = list(enumerate(partition.stages))
-        stages = tuple(_write_stage(stage, number, new) for number, stage in counted(numbered, "stages"))
+        stages = tuple(
+            _write_stage(stage, number, new) for number, stage in counted(numbered, "stages")
+        )
         written = replace(partition, stages=stages, folder=new)
         written = extras(written, new)
         written = replace(written, files=tuple(sorted(_files(new))))
@@ -78,7 +89,8 @@ def load_partition(folder: str | os.PathLike[str]) -> Partition:
         The stages, which can be run.
 
     Raises:
-        FileError: The manifest is missing or invalid, or a file that it names is missing or outside of the folder.
+        FileError: The manifest is missing or invalid, or a file that it names is missing or outside
+            of the folder.
 
     Examples:
         >>> import tempfile, torch, htp_export
@@ -110,9 +122,13 @@ def _read(data: Any, folder: Path) -> Partition:
             name = _text(given["name"])
             sources[name] = source = None if given["stage"] is None else _count(given["stage"])
             if source is not None and source >= len(stages):
-                raise ValueError(f"stage {len(stages)} is said to read {name!r} of a stage that is not before it")
+                raise ValueError(
+                    f"stage {len(stages)} is said to read {name!r} of a stage that is not before it"
+                )
             if name not in known[0 if source is None else source + 1]:
-                raise ValueError(f"stage {len(stages)} is said to read {name!r}, which nothing gives")
+                raise ValueError(
+                    f"stage {len(stages)} is said to read {name!r}, which nothing gives"
+                )
         stage = Stage(
             tuple(map(_text, entry["modules"])),
             _tensors(entry["inputs"]),
@@ -122,7 +138,9 @@ def _read(data: Any, folder: Path) -> Partition:
             _count(entry["parameter_bytes"]),
             folder / _inside(folder, entry["file"]),
             files=tuple(_inside(folder, name) for name in entry["files"]),
-            session_config={_text(key): _text(said) for key, said in entry.get("session_config", {}).items()},
+            session_config={
+                _text(key): _text(said) for key, said in entry.get("session_config", {}).items()
+            },
         )
         stages.append(stage)
     if not stages:
@@ -131,10 +149,14 @@ def _read(data: Any, folder: Path) -> Partition:
     for entry in data["outputs"]:
         number, made = _count(entry["stage"]), _text(entry["tensor"])
         if number >= len(stages) or made not in stages[number].outputs:
-            raise ValueError(f"output {entry['name']!r} is said to come from a stage that does not give it")
+            raise ValueError(
+                f"output {entry['name']!r} is said to come from a stage that does not give it"
+            )
         outputs[_text(entry["name"])] = number, made
     files = tuple(_inside(folder, name) for name in data["files"])
-    return Partition(_text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), folder, files)
+    return Partition(
+        _text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), folder, files
+    )
 
 
 def _inside(folder: Path, name: Any) -> str:

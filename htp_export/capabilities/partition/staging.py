@@ -22,23 +22,29 @@ from htp_export.model.tagged import ModelSource, load
 def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
     """What writes the configuration of a pipeline for ONNX Runtime GenAI into the folder of its stages.
 
-    GenAI's model type ``decoder-pipeline`` runs the stages one after another, hands tensors on by name, and gives the
-    cache to the stages that name it: ``src/models/decoder_only_pipeline.cpp`` in
-    https://github.com/microsoft/onnxruntime-genai.
+    GenAI's model type ``decoder-pipeline`` runs the stages one after another, hands tensors on by
+    name, and gives the cache to the stages that name it: ``src/models/decoder_only_pipeline.cpp``
+    in https://github.com/microsoft/onnxruntime-genai.
 
-    Token ids, sizes and the way to choose tokens are those of the whole model's ``genai_config.json``. Only numbers and
-    the names of tensors are taken from it, no paths; the tokenizer beside it is copied. A `FileError` if the file is
-    missing, or is no configuration of a decoder.
+    Token ids, sizes and the way to choose tokens are those of the whole model's
+    ``genai_config.json``. Only numbers and the names of tensors are taken from it, no paths; the
+    tokenizer beside it is copied. A `FileError` if the file is missing, or is no configuration of a
+    decoder.
     """
     if not file.is_file():
-        raise FileError(file, "is missing; export the model with --genai, or give its genai_config.json")
+        raise FileError(
+            file, "is missing; export the model with --genai, or give its genai_config.json"
+        )
     whole = read_json(file)
     model = whole.get("model") if isinstance(whole, dict) else None
     decoder = model.get("decoder") if isinstance(model, dict) else None
     if not isinstance(model, dict) or not isinstance(decoder, dict):
         raise FileError(file, "is no configuration of a decoder for ONNX Runtime GenAI")
     tensors = {key: decoder.get(key) for key in ("inputs", "outputs")}
-    if not all(isinstance(named, dict) and {*map(type, named.values())} <= {str} for named in tensors.values()):
+    if not all(
+        isinstance(named, dict) and {*map(type, named.values())} <= {str}
+        for named in tensors.values()
+    ):
         raise FileError(file, "does not name the inputs and outputs of a decoder")
     model_settings = {"type": "decoder-pipeline", **_numbers(model)}
     decoder_settings, search = {**_numbers(decoder), **tensors}, _numbers(whole.get("search"))
@@ -52,7 +58,13 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
                 problem = f"output {name!r} of the model is no result of stage {number}"
                 raise InputError(f"{problem}: ONNX Runtime GenAI cannot take it from there")
         stages = [
-            {f"stage{number}": {"filename": stage.files[0], "inputs": [*stage.inputs], "outputs": [*stage.outputs]}}
+            {
+                f"stage{number}": {
+                    "filename": stage.files[0],
+                    "inputs": [*stage.inputs],
+                    "outputs": [*stage.outputs],
+                }
+            }
             for number, stage in enumerate(partition.stages)
         ]
         options: dict[str, Any] = {"log_id": "onnxruntime-genai", "provider_options": list[Any]()}
@@ -61,7 +73,10 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
         pipeline = {**decoder_settings, "session_options": options, "pipeline": stages}
         unshared = {"past_present_share_buffer": False}  # stages of such files are not tried
         settings = search | {name: unshared[name] for name in search.keys() & unshared.keys()}
-        write_json(folder / GENAI_CONFIG, {"model": {**model_settings, "decoder": pipeline}, "search": settings})
+        write_json(
+            folder / GENAI_CONFIG,
+            {"model": {**model_settings, "decoder": pipeline}, "search": settings},
+        )
         copy_companions(file.parent, folder)
         return partition
 
@@ -100,34 +115,42 @@ def partition(
 ) -> Partition:
     """Cut a model into stages that run one after another, each with whole modules that follow each other.
 
-    With a number of stages, the heaviest stage is as light as possible, or up to ``slack`` heavier if fewer modules are
-    cut, fewer tensors pass between stages, or the other stages are more even. Every weight is in exactly one stage, and
-    every node, except for cheap constants and sizes. A tensor may skip stages.
+    With a number of stages, the heaviest stage is as light as possible, or up to ``slack`` heavier
+    if fewer modules are cut, fewer tensors pass between stages, or the other stages are more even.
+    Every weight is in exactly one stage, and every node, except for cheap constants and sizes. A
+    tensor may skip stages.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. Weights
-            are not read.
-        stages: Number of stages, or the modules at which stages begin. The first stage begins with the model.
-        output: A folder for ``stage0.onnx`` and so on, each with its external weights beside it, and ``manifest.json``.
-            It is written completely or not at all. An existing partition is replaced.
-        balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open dimensions; or a number for
-            each module including all below it: a mapping, or a result of ``profile`` or ``cost``.
-        slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible weight.
-        serve: Also write the configuration of an engine: ``"genai"``, the ``genai_config.json`` of a pipeline for ONNX
-            Runtime GenAI, and the tokenizer; or a plug-in: ``"triton"``, a model repository with an ensemble in
-            ``triton/``; ``"ray"``, a Ray Serve application, ``serve_app.py`` and ``serve.yaml``.
-        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside its file by default.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed. Weights are not read.
+        stages: Number of stages, or the modules at which stages begin. The first stage begins with
+            the model.
+        output: A folder for ``stage0.onnx`` and so on, each with its external weights beside it,
+            and ``manifest.json``. It is written completely or not at all. An existing partition is
+            replaced.
+        balance: ``"parameters"``: bytes of weights; ``"flops"``, for a model without open
+            dimensions; or a number for each module including all below it: a mapping, or a result
+            of ``profile`` or ``cost``.
+        slack: How much heavier the heaviest stage may be, as a fraction of the smallest possible
+            weight.
+        serve: Also write the configuration of an engine: ``"genai"``, the ``genai_config.json`` of
+            a pipeline for ONNX Runtime GenAI, and the tokenizer; or a plug-in: ``"triton"``, a
+            model repository with an ensemble in ``triton/``; ``"ray"``, a Ray Serve application,
+            ``serve_app.py`` and ``serve.yaml``.
+        genai_config: The ``genai_config.json`` of the model, for ``serve="genai"``; the one beside
+            its file by default.
 
     Returns:
         The stages, which can be run, and the tensors between them.
 
     Raises:
         UnknownModuleError: A named module is not in the model.
-        InputError: There are too few places to cut, or no stage can begin at a named module; the message lists the
-            places.
-        FileError: The folder has other contents, or a file cannot be read or written; existing files are unchanged.
+        InputError: There are too few places to cut, or no stage can begin at a named module; the
+            message lists the places.
+        FileError: The folder has other contents, or a file cannot be read or written; existing
+            files are unchanged.
         UntaggedModelError: The model has no tags.
 
     Examples:
@@ -168,7 +191,9 @@ def _extras(
     if genai_config is None and isinstance(model, str | os.PathLike):
         genai_config = Path(model).with_name("genai_config.json")
     if genai_config is None:
-        raise InputError("a model that is no file has no genai_config.json beside it; give genai_config")
+        raise InputError(
+            "a model that is no file has no genai_config.json beside it; give genai_config"
+        )
     return genai_pipeline(Path(genai_config))
 
 
@@ -195,10 +220,14 @@ def _named(chain: Chain, modules: Sequence[str]) -> list[int]:
         if path not in chain.tagged:
             raise UnknownModuleError(path, chain.tagged)
         if path not in chain.spans:
-            raise InputError(f"no stage can begin at module {path!r}: it has no nodes of its own in the graph")
+            raise InputError(
+                f"no stage can begin at module {path!r}: it has no nodes of its own in the graph"
+            )
         place = chain.spans[path][0]
         if place in begins:
-            raise InputError(f"modules {begins[place]!r} and {path!r} begin at the same place; name one of them")
+            raise InputError(
+                f"modules {begins[place]!r} and {path!r} begin at the same place; name one of them"
+            )
         begins[place] = path
     places = {border.place for border in chain.borders}
     for place, path in begins.items():

@@ -24,7 +24,11 @@ PLACE = ("Optimise", 4)
 IDLE = (
     Idle(
         ("fresh", "folder"),
-        lambda given: given["file"].suffix.lower() == ".onnx" and given["model"] is None and given["output"] is None,
+        lambda given: (
+            given["file"].suffix.lower() == ".onnx"
+            and given["model"] is None
+            and given["output"] is None
+        ),
         "the steps of the file are shown, and not run",
     ),
 )
@@ -32,9 +36,13 @@ IDLE = (
 
 def pipeline_command(
     file: Annotated[Path, "Steps in YAML or JSON; or an ONNX file that a pipeline made."],
-    model: Annotated[Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.")] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="The ONNX file to begin with.")
+    ] = None,
     output: Annotated[Path | None, "The ONNX file to write.", Writes(Kind.MODEL)] = None,
-    folder: Annotated[Path | None, "Folder for the files of the steps; OUTPUT.steps without it.", Writes()] = None,
+    folder: Annotated[
+        Path | None, "Folder for the files of the steps; OUTPUT.steps without it.", Writes()
+    ] = None,
     fresh: Annotated[bool, "Run all steps, whatever an earlier run has done."] = False,
     allow_entry: Annotated[bool, "Run the code that the steps of an ONNX file name."] = False,
     as_json: JsonOption = False,
@@ -43,8 +51,8 @@ def pipeline_command(
 
     The result has the steps that made it in its metadata.
 
-    Run again, it goes on after the last step that is done. An ONNX file that a pipeline made is shown, and with --model
-    and --output made again.
+    Run again, it goes on after the last step that is done. An ONNX file that a pipeline made is
+    shown, and with --model and --output made again.
 
     Exit status 1 where a check does not hold, a step fails, or another model comes out again.
     """
@@ -102,7 +110,13 @@ def _show_provenance(file: Path, as_json: bool) -> None:
     notes = read_provenance(model.metadata_props)
     unchanged = content_hash(model) == notes[-1].output if notes else None
     if as_json:
-        print_json({"file": str(file), "unchanged": unchanged, "provenance": [note.to_dict() for note in notes]})
+        print_json(
+            {
+                "file": str(file),
+                "unchanged": unchanged,
+                "provenance": [note.to_dict() for note in notes],
+            }
+        )
         return
     show("\n".join(_lines(notes)) if notes else "no pipeline wrote this file")
     if unchanged is False:
@@ -110,5 +124,7 @@ def _show_provenance(file: Path, as_json: bool) -> None:
 
 
 def _lines(notes: tuple[ProvenanceNote, ...]) -> list[str]:
-    described = (", ".join(f"{name}={value!r}" for name, value in note.options.items()) for note in notes)
+    described = (
+        ", ".join(f"{name}={value!r}" for name, value in note.options.items()) for note in notes
+    )
     return [f"{note.step}({options})" for note, options in zip(notes, described, strict=True)]

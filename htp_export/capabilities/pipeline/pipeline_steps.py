@@ -39,7 +39,8 @@ from htp_export.process.user_code import names_factory
 class StepOptionError(InputError):
     """An option of a step cannot be used; nothing was run.
 
-    The place is where it stands: the number of the step, from 0, its name, the option, and a key in it.
+    The place is where it stands: the number of the step, from 0, its name, the option, and a key in
+    it.
     """
 
     def __init__(self, message: str, place: tuple[int | str, ...]) -> None:
@@ -62,11 +63,13 @@ def blamed(index: int, step: PipelineStep, *names: str) -> Iterator[None]:
 class StepKind:
     """What a step does, by the function of its name, which is called with options by keyword.
 
-    A change returns a result with the new ``model``; a check returns one with ``ok`` and ``summary``, makes no file,
-    and stops the pipeline where it fails. ``module`` is in ``htp_export.capabilities``; versions of ``packages`` decide
-    what is made. ``given`` is the parameter that takes the model so far, and ``start`` the one for the model to begin
-    with. ``checks`` are functions, ``module:function`` or, outside of capabilities, ``.module:function``, that take
-    some of the parameters and refuse wrong values. ``keeps_modules``: whether the model has its modules afterwards.
+    A change returns a result with the new ``model``; a check returns one with ``ok`` and
+    ``summary``, makes no file, and stops the pipeline where it fails. ``module`` is in
+    ``htp_export.capabilities``; versions of ``packages`` decide what is made. ``given`` is the
+    parameter that takes the model so far, and ``start`` the one for the model to begin with.
+    ``checks`` are functions, ``module:function`` or, outside of capabilities, ``.module:function``,
+    that take some of the parameters and refuse wrong values. ``keeps_modules``: whether the model
+    has its modules afterwards.
     """
 
     name: str
@@ -113,7 +116,11 @@ class StepKind:
     @property
     def _named(self) -> dict[str, inspect.Parameter]:
         """The parameters without ``**options``, which are those of another tool."""
-        return {key: each for key, each in self.parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD}
+        return {
+            key: each
+            for key, each in self.parameters.items()
+            if each.kind is not inspect.Parameter.VAR_KEYWORD
+        }
 
     def check_option(self, option: str) -> None:
         """Refuse an option that the function does not have."""
@@ -131,7 +138,9 @@ class StepKind:
 
 def _function(place: str) -> Callable[..., Any]:
     module, _, name = place.partition(":")
-    function: Callable[..., Any] = getattr(importlib.import_module(f".{module}", "htp_export.capabilities"), name)
+    function: Callable[..., Any] = getattr(
+        importlib.import_module(f".{module}", "htp_export.capabilities"), name
+    )
     return function
 
 
@@ -151,16 +160,33 @@ _TOOLS = "carry.adapters"
 
 # A new step is a line here; an adapter of a tool is one by itself. `docs/pipeline.md` lists them.
 _KINDS = [
-    StepKind("optimize", "optimize.optimizing", packages=("onnxscript",), checks=("optimize.registry:choose",)),
+    StepKind(
+        "optimize",
+        "optimize.optimizing",
+        packages=("onnxscript",),
+        checks=("optimize.registry:choose",),
+    ),
     StepKind(
         "quantize",
         "quantize.quantizing",
         packages=("onnxruntime",),
         checks=("quantize.precisions:check_plan", ".runtime.data:check_runs", _SEED),
     ),
-    StepKind("prune", "prune.pruning", checks=("prune.sparsities:sparsities_of", _SEED), keeps_modules=False),
-    StepKind("lora.insert", "lora.lora_inputs", checks=("lora.lora_inputs:scaling_of",), keeps_modules=False),
-    StepKind("lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False),
+    StepKind(
+        "prune",
+        "prune.pruning",
+        checks=("prune.sparsities:sparsities_of", _SEED),
+        keeps_modules=False,
+    ),
+    StepKind(
+        "lora.insert",
+        "lora.lora_inputs",
+        checks=("lora.lora_inputs:scaling_of",),
+        keeps_modules=False,
+    ),
+    StepKind(
+        "lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False
+    ),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.nesting"),
     StepKind("rename", "rename.naming", checks=(".model.tensor_names:check_style",)),
@@ -169,8 +195,18 @@ _KINDS = [
     StepKind("untap", "tap.tapping"),
     StepKind("steer", "tap.steering"),
     StepKind("carry", "carry.carrying", given="before", keeps_modules=False),
-    *(StepKind(tool, _TOOLS, packages=(tool,)) for tool in exported_in(f"htp_export.capabilities.{_TOOLS}")),
-    StepKind("compare", "verify.file_comparing", check=True, given="b", start="a", checks=(*_RUN_CHECKS, _SEED)),
+    *(
+        StepKind(tool, _TOOLS, packages=(tool,))
+        for tool in exported_in(f"htp_export.capabilities.{_TOOLS}")
+    ),
+    StepKind(
+        "compare",
+        "verify.file_comparing",
+        check=True,
+        given="b",
+        start="a",
+        checks=(*_RUN_CHECKS, _SEED),
+    ),
     StepKind("verify", "verify.verifying", check=True, given="onnx", checks=_RUN_CHECKS),
 ]
 STEPS: dict[str, StepKind] = {kind.name: kind for kind in _KINDS}
@@ -192,13 +228,17 @@ class PipelineStep:
     @property
     def written(self) -> dict[str, Any]:
         """Its options as JSON can hold them."""
-        written: dict[str, Any] = described_options(self.options if self.described is None else self.described)
+        written: dict[str, Any] = described_options(
+            self.options if self.described is None else self.described
+        )
         return written
 
     @property
     def files(self) -> dict[str, str]:
         """The files that its options name → their SHA-256."""
-        return option_files({name: value for name, value in self.written.items() if self.kind.takes_file(name)})
+        return option_files(
+            {name: value for name, value in self.written.items() if self.kind.takes_file(name)}
+        )
 
     @property
     def versions(self) -> dict[str, str]:
@@ -219,11 +259,13 @@ def steps_of(
 ) -> list[PipelineStep]:
     """Read steps: names, ``{name: options}``, or `PipelineStep`; a step or an option that is wrong is an `InputError`.
 
-    Each step is given to ``prepare``, which returns it with options for its function. The options of a model file, if
-    the steps were read from one, may name code only if ``allow_entry`` says so.
+    Each step is given to ``prepare``, which returns it with options for its function. The options
+    of a model file, if the steps were read from one, may name code only if ``allow_entry`` says so.
     """
     if not isinstance(listed, Sequence) or isinstance(listed, str) or not listed:
-        raise InputError("a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']")
+        raise InputError(
+            "a pipeline is a list of steps, such as [{'optimize': {'level': 'tolerant'}}, 'compare']"
+        )
     steps = [_step(number, item) for number, item in enumerate(listed, 1)]
     if model_file is not None:
         for step in steps:
@@ -265,7 +307,9 @@ def _check_plain(step: PipelineStep) -> None:
     for name, value in step.options.items():
         for text in texts_in(value):
             if is_special(Path(text)):
-                raise FileError(text, f"is no plain file; step {step.name} has it as its option {name}")
+                raise FileError(
+                    text, f"is no plain file; step {step.name} has it as its option {name}"
+                )
 
 
 def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
@@ -276,9 +320,15 @@ def _check_origin(step: PipelineStep, file: Path, *, allow_entry: bool) -> None:
         if step.kind.runs_code(name, value) and not allow_entry:
             problem = f"{said}, which may name code to run; allow it with --allow-entry if you trust the file"
             raise FileError(file, f"{problem} (in Python: allow_entry=True)")
-        for text in texts_in(value) if step.kind.takes(name) is not None and step.kind.takes_file(name) else ():
+        for text in (
+            texts_in(value)
+            if step.kind.takes(name) is not None and step.kind.takes_file(name)
+            else ()
+        ):
             if "\0" in text or not Path(os.path.realpath(text)).is_relative_to(folder):
-                raise FileError(file, f"{said}, which names a file that is not in the folder of this one")
+                raise FileError(
+                    file, f"{said}, which names a file that is not in the folder of this one"
+                )
 
 
 _BY_SELECTOR = ("plan", "tolerances")
@@ -288,8 +338,8 @@ _BY_SELECTOR = ("plan", "tolerances")
 def check_values(steps: Sequence[PipelineStep], start: Callable[[], TaggedModel]) -> None:
     """Check the values of options: types, files, modules, and what each function checks of its own arguments.
 
-    Modules are looked for in the model that the pipeline begins with, up to the first step that adds or removes some;
-    ``start`` reads that model, and is called only if an option names modules.
+    Modules are looked for in the model that the pipeline begins with, up to the first step that
+    adds or removes some; ``start`` reads that model, and is called only if an option names modules.
     """
     from htp_export.capabilities.carry import adapters as tools
 
@@ -321,7 +371,9 @@ def _check_value(step: PipelineStep, name: str, value: Any) -> None:
             raise FileError(text, "there is no such file")
 
 
-def _check_modules(index: int, step: PipelineStep, name: str, value: Any, start: Callable[[], TaggedModel]) -> None:
+def _check_modules(
+    index: int, step: PipelineStep, name: str, value: Any, start: Callable[[], TaggedModel]
+) -> None:
     """Check the selectors of an option, and the path of `splice`."""
     if name in _BY_SELECTOR and isinstance(value, Mapping):
         for selector in value:
@@ -335,7 +387,9 @@ def _check_modules(index: int, step: PipelineStep, name: str, value: Any, start:
             start()[value]
 
 
-def _run_check(check: Callable[..., Any], index: int, step: PipelineStep, given: Mapping[str, Any]) -> None:
+def _run_check(
+    check: Callable[..., Any], index: int, step: PipelineStep, given: Mapping[str, Any]
+) -> None:
     """Call a check of a function with the options that it takes; of a mapping, the entry at fault is named."""
     taken = list(inspect.signature(check).parameters)
     if not set(taken) & set(given):
@@ -363,8 +417,17 @@ def _try_tool(step: PipelineStep) -> None:
 
 
 def _one_product() -> ir.Model:
-    x, weight = ir.val("x", ir.DataType.FLOAT, [2, 32]), ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f")))
-    node = ir.node("MatMul", [x, weight], metadata_props=Owned(("layer",), Reason.SCOPE).metadata({"", "layer"}))
+    x, weight = (
+        ir.val("x", ir.DataType.FLOAT, [2, 32]),
+        ir.val("weight", const_value=ir.tensor(np.eye(32, dtype="f"))),
+    )
+    node = ir.node(
+        "MatMul",
+        [x, weight],
+        metadata_props=Owned(("layer",), Reason.SCOPE).metadata({"", "layer"}),
+    )
     node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = "y", x.type, x.shape
-    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net")
+    graph = ir.Graph(
+        [x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 20}, name="net"
+    )
     return ir.Model(graph, ir_version=10, metadata_props={tags.FORMAT: tags.VERSION})

@@ -12,7 +12,12 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from htp_export.capabilities.pipeline.pipeline_steps import PipelineStep, StepOptionError, check_values, steps_of
+from htp_export.capabilities.pipeline.pipeline_steps import (
+    PipelineStep,
+    StepOptionError,
+    check_values,
+    steps_of,
+)
 from htp_export.capabilities.pipeline.step_options import is_described, is_repeatable
 from htp_export.errors import FileError, HtpExportError, InputError, ResultError, StepError
 from htp_export.files.filesystem import is_special
@@ -40,9 +45,11 @@ class StepReport(PlainData):
     Attributes:
         number: Its place, from 1.
         name: The step.
-        status: ``ran``; ``kept``: an earlier run had done it; ``failed``: the check did not hold; ``skipped``.
+        status: ``ran``; ``kept``: an earlier run had done it; ``failed``: the check did not hold;
+            ``skipped``.
         seconds: How long it took.
-        nodes: Number of nodes of the model afterwards, including those in subgraphs; None if it is unknown.
+        nodes: Number of nodes of the model afterwards, including those in subgraphs; None if it is
+            unknown.
         bytes: Bytes of its weights, shared ones once; the same.
         summary: What a check found, in one line.
         file: The file that a change made; None for a check.
@@ -75,9 +82,11 @@ class PipelineRun(HoldsModel):
 
     Attributes:
         steps: What became of each step, in order.
-        provenance: The steps that made the model, as its metadata has them; earlier pipelines first.
+        provenance: The steps that made the model, as its metadata has them; earlier pipelines
+            first.
         output: The file that was written; None if a check failed.
-        same: When the pipeline of a file was repeated: whether its model came out again. None otherwise.
+        same: When the pipeline of a file was repeated: whether its model came out again. None
+            otherwise.
         model: The model; if a check failed, the one that it was given.
     """
 
@@ -108,7 +117,11 @@ class PipelineRun(HoldsModel):
             return f"step {self.failed.number} ({self.failed.name}) does not hold{skipped}; the output is not written"
         kept = sum(1 for report in self.steps if report.status == "kept")
         done = f"{len(self.steps)} steps{f', {kept} kept from an earlier run' if kept else ''}"
-        again = {True: "; the same model came out again", False: "; another model came out than before", None: ""}
+        again = {
+            True: "; the same model came out again",
+            False: "; another model came out than before",
+            None: "",
+        }
         return done + again[self.same]
 
     def table(self) -> Table:
@@ -128,34 +141,39 @@ def pipeline(
 ) -> PipelineRun:
     """Run passes, tools, and checks on a model, one after the other, and write down how the result was made.
 
-    Each step that changes the model writes a file into a folder, and stays there. If the same pipeline runs again, it
-    goes on after the last file that the same steps made from the same model, with the same versions of packages. The
-    pipeline stops at the first check that does not hold (``compare``, ``verify``); then ``output`` is not written.
+    Each step that changes the model writes a file into a folder, and stays there. If the same
+    pipeline runs again, it goes on after the last file that the same steps made from the same
+    model, with the same versions of packages. The pipeline stops at the first check that does not
+    hold (``compare``, ``verify``); then ``output`` is not written.
 
-    The metadata of every file has the steps that made it (``htp.provenance``), with options, versions and hashes. A
-    pipeline can be read from there, and repeated.
+    The metadata of every file has the steps that made it (``htp.provenance``), with options,
+    versions and hashes. A pipeline can be read from there, and repeated.
 
-    Not thread-safe if it runs tools, which redirect the output of the whole process. Two pipelines must not share a
-    folder at the same time.
+    Not thread-safe if it runs tools, which redirect the output of the whole process. Two pipelines
+    must not share a folder at the same time.
 
     Args:
-        steps: A list of names and of ``{name: options}``; or a YAML or JSON file with such a list, or with ``steps``,
-            ``model``, ``output`` and ``folder``; or an ONNX file that a pipeline made, whose steps are repeated.
-        model: The model to begin with: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not
-            changed. None for the one that the file names.
+        steps: A list of names and of ``{name: options}``; or a YAML or JSON file with such a list,
+            or with ``steps``, ``model``, ``output`` and ``folder``; or an ONNX file that a pipeline
+            made, whose steps are repeated.
+        model: The model to begin with: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
+            ``ir.Model``; not changed. None for the one that the file names.
         output: The file to write; None for the one that the file names.
-        folder: Folder for the files of the steps, made if it is not there; None for the name of ``output`` and
-            ``.steps``.
+        folder: Folder for the files of the steps, made if it is not there; None for the name of
+            ``output`` and ``.steps``.
         resume: Whether to go on after what an earlier run has done.
-        allow_entry: Whether the options of steps that are read from an ONNX file may name code: an ``entry``, options
-            that are handed to another tool. The files that they name have to be in the folder of that file anyway.
+        allow_entry: Whether the options of steps that are read from an ONNX file may name code: an
+            ``entry``, options that are handed to another tool. The files that they name have to be
+            in the folder of that file anyway.
 
     Returns:
-        What became of each step; ``ok`` is False if a check failed, or a repeated pipeline made another model.
+        What became of each step; ``ok`` is False if a check failed, or a repeated pipeline made
+        another model.
 
     Raises:
         InputError: If there is no such step or option, or no model or output; nothing was run.
-        FileError: If a file cannot be read or written, or an ONNX file has steps with options that are not allowed.
+        FileError: If a file cannot be read or written, or an ONNX file has steps with options that
+            are not allowed.
         StepError: If a step fails; the files of the steps before it stay.
 
     Examples:
@@ -171,15 +189,29 @@ def pipeline(
         read = read_pipeline(steps, allow_entry=allow_entry)
     else:
         read = steps if isinstance(steps, PipelineFile) else PipelineFile(tuple(steps_of(steps)))
-    source, target = read.model if model is None else model, read.output if output is None else output
+    source, target = (
+        read.model if model is None else model,
+        read.output if output is None else output,
+    )
     if source is None or target is None:
-        raise InputError(f"a pipeline needs {'a model to begin with' if source is None else 'an output to write'}")
-    named = [steps if isinstance(steps, str | os.PathLike) else None, *(step.options for step in read.steps)]
+        raise InputError(
+            f"a pipeline needs {'a model to begin with' if source is None else 'an output to write'}"
+        )
+    named = [
+        steps if isinstance(steps, str | os.PathLike) else None,
+        *(step.options for step in read.steps),
+    ]
     check_target(target, reads=files_named_in(named))
-    if isinstance(source, str | os.PathLike) and Path(target).exists() and Path(target).samefile(source):
+    if (
+        isinstance(source, str | os.PathLike)
+        and Path(target).exists()
+        and Path(target).samefile(source)
+    ):
         raise FileError(Path(target), "is the model to begin with; name another file to write")
     place = folder if folder is not None else read.folder
-    run = _Run(read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place))
+    run = _Run(
+        read.steps, source, Path(target), Path(f"{target}.steps" if place is None else place)
+    )
     run.check_files()
     with _located(read.file):
         check_values(read.steps, run.start)
@@ -205,8 +237,8 @@ def _located(file: Path | None) -> Iterator[None]:
 class PipelineFile:
     """What a file says of a pipeline; None where it says nothing.
 
-    ``made``: Of an ONNX file that a pipeline made, the steps that made it. ``file``: The YAML or JSON file, if there is
-    one.
+    ``made``: Of an ONNX file that a pipeline made, the steps that made it. ``file``: The YAML or
+    JSON file, if there is one.
     """
 
     steps: tuple[PipelineStep, ...]
@@ -228,7 +260,8 @@ def read_pipeline(
 ) -> PipelineFile:
     """Read a pipeline from a YAML or JSON file, or from the metadata of an ONNX file that a pipeline made.
 
-    Each step is given to ``prepare``, which returns it with options for its function, such as a model that is named.
+    Each step is given to ``prepare``, which returns it with options for its function, such as a
+    model that is named.
     """
     file = Path(path)
     if file.suffix.lower() not in (".yaml", ".yml", ".json"):
@@ -237,9 +270,14 @@ def read_pipeline(
             raise FileError(file, "does not say how it was made: no pipeline wrote it")
         gone = next((note for note in made if not is_repeatable(note.options)), None)
         if gone is not None:
-            raise FileError(file, f"cannot be repeated: step {gone.step} had an option that was an object of Python")
+            raise FileError(
+                file,
+                f"cannot be repeated: step {gone.step} had an option that was an object of Python",
+            )
         listed = [{note.step: note.options} for note in made]
-        return PipelineFile(tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made)
+        return PipelineFile(
+            tuple(steps_of(listed, prepare, file, allow_entry=allow_entry)), made=made
+        )
     content = read_yaml(file)
     content = content if isinstance(content, Mapping) else {"steps": content}
     for key in content:
@@ -248,11 +286,15 @@ def read_pipeline(
         if key in _FILES and not isinstance(content[key], str | None):
             problem = f"line {line_in_yaml(file, (key,))}: {key} is {content[key]!r}, and takes the name of a file"
             raise FileError(file, problem)
-    model, output, folder = (None if content.get(key) is None else Path(content[key]) for key in _FILES)
+    model, output, folder = (
+        None if content.get(key) is None else Path(content[key]) for key in _FILES
+    )
     if model is not None and is_special(model):
         raise FileError(model, f"is no plain file; {file} names it as the model to begin with")
     with _located(file):
-        return PipelineFile(tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file)
+        return PipelineFile(
+            tuple(steps_of(content.get("steps"), prepare)), model, output, folder, file=file
+        )
 
 
 def _is_of_pipeline(file: Path) -> bool:
@@ -261,7 +303,9 @@ def _is_of_pipeline(file: Path) -> bool:
 
 
 class _Run:
-    def __init__(self, steps: Sequence[PipelineStep], source: ModelSource, output: Path, folder: Path) -> None:
+    def __init__(
+        self, steps: Sequence[PipelineStep], source: ModelSource, output: Path, folder: Path
+    ) -> None:
         self._steps, self._source, self._output, self._folder = steps, source, output, folder
         self._start = model_of(source)
         self._external = has_external_data(self._start)
@@ -278,24 +322,36 @@ class _Run:
     def check_files(self) -> None:
         """Refuse a folder for the files of the steps that is none, and files that would be replaced and are of others.
 
-        In a folder with a file that a pipeline wrote, others of these names are such files, too, if damaged ones.
+        In a folder with a file that a pipeline wrote, others of these names are such files, too, if
+        damaged ones.
         """
         if os.path.lexists(self._folder) and not self._folder.is_dir():
-            raise FileError(self._folder, "is no folder; the files of the steps are written into one of this name")
-        numbered = [(number, step) for number, step in enumerate(self._steps, 1) if not step.kind.check]
+            raise FileError(
+                self._folder,
+                "is no folder; the files of the steps are written into one of this name",
+            )
+        numbered = [
+            (number, step) for number, step in enumerate(self._steps, 1) if not step.kind.check
+        ]
         files = [self._file_of(number, step) for number, step in numbered]
         existing = [file for file in files if os.path.lexists(file)]
         for file in existing:
             check_target(file)
             if is_special(file):
-                raise FileError(file, "is no plain file; name another folder for the files of the steps")
+                raise FileError(
+                    file, "is no plain file; name another folder for the files of the steps"
+                )
         if existing and not any(_is_of_pipeline(file) for file in existing):
-            raise FileError(existing[0], "is of no pipeline; name another folder for the files of the steps")
+            raise FileError(
+                existing[0], "is of no pipeline; name another folder for the files of the steps"
+            )
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
         """Run the steps; ``made`` are those that are repeated, if that is so."""
         if made and made[0].input != self._hash:
-            raise InputError("the pipeline of this file began with another model than the one that is given")
+            raise InputError(
+                "the pipeline of this file began with another model than the one that is given"
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         done = self._resumed() if resume else 0
         for number, step in enumerate(counted(self._steps[done:], "steps"), done + 1):
@@ -312,12 +368,18 @@ class _Run:
             self._model = final
         same = self._notes[-1].output == made[-1].output if made and ok else None
         output = self._output if ok else None
-        return PipelineRun(tuple(self._reports), tuple(self._notes), output, same, model=self._model)
+        return PipelineRun(
+            tuple(self._reports), tuple(self._notes), output, same, model=self._model
+        )
 
     def _done(self, number: int, step: PipelineStep) -> StepReport:
         begun = time.perf_counter()
         starting = {step.kind.start: self._source} if step.kind.start else {}
-        options = {**starting, **step.options, step.kind.given: self._source if self._file is None else self._file}
+        options = {
+            **starting,
+            **step.options,
+            step.kind.given: self._source if self._file is None else self._file,
+        }
         note = ProvenanceNote(step.name, step.written, self._hash, "", step.files, step.versions)
         given = self._file or name_of(self._source, "the model")
         try:
@@ -356,7 +418,12 @@ class _Run:
             except HtpExportError:
                 continue
             if self._is_of(notes, number) and notes[-1].output == content_hash(model):
-                self._notes, self._hash, self._file, self._model = list(notes), notes[-1].output, file, model
+                self._notes, self._hash, self._file, self._model = (
+                    list(notes),
+                    notes[-1].output,
+                    file,
+                    model,
+                )
                 self._reports = [self._kept(place) for place in range(1, number + 1)]
                 return number
         return 0
@@ -385,6 +452,10 @@ class _Run:
 def _report(
     number: int, step: PipelineStep, status: Any, model: ir.Model, file: Path, seconds: float = 0.0
 ) -> StepReport:
-    stored = {id(value.const_value): value for graph in model.graphs() for value in graph.initializers.values()}
+    stored = {
+        id(value.const_value): value
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+    }
     nodes, size = sum(1 for _ in all_nodes(model)), weight_bytes(stored.values())
     return StepReport(number, step.name, status, seconds, nodes, size, file=file)

@@ -60,7 +60,11 @@ def texts_in(options: Any) -> Iterator[str]:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is nothing but numbers, truth values and lists of them."""
-    return all(map(is_plain, value)) if isinstance(value, list) else isinstance(value, bool | int | float | None)
+    return (
+        all(map(is_plain, value))
+        if isinstance(value, list)
+        else isinstance(value, bool | int | float | None)
+    )
 
 
 def option_files(options: Any) -> dict[str, str]:
@@ -79,11 +83,18 @@ def option_files(options: Any) -> dict[str, str]:
 def _digest(value: Any) -> str:
     """The hash of an array, a tensor, a PyTorch model or a dataclass; empty for anything else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        fields = {each.name: described_options(getattr(value, each.name)) for each in dataclasses.fields(value)}
-        return hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
+        fields = {
+            each.name: described_options(getattr(value, each.name))
+            for each in dataclasses.fields(value)
+        }
+        return (
+            hashlib.sha256(json.dumps(fields).encode()).hexdigest() if is_described(fields) else ""
+        )
     digest, arrays = hashlib.sha256(), {"": value}
     if hasattr(value, "state_dict") and hasattr(value, "named_modules"):
-        arrays = {name: each for name, each in value.state_dict().items() if hasattr(each, "detach")}
+        arrays = {
+            name: each for name, each in value.state_dict().items() if hasattr(each, "detach")
+        }
         classes = [f"{path}:{type(module).__qualname__}" for path, module in value.named_modules()]
         digest.update(repr((value.training, classes, list(arrays))).encode())
     elif not (hasattr(value, "detach") or isinstance(value, np.ndarray | np.generic)):

@@ -1,8 +1,9 @@
 """Devices by the words that ONNX Runtime's layer assignment knows, and the session options that bind nodes to them.
 
-A node whose metadata has the text ``layer_ann`` is offered to the first execution provider for which the session's
-``session.layer_assignment_settings`` lists it, ``gpu(=gpu); CPUExecutionProvider(=cpu)``, and to others if that one has
-no kernel; without ``=``, its beginning is enough (onnxruntime/core/framework/layering_annotations.cc).
+A node whose metadata has the text ``layer_ann`` is offered to the first execution provider for
+which the session's ``session.layer_assignment_settings`` lists it, ``gpu(=gpu);
+CPUExecutionProvider(=cpu)``, and to others if that one has no kernel; without ``=``, its beginning
+is enough (onnxruntime/core/framework/layering_annotations.cc).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _UNWRITABLE = frozenset("(),;=: ")
 def device_named(word: str) -> str:
     """The device that a word means: one of ``_KINDS``, ``gpu:1``, ``gpu:nvidia``, or an execution provider.
 
-    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. Others are an `InputError`.
+    ``OpenVINOExecutionProvider`` may be ``openvino``; that of a plugin has its own name. Others are
+    an `InputError`.
     """
     import onnxruntime
 
@@ -55,8 +57,8 @@ def device_named(word: str) -> str:
 def assignment_settings(devices: Iterable[str]) -> str:
     """The value of ``session.layer_assignment_settings`` for nodes that are annotated with their devices.
 
-    ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first provider of the
-    session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
+    ``cpu`` stands for ``CPUExecutionProvider`` alone: to ONNX Runtime the word ``cpu`` is the first
+    provider of the session whose device is a CPU, which may be that of OpenVINO, QNN or XNNPACK.
     """
     return "; ".join(f"{HOST if device == 'cpu' else device}(={device})" for device in devices)
 
@@ -73,7 +75,10 @@ def check_honoured() -> None:
     """Refuse a version of ONNX Runtime that ignores the devices of nodes (`InputError`)."""
     import onnxruntime
 
-    if tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2]) < _HONOURED_SINCE:
+    if (
+        tuple(int(part) for part in re.findall(r"\d+", onnxruntime.__version__)[:2])
+        < _HONOURED_SINCE
+    ):
         raise InputError(
             f"ONNX Runtime {onnxruntime.__version__} ignores the devices of nodes; it needs "
             f"{'.'.join(map(str, _HONOURED_SINCE))} or later"

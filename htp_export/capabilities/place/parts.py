@@ -1,7 +1,8 @@
 """The parts of a model that go to a device with limited memory, so that it does most of the work and few tensors cross.
 
-The memory is filled with neighbours: from each part on, in order of execution and around the end, those that still fit
-are taken. On BERT, Llama, ResNet and ViT, this finds as much work as the best of all choices, `docs/placement.md`.
+The memory is filled with neighbours: from each part on, in order of execution and around the end,
+those that still fit are taken. On BERT, Llama, ResNet and ViT, this finds as much work as the best
+of all choices, `docs/placement.md`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ _MOST_STARTS = 256  # a model of thousands of parts takes seconds
 class Item:
     """A part that is on the device as a whole, or not at all.
 
-    A weight of several items needs memory once. ``peak``: bytes of activations while it runs; ``work``: what is saved.
+    A weight of several items needs memory once. ``peak``: bytes of activations while it runs;
+    ``work``: what is saved.
     """
 
     weights: Mapping[object, int]
@@ -54,12 +56,14 @@ class _Choice(NamedTuple):
     size: int
 
 
-def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1) -> list[int]:
+def fill(
+    items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slack: float = 0.1
+) -> list[int]:
     """Choose the items that go to the device, by their numbers in the order of execution; none if nothing fits.
 
-    Of the choices of neighbours that fit, with at least ``1 - slack`` of the most work, it is the one with the fewest
-    crossings; of several, the one with the most work. A tensor crosses if the items that make and read it are not all
-    on one side.
+    Of the choices of neighbours that fit, with at least ``1 - slack`` of the most work, it is the
+    one with the fewest crossings; of several, the one with the most work. A tensor crosses if the
+    items that make and read it are not all on one side.
     """
     nets = [tensor.consumers | {tensor.producer} for tensor in tensors]
     nets_of: defaultdict[int, list[int]] = defaultdict(list)
@@ -67,10 +71,14 @@ def fill(items: Sequence[Item], tensors: Iterable[PartTensor], memory: int, slac
         for part in parts:
             nets_of[part].append(number)
     starts = range(0, len(items), math.ceil(len(items) / _MOST_STARTS) or 1)
-    choices = [choice for start in starts for choice in _choices_from(start, items, nets, nets_of, memory)]
+    choices = [
+        choice for start in starts for choice in _choices_from(start, items, nets, nets_of, memory)
+    ]
     least = (1 - slack) * max((choice.work for choice in choices), default=0)
     good = [choice for choice in choices if choice.work >= least]
-    best = min(good, key=lambda choice: (choice.crossings, -choice.work), default=_Choice(0, 0, [], 0))
+    best = min(
+        good, key=lambda choice: (choice.crossings, -choice.work), default=_Choice(0, 0, [], 0)
+    )
     return sorted(best.taken[: best.size])
 
 
@@ -133,9 +141,15 @@ class Needs:
         from htp_export.costs.memory import Timeline
 
         self.tagged, self.notes = tagged, run.notes
-        tensors = (tensor for step, _ in walk(run.steps) for tensor in (*step.inputs, *step.outputs))
-        self.sizes = {one.name: one.bytes for one in tensors if one is not None and one.shape is not None}
-        self._live = {step.node: int(live) for step, live in zip(run.steps, Timeline(run).live, strict=True)}
+        tensors = (
+            tensor for step, _ in walk(run.steps) for tensor in (*step.inputs, *step.outputs)
+        )
+        self.sizes = {
+            one.name: one.bytes for one in tensors if one is not None and one.shape is not None
+        }
+        self._live = {
+            step.node: int(live) for step, live in zip(run.steps, Timeline(run).live, strict=True)
+        }
         self._steps: dict[ir.Node, RunStep] = {step.node: step for step in run.steps}
 
     def item(self, nodes: Iterable[ir.Node]) -> Item:
@@ -151,7 +165,11 @@ class Needs:
             peak, work = max(peak, self._live[node]), work + 1  # work that is not known counts, too
             for step, times in walk([self._steps[node]]):
                 weights.update(
-                    {t: t.bytes for t in step.inputs if t is not None and t.origin in ("weight", "constant")}
+                    {
+                        t: t.bytes
+                        for t in step.inputs
+                        if t is not None and t.origin in ("weight", "constant")
+                    }
                 )
                 done = work_of(step)
                 work += 0 if done is None else times * (2 * done.macs + done.other)
@@ -168,8 +186,9 @@ def nodes_that_fit(
 ) -> set[ir.Node]:
     """The nodes that go to a device, so that it does most of the work that fits, and few tensors cross.
 
-    Modules are not divided if they fit. What a divided module computes around the modules below it is divided into
-    connected parts. If nothing fits, the `InputError` names the part that needs least.
+    Modules are not divided if they fit. What a divided module computes around the modules below it
+    is divided into connected parts. If nothing fits, the `InputError` names the part that needs
+    least.
     """
     nodes = [node for node in needs.ordered if node in candidates]
     if not nodes:
@@ -182,7 +201,9 @@ def nodes_that_fit(
     items = [needs.item(part) for _, part in parts]
     part_of = {node: number for number, (_, part) in enumerate(parts) for node in part}
     cutter = Cutter(needs.tagged)  # constants and sizes cost nothing
-    tensors = part_tensors(needs.tagged, part_of, lambda value: not (cutter.is_free(value) or cutter.is_size(value)))
+    tensors = part_tensors(
+        needs.tagged, part_of, lambda value: not (cutter.is_free(value) or cutter.is_size(value))
+    )
     chosen = fill(items, tensors, memory, slack)
     if not chosen:
         item, (path, _) = min(zip(items, parts, strict=True), key=lambda pair: pair[0].memory)
@@ -211,7 +232,9 @@ def _divided(needs: Needs, nodes: Sequence[ir.Node], memory: int) -> list[_Part]
     return parts
 
 
-def _below(tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]) -> Mapping[str, Sequence[ir.Node]]:
+def _below(
+    tagged: TaggedModel, path: str, nodes: Iterable[ir.Node]
+) -> Mapping[str, Sequence[ir.Node]]:
     """Module right below a path → its nodes of these; the first of several that a node belongs to."""
     child_of: dict[ir.Node, str] = {}
     for child in tagged.hierarchy.children(path):

@@ -42,16 +42,26 @@ def place_command(
     runs_on: DataOptions,
     plan: Annotated[Path | None, typer.Argument(help="A plan, .yaml or .json.")] = None,
     rule: Annotated[list[str] | None, rule_option("DEVICE", "encoder=gpu")] = None,
-    output: Annotated[Path | None, "The ONNX file to write.", Writes(Kind.MODEL, in_place=True)] = None,
+    output: Annotated[
+        Path | None, "The ONNX file to write.", Writes(Kind.MODEL, in_place=True)
+    ] = None,
     budget: Annotated[
         list[str] | None,
-        typer.Option(metavar="DEVICE=SIZE", help="Memory of a device: gpu=4GiB. What does not fit goes to the CPU."),
+        typer.Option(
+            metavar="DEVICE=SIZE",
+            help="Memory of a device: gpu=4GiB. What does not fit goes to the CPU.",
+        ),
     ] = None,
     slack: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Share of a device's work to give up for fewer crossings.")
+        float,
+        typer.Option(
+            min=0, max=0.99, help="Share of a device's work to give up for fewer crossings."
+        ),
     ] = 0.1,
     share_weights: ShareOption = False,
-    show: Annotated[bool, "Write nothing; show which execution provider of ONNX Runtime runs each module."] = False,
+    show: Annotated[
+        bool, "Write nothing; show which execution provider of ONNX Runtime runs each module."
+    ] = False,
     provider: ProviderOption = None,
 ) -> None:
     """Give modules devices, for ONNX Runtime 1.25 and later."""

@@ -57,8 +57,8 @@ class Crossing:
 def _edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node | None]]:
     """Each tensor, its producer, None for an input of the model, and a consumer, None for an output.
 
-    What a subgraph is given comes from the node that runs it, and what it returns goes there. Every device has the
-    initializers and constants that it needs: they are left out.
+    What a subgraph is given comes from the node that runs it, and what it returns goes there. Every
+    device has the initializers and constants that it needs: they are left out.
     """
     holder = {body: node for node in all_nodes(model) for body in subgraphs(node)}
 
@@ -91,8 +91,9 @@ def crossings(
 ) -> tuple[Crossing, ...]:
     """The tensors between devices of a model without functions, in the order in which they are first read.
 
-    Where the device of a node is unknown, nothing is said of its tensors. ``host`` has the inputs and takes the outputs
-    of the model; ``sizes`` are bytes by name; tensors that do not ``counts`` are left out.
+    Where the device of a node is unknown, nothing is said of its tensors. ``host`` has the inputs
+    and takes the outputs of the model; ``sizes`` are bytes by name; tensors that do not ``counts``
+    are left out.
     """
     found: dict[tuple[ir.Value, str, str], tuple[ir.Node | None, dict[str, None]]] = {}
     for value, maker, reader in _edges(model):
@@ -129,12 +130,14 @@ class PlacedModule(ModuleFacts):
     """The facts of a module, and where it runs.
 
     Attributes:
-        device: Its device or execution provider; several are joined by ``+``, the one with the most nodes first; empty
-            if none is known. Nodes that it shares with modules outside of it do not count, unless it has no others.
-        by_device: Device → number of its nodes, shared ones included. In a result of ``placement``, of the nodes that
-            ONNX Runtime places, which are fewer than ``nodes`` where it has merged some.
-        crossing_bytes: Bytes of the tensors that cross between devices and that it, or a module below it, makes or
-            reads.
+        device: Its device or execution provider; several are joined by ``+``, the one with the most
+            nodes first; empty if none is known. Nodes that it shares with modules outside of it do
+            not count, unless it has no others.
+        by_device: Device → number of its nodes, shared ones included. In a result of ``placement``,
+            of the nodes that ONNX Runtime places, which are fewer than ``nodes`` where it has
+            merged some.
+        crossing_bytes: Bytes of the tensors that cross between devices and that it, or a module
+            below it, makes or reads.
     """
 
     device: str = ""
@@ -149,7 +152,8 @@ class DeviceUse:
     Attributes:
         nodes: Number of nodes.
         weight_bytes: Bytes of the weights that they read; None if shapes are unknown.
-        peak_bytes: The most activations that are in memory while one of them runs, on all devices together.
+        peak_bytes: The most activations that are in memory while one of them runs, on all devices
+            together.
         budget: The bytes that they may need; None for no limit.
     """
 
@@ -184,9 +188,15 @@ class _ByDevice(ModuleTable):
     def listed(self) -> Sequence[PlacedModule]:
         """The modules with nodes; of those below a module all of whose nodes are on one device, only it."""
         modules: Mapping[str, PlacedModule] = self.by_module
-        whole = {path for path, module in modules.items() if module.device and _AND not in module.device}
+        whole = {
+            path for path, module in modules.items() if module.device and _AND not in module.device
+        }
         if self.free:
-            whole = {path for path in whole if sum(modules[path].by_device.values()) >= modules[path].nodes}
+            whole = {
+                path
+                for path in whole
+                if sum(modules[path].by_device.values()) >= modules[path].nodes
+            }
         return [
             module
             for path, module in modules.items()
@@ -198,7 +208,9 @@ class _ByDevice(ModuleTable):
             return ["no tensor crosses between devices"]
         known = sum(crossing.bytes or 0 for crossing in self.crossings)
         count = len(self.crossings)
-        lines = [f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {known:,} bytes a run:"]
+        lines = [
+            f"{count} tensor{'s cross' if count != 1 else ' crosses'} between devices, {known:,} bytes a run:"
+        ]
         lines += [f"  {crossing}" for crossing in self.crossings[:_MOST_LINES]]
         return [*lines, f"  and {count - _MOST_LINES} more"] if count > _MOST_LINES else lines
 
@@ -210,9 +222,11 @@ class Placed(_ByDevice, HoldsModel):
     Attributes:
         modules: Module path → where it goes.
         devices: Device → what is on it.
-        crossings: The tensors between nodes of different devices. The inputs and outputs of the model are on the CPU.
+        crossings: The tensors between nodes of different devices. The inputs and outputs of the
+            model are on the CPU.
         options: Session configuration entries that make ONNX Runtime use the devices.
-        free: Number of nodes without a device. ONNX Runtime offers them to all execution providers, in their order.
+        free: Number of nodes without a device. ONNX Runtime offers them to all execution providers,
+            in their order.
         remarks: Sentences on what to know of the result.
         tags: The tags of the model.
         given: The model.
@@ -290,7 +304,8 @@ class Placement(_ByDevice):
         misplaced: Nodes that run elsewhere than their device in the file.
         options: The session configuration entries for layer assignment that were used.
         remarks: Sentences on what to know of the result.
-        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        assumed: A line for each open dimension whose size was not given, with the size that was
+            used.
         tags: The tags of the model.
     """
 
@@ -315,8 +330,12 @@ class Placement(_ByDevice):
     def notes(self) -> tuple[str, ...]:
         """Crossings, and what differs from the file, a line each."""
         lines = self._crossing_lines()
-        for (device, provider), count in Counter((node.device, node.provider) for node in self.misplaced).items():
-            lines.append(f"{count} node{'s run' if count != 1 else ' runs'} on {provider} and not on {device}")
+        for (device, provider), count in Counter(
+            (node.device, node.provider) for node in self.misplaced
+        ).items():
+            lines.append(
+                f"{count} node{'s run' if count != 1 else ' runs'} on {provider} and not on {device}"
+            )
         if self.unattributed:
             kinds = ", ".join(sorted({op for _, op, _ in self.unattributed}))
             lines.append(f"{len(self.unattributed)} nodes belong to no known module: {kinds}")

@@ -22,7 +22,14 @@ from htp_export.capabilities.place.devices import (
     with_entries,
 )
 from htp_export.capabilities.place.parts import Needs, needs_of, nodes_that_fit
-from htp_export.capabilities.place.placed import DeviceUse, Misplaced, Placed, Placement, crossings, placed_modules
+from htp_export.capabilities.place.placed import (
+    DeviceUse,
+    Misplaced,
+    Placed,
+    Placement,
+    crossings,
+    placed_modules,
+)
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, OnnxRuntimeError, RuleError
 from htp_export.files.filesystem import temporary_folder
@@ -64,21 +71,27 @@ def place(
 ) -> Placed:
     """Give modules devices, as ONNX Runtime reads them: ``layer_ann`` in the metadata of nodes.
 
-    Rules hold as in every plan, see `quantize`. A node of several modules with different devices has that of the first
-    of them, in the order of execution, that has one. Nodes without a device are placed by ONNX Runtime. It uses the
-    devices from version 1.25 on, if the session has the options of the result.
+    Rules hold as in every plan, see `quantize`. A node of several modules with different devices
+    has that of the first of them, in the order of execution, that has one. Nodes without a device
+    are placed by ONNX Runtime. It uses the devices from version 1.25 on, if the session has the
+    options of the result.
 
-    With a budget, the modules that rules give to a device go there as far as they fit; the others go to the CPU.
+    With a budget, the modules that rules give to a device go there as far as they fit; the others
+    go to the CPU.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        plan: Selector → device, in order: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``, ``accelerator``,
-            ``gpu:1``, ``gpu:nvidia``, or an execution provider. It may be left out if there is a budget for one device.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
+            ``ir.Model``; not changed.
+        plan: Selector → device, in order: ``cpu``, ``gpu``, ``cuda``, ``dml``, ``npu``, ``fpga``,
+            ``accelerator``, ``gpu:1``, ``gpu:nvidia``, or an execution provider. It may be left out
+            if there is a budget for one device.
         output: The file to write.
-        budget: Device → bytes for weights and activations: a number, or a text such as ``4GiB`` or ``500 MB``.
-        slack: Which part of the operations on the device may be given up, so that fewer tensors cross.
+        budget: Device → bytes for weights and activations: a number, or a text such as ``4GiB`` or
+            ``500 MB``.
+        slack: Which part of the operations on the device may be given up, so that fewer tensors
+            cross.
         data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
         dims: Name of an open dimension → size. Dimensions that are not given are 1.
         shapes: Input name → shape.
@@ -89,7 +102,8 @@ def place(
         Where each module goes, the tensors that cross, and the session options.
 
     Raises:
-        InputError: A device is unknown, a rule names modules without nodes, or nothing fits into a budget.
+        InputError: A device is unknown, a rule names modules without nodes, or nothing fits into a
+            budget.
         SelectorError: A selector cannot be read or matches no module.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
@@ -107,7 +121,9 @@ def place(
     check_target(output)
     if not 0 <= slack < 1:
         raise InputError(f"slack is a share from 0 to less than 1, not {slack!r}")
-    limits = {device_named(device): _budget(device, size) for device, size in (budget or {}).items()}
+    limits = {
+        device_named(device): _budget(device, size) for device, size in (budget or {}).items()
+    }
     rules = _rules(plan, limits)
     source = load(model)
     original = read_flat(source)
@@ -127,7 +143,11 @@ def place(
     write_placement(placed.model.metadata_props, options)
     if output is not None:
         write_model(placed.model, output, external_data, share_weights=share_weights)
-    flat = ["its functions were inlined: their nodes may go to different devices"] if source.model.functions else []
+    flat = (
+        ["its functions were inlined: their nodes may go to different devices"]
+        if source.model.functions
+        else []
+    )
     remarks = (*flat, *(needs.notes if needs is not None else ()))
     return _placed(original, placed.model, devices, needs, limits, options, remarks)
 
@@ -135,9 +155,15 @@ def place(
 def _budget(device: str, size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
-    match = _SIZE.fullmatch(size.strip()) if isinstance(size, str) and len(size) <= _LONGEST_SIZE else None
+    match = (
+        _SIZE.fullmatch(size.strip())
+        if isinstance(size, str) and len(size) <= _LONGEST_SIZE
+        else None
+    )
     if match is None:
-        raise InputError(f"budget of {device}: {size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB")
+        raise InputError(
+            f"budget of {device}: {size!r} is no size; write bytes, or a number with a unit: 4GiB, 500 MB"
+        )
     number, unit, binary = match.groups()
     return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.lower()])
 
@@ -152,7 +178,9 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
     wanted = {_device_of(selector, device) for selector, device in plan.items()}
     for device in limits:
         if device == _REST:
-            raise InputError(f"there is no budget for {_REST}: what fits on no other device goes there")
+            raise InputError(
+                f"there is no budget for {_REST}: what fits on no other device goes there"
+            )
         if device not in wanted:
             raise InputError(f"there is a budget for {device}, but no rule gives modules to it")
     return plan
@@ -167,17 +195,28 @@ def _device_of(selector: str, device: str) -> str:
 
 def _devices(tagged: TaggedModel, plan: Mapping[str, str]) -> dict[ir.Node, str]:
     """Node → its device; of modules that differ, that of the first one, where the result is needed first."""
-    found = assigned(tagged, {selector: _device_of(selector, device) for selector, device in plan.items()})
+    found = assigned(
+        tagged, {selector: _device_of(selector, device) for selector, device in plan.items()}
+    )
     empty = next((selector for selector, nodes in found.reached.items() if not nodes), None)
     if empty is not None:
         raise RuleError(empty, "its modules have no nodes: they return their input, or were merged")
-    devices = {**found.nodes, **{node: next(iter(said.values())) for node, said in found.disputed.items()}}
+    devices = {
+        **found.nodes,
+        **{node: next(iter(said.values())) for node, said in found.disputed.items()},
+    }
     return {node: devices[node] for node in tagged.nodes if node in devices}
 
 
-def _keep_what_fits(devices: dict[ir.Node, str], needs: Needs, device: str, memory: int, slack: float) -> None:
+def _keep_what_fits(
+    devices: dict[ir.Node, str], needs: Needs, device: str, memory: int, slack: float
+) -> None:
     """Leave a device to the nodes that fit; nodes of subgraphs go with the node around them."""
-    holders = {node: [*needs.tagged.index.scopes(node)][-1] for node, wanted in devices.items() if wanted == device}
+    holders = {
+        node: [*needs.tagged.index.scopes(node)][-1]
+        for node, wanted in devices.items()
+        if wanted == device
+    }
     candidates = {holder for holder in holders.values() if devices.get(holder) == device}
     fitting = nodes_that_fit(needs, candidates, device, memory, slack)
     devices.update({node: _REST for node, holder in holders.items() if holder not in fitting})
@@ -239,9 +278,10 @@ def placement(
 ) -> Placement:
     """Show which execution provider of ONNX Runtime runs each module, and what crosses between them.
 
-    ONNX Runtime (1.24 or later) loads the model and says what it gave to which provider; nothing is run. What it merges
-    before is attributed to modules as in `htp_export.profile`. A model that `htp_export.place` wrote is loaded with its
-    session options, unless ``session_options`` has others.
+    ONNX Runtime (1.24 or later) loads the model and says what it gave to which provider; nothing is
+    run. What it merges before is attributed to modules as in `htp_export.profile`. A model that
+    `htp_export.place` wrote is loaded with its session options, unless ``session_options`` has
+    others.
 
     Thread-safe, but not for calls with the same ``session_options``.
 
@@ -250,17 +290,20 @@ def placement(
         data: The inputs of one run, for the sizes of tensors, as in `htp_export.cost`.
         dims: Name of an open dimension → size. Dimensions that are not given are 1.
         shapes: Input name → shape.
-        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``; empty for those
-            that ``session_options`` has, as those of plugins.
+        providers: Execution providers, in order of preference, as for
+            ``onnxruntime.InferenceSession``; empty for those that ``session_options`` has, as those
+            of plugins.
         session_options: An ``onnxruntime.SessionOptions``. It is restored afterwards.
 
     Returns:
-        Providers by module, the tensors that cross, and nodes that run elsewhere than their device in the file.
+        Providers by module, the tensors that cross, and nodes that run elsewhere than their device
+        in the file.
 
     Raises:
         UntaggedModelError: The model has no module tags.
         FileError: The file cannot be read.
-        InputError: ONNX Runtime cannot load the model or does not say where nodes run, or a provider is missing.
+        InputError: ONNX Runtime cannot load the model or does not say where nodes run, or a
+            provider is missing.
 
     Examples:
         >>> import torch, htp_export
@@ -275,7 +318,9 @@ def placement(
     original = load(model)
     tagged = read_flat(original)
     tagged.require_tags()
-    entries, remarks = _entries(tagged, session_options, name_of(model, f"model {tagged.model.graph.name!r}"))
+    entries, remarks = _entries(
+        tagged, session_options, name_of(model, f"model {tagged.model.graph.name!r}")
+    )
     named = tagged.clone()
     renamed = make_node_names_unique(named.model.graph)
     with temporary_folder() as folder:
@@ -289,16 +334,23 @@ def placement(
             assignment = assign(runnable, settings, folder, entries)
         except OnnxRuntimeError as error:
             if entries and _BORDER_FAULT in error.problem:
-                raise OnnxRuntimeError(error.model, error.action, f"{_BORDER}: {error.problem}") from error
+                raise OnnxRuntimeError(
+                    error.model, error.action, f"{_BORDER}: {error.problem}"
+                ) from error
             raise
-    return _placement(named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes))
+    return _placement(
+        named, assignment, entries, remarks, needs_of(load(assignment.graph), example, dims, shapes)
+    )
 
 
-def _entries(tagged: TaggedModel, options: Any, name: str) -> tuple[dict[str, str], tuple[str, ...]]:
+def _entries(
+    tagged: TaggedModel, options: Any, name: str
+) -> tuple[dict[str, str], tuple[str, ...]]:
     """The configuration entries that the model asks for, if the options have no others; and what is to be said."""
     own = "" if options is None else entry_of(options, SETTINGS)
     try:
-        written = read_placement(tagged.model.metadata_props).get(SETTINGS)  # a file may not set any other entry
+        # a file may not set any other entry
+        written = read_placement(tagged.model.metadata_props).get(SETTINGS)
     except ValueError as error:
         raise InputError(f"{name}: {error}") from error
     if own or written is None:
@@ -326,7 +378,9 @@ def _placement(
 
     works = optimized_works(tagged, assignment.graph)
     sizes = {} if needs is None else needs.sizes
-    found = crossings(assignment.graph, assignment.provider_of.get, lambda node: works[node].owners, sizes, HOST)
+    found = crossings(
+        assignment.graph, assignment.provider_of.get, lambda node: works[node].owners, sizes, HOST
+    )
     copied = assignment.copied
     if copied is not None:
         found = tuple(replace(crossing, copied=crossing.tensor in copied) for crossing in found)
@@ -355,4 +409,6 @@ def _misplaced(tagged: TaggedModel, assignment: Assignment) -> Iterator[Misplace
         node = named.get(entry.name) or named.get(entry.name.rpartition("/")[0])
         device = None if node is None else node.metadata_props.get(ANNOTATION)
         if node is not None and device is not None and not is_device(device, entry.provider):
-            yield Misplaced(entry.name, entry.op_type, tagged.owners_of(node), device, entry.provider)
+            yield Misplaced(
+                entry.name, entry.op_type, tagged.owners_of(node), device, entry.provider
+            )

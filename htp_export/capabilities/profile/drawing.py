@@ -21,12 +21,17 @@ _MOSTLY: Column[ModuleLatency] = Column(
 
 
 def render_profile(
-    profile: Profile, *, sort: Literal["tree", "total", "self"] = "tree", depth: int | None = None, fold: bool = True
+    profile: Profile,
+    *,
+    sort: Literal["tree", "total", "self"] = "tree",
+    depth: int | None = None,
+    fold: bool = True,
 ) -> RenderableType:
     """A table with a line for each module that takes time: total, self, share and kernels; then the whole in words.
 
-    Modules more than ``depth`` levels below the root are left out; containers that never ran are no level. With
-    ``fold``, alike siblings that follow each other are drawn once, with the mean of their times.
+    Modules more than ``depth`` levels below the root are left out; containers that never ran are no
+    level. With ``fold``, alike siblings that follow each other are drawn once, with the mean of
+    their times.
     """
     rows = _shown(profile, depth)
     if sort != "tree":
@@ -43,8 +48,13 @@ def _shown(profile: Profile, depth: int | None) -> list[ModuleLatency]:
     def level(path: str) -> int:
         return sum(up in ran for up in tags.ancestors(path) if up != path)
 
-    shown = [module for path, module in every.items() if path in ran and (depth is None or level(path) <= depth)]
-    return [module if module.calls else replace(module, calls=1) for module in shown]  # no container: it has a line
+    shown = [
+        module
+        for path, module in every.items()
+        if path in ran and (depth is None or level(path) <= depth)
+    ]
+    # no container: it has a line
+    return [module if module.calls else replace(module, calls=1) for module in shown]
 
 
 def _alike(row: ModuleLatency) -> Hashable:

@@ -43,33 +43,38 @@ def profile(
 ) -> Profile:
     """Measure the latency of every module.
 
-    The model runs in ONNX Runtime with its optimisations, first under its profiler and then without. A kernel that does
-    work of several modules is divided equally among them; kernels without a module are listed. ``timing`` of the result
-    says what was timed: on a GPU, ONNX Runtime's profiler measures launches, unless it was built to measure kernels.
+    The model runs in ONNX Runtime with its optimisations, first under its profiler and then
+    without. A kernel that does work of several modules is divided equally among them; kernels
+    without a module are listed. ``timing`` of the result says what was timed: on a GPU, ONNX
+    Runtime's profiler measures launches, unless it was built to measure kernels.
 
     Thread-safe, but calls at the same time slow each other down.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
             Nothing is written beside a file.
-        data: The inputs of one run, as for `quantize`. Random ones without: floats are normal, integers 0 or 1,
-            booleans true.
-        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        data: The inputs of one run, as for `quantize`. Random ones without: floats are normal,
+            integers 0 or 1, booleans true.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
+            sizes are refused.
         shapes: For random inputs: input name → shape.
         runs: Number of measured runs, each with the profiler and without.
         warmup: Number of runs before those.
-        providers: Execution providers, in order of preference, as for ``onnxruntime.InferenceSession``.
-        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so on. It is restored
-            afterwards.
-        memory: Run the model once more, and record what ONNX Runtime allocates for each kernel, beside the estimate of
-            `cost`.
-        timing: ``kernels``: what ONNX Runtime's profiler measures. ``modules``: each module runs alone, with its inputs
-            on the device. ``auto``: the second if the device only queues kernels, the profiler has no times of them,
-            and the times of launches explain less than half of a run.
-        engine: ``onnxruntime``, or the name of an engine that another package adds: of an entry point of the group
-            ``htp_export.profile``.
+        providers: Execution providers, in order of preference, as for
+            ``onnxruntime.InferenceSession``.
+        session_options: An ``onnxruntime.SessionOptions``: threads, level of optimisation and so
+            on. It is restored afterwards.
+        memory: Run the model once more, and record what ONNX Runtime allocates for each kernel,
+            beside the estimate of `cost`.
+        timing: ``kernels``: what ONNX Runtime's profiler measures. ``modules``: each module runs
+            alone, with its inputs on the device. ``auto``: the second if the device only queues
+            kernels, the profiler has no times of them, and the times of launches explain less than
+            half of a run.
+        engine: ``onnxruntime``, or the name of an engine that another package adds: of an entry
+            point of the group ``htp_export.profile``.
         engine_options: Options of such an engine.
-        measured: Nothing is run. The files in which such an engine wrote what it measured elsewhere.
+        measured: Nothing is run. The files in which such an engine wrote what it measured
+            elsewhere.
 
     Returns:
         Times in ms, by module path.
@@ -77,8 +82,9 @@ def profile(
     Raises:
         UntaggedModelError: The model has no module tags.
         FileError: A file cannot be read, or what is measured in it is of another model.
-        InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider or engine is missing,
-            options are not those of the engine, or ``runs`` or ``warmup`` is too small.
+        InputError: The inputs do not fit the model, ONNX Runtime cannot run it, a provider or
+            engine is missing, options are not those of the engine, or ``runs`` or ``warmup`` is too
+            small.
         ToolError: An engine of another package cannot run the model.
 
     Examples:
@@ -99,25 +105,33 @@ def profile(
         if options or measured is not None:
             raise InputError("engine_options and measured are for other engines, see engine")
     elif settings != SessionSettings() or memory or timing == "modules":
-        raise InputError(f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}")
+        raise InputError(
+            f"providers, session_options, memory and timing are for engine={OWN_ENGINE!r}"
+        )
     original = load(model)
     tagged = read_flat(original)  # ONNX Runtime would inline functions under names of its own
     tagged.require_tags()
     name = name_of(model, "the model")
     if other is not None and measured is not None:
         if data is not None or dims or shapes or options:
-            raise InputError("measured reads times of a run that took place; data, sizes and options have no effect")
+            raise InputError(
+                "measured reads times of a run that took place; data, sizes and options have no effect"
+            )
         if not hasattr(other, "read"):
             raise InputError(f"{engine} runs models here, and reads no files: leave out measured")
         return Profile.of(tagged, other.read(tagged, measured, name=name), engine)
     if other is not None and not hasattr(other, "measure"):
-        raise InputError(f"{engine} is not run here: give the files of its measurements, measured=(...)")
+        raise InputError(
+            f"{engine} is not run here: give the files of its measurements, measured=(...)"
+        )
     check_whole("runs", runs, 1, MOST_RUNS)
     check_whole("warmup", warmup, 0, MOST_RUNS)
     feed = Samples.of(data, tagged.model, dims=dims, shapes=shapes).only("profile")
     with temporary_folder() as folder:
         if other is not None:
-            result = other.measure(tagged, feed, runs, warmup, name=name, options=options, folder=folder)
+            result = other.measure(
+                tagged, feed, runs, warmup, name=name, options=options, folder=folder
+            )
             return Profile.of(tagged, result, engine, feed.notes)
         # The file itself, if the model has no functions.
         file = Path(model) if isinstance(model, str | os.PathLike) and tagged is original else None
@@ -126,6 +140,8 @@ def profile(
             if file is None
             else RunnableModel.of_file(file, tagged.model, folder)
         )
-        result = measure(tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder)
+        result = measure(
+            tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
+        )
         allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)

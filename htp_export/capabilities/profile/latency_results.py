@@ -21,10 +21,32 @@ from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.traces import QUEUED
 
 _MEMORY_COLUMNS: tuple[Column[ModuleLatency], ...] = (
-    Column("allocated_bytes", "allocated", lambda row: row.memory and row.memory.allocated_bytes, "B", keep=3),
-    Column("self_allocated_bytes", "self allocated", lambda row: row.memory and row.memory.self_allocated_bytes, "B"),
-    Column("estimated_bytes", "estimated", lambda row: row.memory and row.memory.estimated_bytes, "B", keep=3),
-    Column("self_estimated_bytes", "self estimated", lambda row: row.memory and row.memory.self_estimated_bytes, "B"),
+    Column(
+        "allocated_bytes",
+        "allocated",
+        lambda row: row.memory and row.memory.allocated_bytes,
+        "B",
+        keep=3,
+    ),
+    Column(
+        "self_allocated_bytes",
+        "self allocated",
+        lambda row: row.memory and row.memory.self_allocated_bytes,
+        "B",
+    ),
+    Column(
+        "estimated_bytes",
+        "estimated",
+        lambda row: row.memory and row.memory.estimated_bytes,
+        "B",
+        keep=3,
+    ),
+    Column(
+        "self_estimated_bytes",
+        "self estimated",
+        lambda row: row.memory and row.memory.self_estimated_bytes,
+        "B",
+    ),
     Column("estimate_ratio", "ratio", lambda row: row.memory and row.memory.ratio, keep=3),
 )
 """Those that only a profile with measured memory has."""
@@ -63,14 +85,17 @@ class ModuleLatency(ModuleFacts):
     """The facts of a module, and its time in one run of the model; see ``Trace.typical`` for which run that is.
 
     Attributes:
-        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its child modules.
-        self_ms: Time of the module's own nodes. A kernel with several owners is divided equally among them.
+        total_ms: Time of the module and all modules below it: ``self_ms`` plus the totals of its
+            child modules.
+        self_ms: Time of the module's own nodes. A kernel with several owners is divided equally
+            among them.
         share: ``total_ms`` divided by the time of all kernels, from 0 to 1.
         fused_ms: The part of ``total_ms`` that comes from kernels shared with modules outside.
         kernels: Number of kernels of the module and those below it, including shared ones.
         launches: How often these ran in one run of the model; more than ``kernels`` in a loop.
         by_op: Operator type of a kernel → its part of ``total_ms``, the longest first.
-        memory: What ONNX Runtime allocated for it, beside the estimate of ``cost``; None if it was not measured.
+        memory: What ONNX Runtime allocated for it, beside the estimate of ``cost``; None if it was
+            not measured.
     """
 
     total_ms: float
@@ -91,21 +116,22 @@ class Profile(ModuleTable):
         modules: Module path → its latency, for every module, in the order of ``named_modules()``.
         end_to_end_ms: Median time of a run without the profiler.
         profiled_ms: Median time of a run with the profiler.
-        kernels_ms: Sum of all kernels: the total of the root plus ``unattributed_ms``. The rest of ``profiled_ms`` is
-            ONNX Runtime's own work between kernels. If kernels run in parallel, the sum may be larger.
+        kernels_ms: Sum of all kernels: the total of the root plus ``unattributed_ms``. The rest of
+            ``profiled_ms`` is ONNX Runtime's own work between kernels. If kernels run in parallel,
+            the sum may be larger.
         unattributed_ms: Time of kernels without a known module.
         unattributed: These kernels.
         kernels: All kernels, in the order of their first run.
         runs: Number of measured runs.
         providers: The execution providers that were used.
-        assumed: A line for each open dimension whose size was not given, with the size that was used, and for what the
-            measured times do not say.
+        assumed: A line for each open dimension whose size was not given, with the size that was
+            used, and for what the measured times do not say.
         tags: The tags of the model: source, reasons, untagged nodes.
         memory: What ONNX Runtime allocated; None if it was not measured.
         engine: What ran the model: ``onnxruntime``, or the engine of another package.
-        timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its times are not known;
-            ``modules``, if each module ran alone; ``layers`` where an engine's files have them: their times are means
-            over all runs, and the other times their sum.
+        timing: What was timed: ``kernels``; ``launches``, if a device only queues kernels and its
+            times are not known; ``modules``, if each module ran alone; ``layers`` where an engine's
+            files have them: their times are means over all runs, and the other times their sum.
     """
 
     columns = PROFILE_COLUMNS
@@ -161,8 +187,9 @@ class Profile(ModuleTable):
         """Modules whose total takes longer than their budget: module path → budget in ms, in the order of ``modules``.
 
         Args:
-            budgets: Selector → the budget of each module that it names: a number of ms, or a text, ``"5ms"`` or
-                ``"20%"`` of the time of all kernels. Of several that name a module, the last one holds.
+            budgets: Selector → the budget of each module that it names: a number of ms, or a text,
+                ``"5ms"`` or ``"20%"`` of the time of all kernels. Of several that name a module,
+                the last one holds.
 
         Raises:
             InputError: If a budget is neither a time nor a share below 100 %.
@@ -170,12 +197,18 @@ class Profile(ModuleTable):
         """
         classes = {path: module.class_name for path, module in self.modules.items()}
         limits = budgets_by_module(budgets, classes, self.kernels_ms)
-        return {path: limits[path] for path, row in self.modules.items() if row.total_ms > limits.get(path, math.inf)}
+        return {
+            path: limits[path]
+            for path, row in self.modules.items()
+            if row.total_ms > limits.get(path, math.inf)
+        }
 
     def module_data(self, row: ModuleLatency) -> dict[str, Any]:
         """What JSON has of a module; memory where it was measured."""
         unknown = () if self.memory is not None else names_of(_MEMORY_COLUMNS)
-        return {name: value for name, value in super().module_data(row).items() if name not in unknown}
+        return {
+            name: value for name, value in super().module_data(row).items() if name not in unknown
+        }
 
     @property
     def drawn(self) -> Sequence[Column[ModuleLatency]]:
@@ -197,11 +230,12 @@ class Profile(ModuleTable):
         """The times of the model, in one line."""
         if self.timing == "layers":
             where = ", ".join(self.providers)
-            return f"{self.kernels_ms:.3f} ms a run in the layers of {where}, mean of {self.runs} runs"
-        if self.timing == "modules":
             return (
-                f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; {self.kernels_ms:.3f} ms in modules alone"
+                f"{self.kernels_ms:.3f} ms a run in the layers of {where}, mean of {self.runs} runs"
             )
+        if self.timing == "modules":
+            whole = f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}"
+            return f"{whole}; {self.kernels_ms:.3f} ms in modules alone"
         return (
             f"{self.end_to_end_ms:.3f} ms a run, median of {self.runs}; "
             f"{self.profiled_ms:.3f} ms under the profiler, {self.kernels_ms:.3f} ms of it in kernels"
@@ -273,6 +307,8 @@ def budgets_by_module(
 def _limit_ms(selector: str, budget: str | float, whole_ms: float) -> float:
     match = _LIMIT.fullmatch(budget.strip() if isinstance(budget, str) else f"{budget:f}ms")
     if match is None or (match[2] == "%" and float(match[1]) >= 100):
-        raise InputError(f"budget {budget!r} of {selector!r}: write a time or a share below 100 %, such as 5ms or 20%")
+        raise InputError(
+            f"budget {budget!r} of {selector!r}: write a time or a share below 100 %, such as 5ms or 20%"
+        )
     limit = float(match[1])
     return limit / 100 * whole_ms if match[2] == "%" else limit * _MILLISECONDS[match[2]]

@@ -33,12 +33,14 @@ class KernelMemory:
 class ModuleMemory:
     """What ONNX Runtime allocated for a module, and what ``cost`` estimates, in bytes.
 
-    A kernel of several modules counts once in the total of each module above them; for ``self_…`` it is divided.
+    A kernel of several modules counts once in the total of each module above them; for ``self_…``
+    it is divided.
 
     Attributes:
         allocated_bytes: Allocated for the kernels of the module and of those below.
         self_allocated_bytes: For its own.
-        estimated_bytes: The outputs of its nodes in the file, as ``cost`` counts them; nodes in a loop once.
+        estimated_bytes: The outputs of its nodes in the file, as ``cost`` counts them; nodes in a
+            loop once.
         self_estimated_bytes: The same for its own.
         blocks: Its own kernels for which something was allocated: each is rounded up to a block.
     """
@@ -89,7 +91,10 @@ class MeasuredMemory(PlainData):
         def distance(path: str) -> int:
             return abs(modules[path].self_allocated_bytes - modules[path].self_estimated_bytes)
 
-        return sorted((path for path, module in modules.items() if module.is_off), key=lambda path: -distance(path))
+        return sorted(
+            (path for path, module in modules.items() if module.is_off),
+            key=lambda path: -distance(path),
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -97,21 +102,32 @@ class MeasuredMemory(PlainData):
         whole = f"{si(self.allocated_bytes, 'B')} allocated for the outputs of kernels, {si(self.estimated_bytes, 'B')}"
         lines = [f"{whole} estimated by cost"]
         if self.unattributed_bytes:
-            lines.append(f"{si(self.unattributed_bytes, 'B')} was allocated for kernels of no module")
+            lines.append(
+                f"{si(self.unattributed_bytes, 'B')} was allocated for kernels of no module"
+            )
         if self.off:
             worst = "; ".join(map(self._compared, self.off[:3]))
             count = f"{len(self.off)} of {len(self.modules)} modules"
-            lines.append(f"the estimate for a module's own nodes is off in {count}, most in {worst}")
+            lines.append(
+                f"the estimate for a module's own nodes is off in {count}, most in {worst}"
+            )
         return tuple(lines)
 
     def _compared(self, path: str) -> str:
         module = self.modules[path]
-        allocated, estimated = si(module.self_allocated_bytes, "B"), si(module.self_estimated_bytes, "B")
+        allocated, estimated = (
+            si(module.self_allocated_bytes, "B"),
+            si(module.self_estimated_bytes, "B"),
+        )
         return f"{path or '(root)'}: {allocated} allocated, {estimated} estimated"
 
 
 def memory_by_module(
-    model: RunnableModel, settings: SessionSettings, feed: Feed, tagged: TaggedModel, temporary: Path
+    model: RunnableModel,
+    settings: SessionSettings,
+    feed: Feed,
+    tagged: TaggedModel,
+    temporary: Path,
 ) -> MeasuredMemory:
     """Run a model once, and sum up what ONNX Runtime allocated by module; see ``measured_memory``."""
     from htp_export.alignment.carried_owners import optimized_works
@@ -121,7 +137,9 @@ def memory_by_module(
     works = optimized_works(tagged, tagged.model if optimized is None else optimized)
     measured, kernels = _Sums(), []
     for node in nodes:
-        around = modules_around_owners((works[made] for made in node.nodes if made in works), tagged.calls)
+        around = modules_around_owners(
+            (works[made] for made in node.nodes if made in works), tagged.calls
+        )
         measured.add(node.bytes, tuple(around), frozenset().union(*around.values()))
         kernels.append(KernelMemory(node.name, node.op_type, node.bytes, tuple(around)))
     estimated = _Sums()
@@ -135,7 +153,12 @@ def memory_by_module(
         unattributed_bytes=sum(kernel.bytes for kernel in kernels if not kernel.owners),
         estimated_bytes=estimated.total[""],
         modules={
-            path: ModuleMemory(*(sums[path] for sums in (measured.total, measured.own, *estimates, measured.counted)))
+            path: ModuleMemory(
+                *(
+                    sums[path]
+                    for sums in (measured.total, measured.own, *estimates, measured.counted)
+                )
+            )
             for path in tagged.paths
         },
     )

@@ -23,8 +23,9 @@ from htp_export.shapes.operator_kinds import subgraphs
 class Kernel:
     """An entry of an engine's profile, a kernel, a layer or a node of its own graph, and the modules whose work it is.
 
-    ``ms`` is its time in one run, without the kernels of its subgraphs; ``launches`` their mean number. ``owners``
-    stand in the order of execution; ``around`` has for each the modules whose regions contain its share.
+    ``ms`` is its time in one run, without the kernels of its subgraphs; ``launches`` their mean
+    number. ``owners`` stand in the order of execution; ``around`` has for each the modules whose
+    regions contain its share.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Kernel:
 class Entry:
     """An entry of an engine's profile, before its owners are known: the original nodes whose work it does.
 
-    There are none if its name tells none: the engine inserted it, or it lost the names. ``inputs`` and ``outputs`` are
-    tensors of the engine's graph, by name.
+    There are none if its name tells none: the engine inserted it, or it lost the names. ``inputs``
+    and ``outputs`` are tensors of the engine's graph, by name.
     """
 
     kernel: Kernel
@@ -68,9 +69,9 @@ def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[s
 def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel, ...]:
     """The kernels of entries, which stand in the order of execution, with their owners.
 
-    An entry with original nodes has their owners; for a node with subgraphs, also those of the nodes inside, unless
-    these have entries of their own. An entry without belongs to the modules of its consumers, otherwise to those of its
-    producers, as an inserted node does.
+    An entry with original nodes has their owners; for a node with subgraphs, also those of the
+    nodes inside, unless these have entries of their own. An entry without belongs to the modules of
+    its consumers, otherwise to those of its producers, as an inserted node does.
     """
     named = {node for entry in entries for node in entry.nodes}
     works = [_works(entry, named, tagged) for entry in entries]
@@ -86,7 +87,8 @@ def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel
     _spread(works, ahead, reversed(range(len(entries))))
     _spread(works, behind, range(len(entries)))
     return tuple(
-        owned(entry.kernel, dict.fromkeys(work), tagged.calls) for entry, work in zip(entries, works, strict=True)
+        owned(entry.kernel, dict.fromkeys(work), tagged.calls)
+        for entry, work in zip(entries, works, strict=True)
     )
 
 
@@ -100,18 +102,23 @@ def _works(entry: Entry, named: set[ir.Node], tagged: TaggedModel) -> list[NodeC
     return [work for work in map(tagged.work_of, ordered) if work.owners]
 
 
-def _spread(works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: Iterable[int]) -> None:
+def _spread(
+    works: list[list[NodeCalls]], near: Sequence[Sequence[int]], order: Iterable[int]
+) -> None:
     """Give each entry without owners those of its neighbours."""
     for index in order:
         if not works[index]:
-            works[index] = [work for neighbour in dict.fromkeys(near[index]) for work in works[neighbour]]
+            works[index] = [
+                work for neighbour in dict.fromkeys(near[index]) for work in works[neighbour]
+            ]
 
 
 _log = logging.getLogger(__name__)
 
 _ATTEMPTS = 3  # a load that comes and goes spoils one, seldom three
 _MOST = 2.0  # under a steady load both ratios stay below 1.5, also with kernels of a microsecond
-_PROFILER_MS = 0.01  # what the profiler may add to the time of a kernel, which shows in very short ones
+# what the profiler may add to the time of a kernel, which shows in very short ones
+_PROFILER_MS = 0.01
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,8 @@ class Measurement:
 
     Attributes:
         kernels: What ran, with the times of one run.
-        profiled: The times of the runs with the profiler, in ms; empty where only those of kernels are known.
+        profiled: The times of the runs with the profiler, in ms; empty where only those of kernels
+            are known.
         plain: The times of the runs without it, in ms; empty as these.
         providers: The execution providers or devices in use.
         timing: As of `Profile`.
@@ -157,7 +165,8 @@ class Measurement:
     def apart(self) -> float:
         """How many times the sum of the kernels is the time of a run, or a run is the one with the profiler.
 
-        Neither can be much more than 1, unless something else kept the processor busy in one of them.
+        Neither can be much more than 1, unless something else kept the processor busy in one of
+        them.
         """
         overhead = _PROFILER_MS * sum(kernel.launches for kernel in self.kernels)
         of_kernels = self.kernels_ms / (self.at_once * self.end_to_end_ms + overhead)
@@ -191,7 +200,9 @@ class ProfileEngine(Protocol):
         ``name`` is the model's in errors, and ``folder`` a temporary one.
         """
 
-    def read(self, tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str) -> Measurement:
+    def read(
+        self, tagged: TaggedModel, files: Sequence[str | os.PathLike[str]], *, name: str
+    ) -> Measurement:
         """Read what the engine measured elsewhere of a model without functions."""
 
 
@@ -203,7 +214,9 @@ def consistent(measure: Callable[[], Measurement]) -> Measurement:
         apart = measured[-1].apart
         if apart <= _MOST:
             return measured[-1]
-        _log.info("kernels and runs contradict each other by a factor of %.1f: measured again", apart)
+        _log.info(
+            "kernels and runs contradict each other by a factor of %.1f: measured again", apart
+        )
     best = min(measured, key=lambda measurement: measurement.apart)
     contradiction = (
         f"the times contradict each other in each of {_ATTEMPTS} measurements: {best.kernels_ms:.3f} ms in kernels, "

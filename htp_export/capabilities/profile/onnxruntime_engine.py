@@ -52,15 +52,18 @@ def times_of_modules(
 ) -> tuple[tuple[Kernel, ...], dict[str, str]]:
     """Run each module with nodes of its own alone, on the tensors that it gets in a run of the model.
 
-    A module's own time is what its run took, without the own times of the modules below it, and at least 0. Inputs and
-    outputs lie on the device of the first of ``providers``. Also returned is path → why a module did not run alone: its
-    time counts in the module above.
+    A module's own time is what its run took, without the own times of the modules below it, and at
+    least 0. Inputs and outputs lie on the device of the first of ``providers``. Also returned is
+    path → why a module did not run alone: its time counts in the module above.
     """
     from htp_export.capabilities.verify.file_run import FileRun
 
     cuts, reasons = _cuts(tagged)
     wanted = dict.fromkeys(
-        str(value.name) for parts in cuts.values() for part in parts for value in part.inputs.values()
+        str(value.name)
+        for parts in cuts.values()
+        for part in parts
+        for value in part.inputs.values()
     )
     arrays: dict[str, Array] = {}
     source = FileRun(tagged, "the model", feed.arrays, SessionSettings(), PORTION_BYTES)
@@ -69,11 +72,15 @@ def times_of_modules(
     alone: dict[str, float] = {}
     for path, parts in counted(list(cuts.items()), "modules"):
         try:
-            alone[path] = sum(_time(tagged, part, arrays, settings, device, runs, warmup, temporary) for part in parts)
+            alone[path] = sum(
+                _time(tagged, part, arrays, settings, device, runs, warmup, temporary)
+                for part in parts
+            )
         except InputError as error:
             reasons[path] = str(error)
     own: dict[str, float] = {}
-    for path in sorted(alone, key=lambda module: -sum(1 for _ in tags.ancestors(module))):  # the deepest first
+    # the deepest first
+    for path in sorted(alone, key=lambda module: -sum(1 for _ in tags.ancestors(module))):
         below = sum(ms for other, ms in own.items() if other != path and tags.is_under(other, path))
         own[path] = max(0.0, alone[path] - below)
     kernels = []
@@ -114,7 +121,9 @@ def _time(
     temporary: Path,
 ) -> float:
     model = cut_model(tagged, part)
-    feed = Inputs.of(model).feed({name: arrays[str(value.name)] for name, value in part.inputs.items()})
+    feed = Inputs.of(model).feed(
+        {name: arrays[str(value.name)] for name, value in part.inputs.items()}
+    )
     session = Session(RunnableModel.of(model, f"module {part.path!r} alone", temporary), settings)
     run = session.bound(feed.arrays, feed.types, device)
     times = []
@@ -141,7 +150,8 @@ def measure(
 ) -> Measurement:
     """Run a model under ONNX Runtime's profiler, and in the same session without.
 
-    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where times of launches do not explain a run.
+    Modules run alone if ``timing`` is ``modules``; if it is ``auto``, where times of launches do
+    not explain a run.
     """
 
     def once() -> Measurement:
@@ -151,15 +161,25 @@ def measure(
         trace = session.end_profiling(runs)
         plain = session.run(feed, runs)
         if trace.runs < runs:
-            _log.warning("ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer", trace.runs, runs)
+            _log.warning(
+                "ONNX Runtime's profile is full: it has %d of %d runs; ask for fewer",
+                trace.runs,
+                runs,
+            )
         kernels = _kernels(trace, tagged, session.optimized)
-        return Measurement(kernels, profiled, plain, session.providers, trace.timing, runs, settings.at_once)
+        return Measurement(
+            kernels, profiled, plain, session.providers, trace.timing, runs, settings.at_once
+        )
 
     measured = consistent(once)
-    unexplained = measured.timing == "launches" and not _explain(measured.kernels, measured.end_to_end_ms)
+    unexplained = measured.timing == "launches" and not _explain(
+        measured.kernels, measured.end_to_end_ms
+    )
     if timing != "modules" and (timing != "auto" or not unexplained):
         return measured
-    kernels, reasons = times_of_modules(tagged, feed, settings, measured.providers, runs, warmup, folder)
+    kernels, reasons = times_of_modules(
+        tagged, feed, settings, measured.providers, runs, warmup, folder
+    )
     notes = (f"{path or '(root)'} did not run alone: {why}" for path, why in reasons.items())
     return replace(measured, kernels=kernels, timing="modules", notes=(*notes, *measured.notes))
 
@@ -179,7 +199,9 @@ def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> t
     for key in trace.times:
         launches = trace.launches[key] / trace.runs
         kernel = Kernel(key.label, key.op_type, key.provider, trace.typical(key), launches)
-        kernels.append(owned(kernel, (works[node] for node in nodes[key] if node in works), tagged.calls))
+        kernels.append(
+            owned(kernel, (works[node] for node in nodes[key] if node in works), tagged.calls)
+        )
     return tuple(kernels)
 
 
@@ -192,7 +214,9 @@ def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[i
         unnamed = key.label == f"{key.op_type}_{key.index}"
         groups[key.holders, "" if unnamed else key.label, key.op_type].append(key)
     # Outer graphs first: which subgraph a kernel lies in is known by the node that holds it.
-    for (holders, label, op_type), members in sorted(groups.items(), key=lambda group: len(group[0][0])):
+    for (holders, label, op_type), members in sorted(
+        groups.items(), key=lambda group: len(group[0][0])
+    ):
         graphs = [model.graph]
         if holders:
             holding = nodes_of_kernel.get(holders[-1], ())
@@ -201,10 +225,17 @@ def _nodes(keys: Iterable[KernelKey], model: ir.Model) -> dict[KernelKey, list[i
             if graph not in named:
                 named[graph] = _by_name(graph)
         names = [label] if label else ["", *(member.label for member in members)]
-        named_nodes = [node for graph in graphs for name in names for node in named[graph].get((name, op_type), ())]
+        named_nodes = [
+            node
+            for graph in graphs
+            for name in names
+            for node in named[graph].get((name, op_type), ())
+        ]
         # A graph runs in the order in which it is written down.
         alike = len(named_nodes) == len(members)
-        nodes_of_kernel.update({key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)})
+        nodes_of_kernel.update(
+            {key: [named_nodes[k]] if alike else named_nodes for k, key in enumerate(members)}
+        )
     return nodes_of_kernel
 
 

@@ -52,9 +52,12 @@ def profile_command(
     optimization: Annotated[_Level, "What ONNX Runtime optimises when it loads."] = "all",
     memory: Annotated[bool, "Measure memory too, beside the estimate of cost."] = False,
     timing: Annotated[
-        Literal["auto", "kernels", "modules"], "What is timed on a device that queues kernels; modules: each one alone."
+        Literal["auto", "kernels", "modules"],
+        "What is timed on a device that queues kernels; modules: each one alone.",
     ] = "auto",
-    engine: Annotated[str, "What runs the model: an engine that another package adds, too."] = _OWN_ENGINE,
+    engine: Annotated[
+        str, "What runs the model: an engine that another package adds, too."
+    ] = _OWN_ENGINE,
     measured: Annotated[
         list[Path] | None,
         typer.Option(
@@ -64,12 +67,15 @@ def profile_command(
     budget: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="SELECTOR=LIMIT", help="The most that each of these modules may take: 5ms, or 20%. May be repeated."
+            metavar="SELECTOR=LIMIT",
+            help="The most that each of these modules may take: 5ms, or 20%. May be repeated.",
         ),
     ] = None,
     sort: Annotated[Literal["tree", "total", "self"], "Order of the lines."] = "tree",
     depth: DepthOption = None,
-    fold: Annotated[bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")] = True,
+    fold: Annotated[
+        bool, typer.Option("--fold/--no-fold", help="Draw alike siblings as one line.")
+    ] = True,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the latency of every module.
@@ -86,7 +92,8 @@ def profile_command(
     budgets = typed_pairs(budget or (), "--budget", "SELECTOR=LIMIT")
     if budgets:  # wrong ones are refused before anything is measured
         budgets_by_module(budgets, load(file).hierarchy.classes)
-    with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():  # it warns of options that are set again
+    # it warns of options that are set again
+    with Steps(quiet=as_json).step(f"profiling {file}"), quiet_runtime():
         result = profile(
             file,
             **runs_on.keywords,
@@ -100,16 +107,24 @@ def profile_command(
         )
     over = result.over(budgets)
     facts: dict[str, Any] = {"over_budget": over} if budgets else {}
-    report(result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts)
+    report(
+        result, as_json, lambda: render_profile(result, sort=sort, depth=depth, fold=fold), **facts
+    )
     if over:
-        rows = {path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()}
+        rows = {
+            path or "(root)": (result.modules[path].total_ms, limit) for path, limit in over.items()
+        }
         raise CheckFailed(
             "over budget: "
-            + ", ".join(f"{name} takes {ms:.3f} of {limit:.3f} ms" for name, (ms, limit) in rows.items())
+            + ", ".join(
+                f"{name} takes {ms:.3f} of {limit:.3f} ms" for name, (ms, limit) in rows.items()
+            )
         )
 
 
-def _options(engine: str, provider: list[str] | None, threads: int | None, level: _Level) -> dict[str, Any]:
+def _options(
+    engine: str, provider: list[str] | None, threads: int | None, level: _Level
+) -> dict[str, Any]:
     """The options of the engine; those of ONNX Runtime that were given for another are refused by ``profile``."""
     if engine != _OWN_ENGINE:
         given: dict[str, Any] = {"providers": provider} if provider else {}
@@ -121,7 +136,10 @@ def _options(engine: str, provider: list[str] | None, threads: int | None, level
                 raise InputError(f"--threads: the engine {engine} has no such option")
             given["engine_options"] = {option: threads}
         return given
-    return {"providers": read_providers(provider), "session_options": _session_options(threads, level)}
+    return {
+        "providers": read_providers(provider),
+        "session_options": _session_options(threads, level),
+    }
 
 
 def _session_options(threads: int | None, level: _Level) -> Any:

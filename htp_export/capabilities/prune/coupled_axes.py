@@ -1,7 +1,8 @@
 """Which axes of the tensors around a node have the same channels: if one is cut, the others have to be.
 
-A rule takes a node and yields groups of axes, most as equations of ``Einsum``: axes with the same letter are a group.
-An axis that a node sums over, and that nothing else has, is a group of its own. Axes in no group cannot be cut.
+A rule takes a node and yields groups of axes, most as equations of ``Einsum``: axes with the same
+letter are a group. An axis that a node sums over, and that nothing else has, is a group of its own.
+Axes in no group cannot be cut.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Axis: TypeAlias = tuple[ir.Value, int]
 Group: TypeAlias = Mapping[Axis, tuple[int, int]]
 """Axes with the same channels: axis → how often the channels repeat, and neighbours with one channel.
 
-An axis with (2, 3) and two channels is ``aaabbbaaabbb``: the shape [2, channels, 3], flattened. Most have (1, 1).
+An axis with (2, 3) and two channels is ``aaabbbaaabbb``: the shape [2, channels, 3], flattened.
+Most have (1, 1).
 """
 
 Values: TypeAlias = Sequence[ir.Value | None]
@@ -45,7 +47,15 @@ Identity IsInf IsNaN LeakyRelu Log LogSoftmax Mish Neg Not Reciprocal Relu Round
 Softmax Softplus Softsign Sqrt Swish Tan Tanh ThresholdedRelu com.microsoft::Gelu com.microsoft::FastGelu
 com.microsoft::QuickGelu Expand
 """.split()  # noqa: SIM905 - as a list of strings it would fill the screen
-_POOLS = ("AveragePool", "MaxPool", "LpPool", "GlobalAveragePool", "GlobalMaxPool", "GlobalLpPool", "Resize")
+_POOLS = (
+    "AveragePool",
+    "MaxPool",
+    "LpPool",
+    "GlobalAveragePool",
+    "GlobalMaxPool",
+    "GlobalLpPool",
+    "Resize",
+)
 _REDUCTIONS = (
     "ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin", "ReduceProd", "ReduceL1", "ReduceL2", "ReduceLogSum",
     "ReduceLogSumExp", "ReduceSumSquare",
@@ -55,8 +65,8 @@ _REDUCTIONS = (
 def groups_of(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     """The groups of axes of a node; none for an operator without a rule.
 
-    Operators that give an axis another place or length (`Reshape`, `Concat`, `Split`, `Slice`) have only those groups
-    that stay; see ``coupling``.
+    Operators that give an axis another place or length (`Reshape`, `Concat`, `Split`, `Slice`) have
+    only those groups that stay; see ``coupling``.
 
     Examples:
         >>> x, w = ir.val("x", ir.DataType.FLOAT, [2, 3]), ir.val("w", ir.DataType.FLOAT, [3, 4])
@@ -115,7 +125,9 @@ def _cast_like(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 
 def _alone(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     """What an operator reads the size of, or makes without reading a tensor."""
-    yield from _each_alone(node.inputs[0] if operator_of(node) in SIZES_ONLY else node.outputs[0], shapes)
+    yield from _each_alone(
+        node.inputs[0] if operator_of(node) in SIZES_ONLY else node.outputs[0], shapes
+    )
 
 
 def _each_alone(value: ir.Value | None, shapes: Symbolic) -> Iterator[Group]:
@@ -145,7 +157,9 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     x, weight = node.inputs[:2]
     values = [x, weight, node.outputs[0], *node.inputs[2:3]]
     if node.attributes.get_int("group", 1) == 1:
-        yield from _by_letters(values, ["bi", "io" if node.op_type == "ConvTranspose" else "oi", "bo", "o"])
+        yield from _by_letters(
+            values, ["bi", "io" if node.op_type == "ConvTranspose" else "oi", "bo", "o"]
+        )
     else:
         yield from _by_letters(values, ["b", "", "b"])
         yield from _grouped_convolution(node, shapes)
@@ -154,7 +168,9 @@ def _convolution(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _batch_norm(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     letters = _LETTERS[: _rank(shapes, node.inputs[0])]
     vectors = [letters[1:2]] * len(node.inputs[1:])
-    yield from _by_letters([node.inputs[0], node.outputs[0], *node.inputs[1:]], [letters, letters, *vectors])
+    yield from _by_letters(
+        [node.inputs[0], node.outputs[0], *node.inputs[1:]], [letters, letters, *vectors]
+    )
 
 
 def _first_two(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -164,7 +180,9 @@ def _first_two(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _transpose(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     letters = _LETTERS[: _rank(shapes, node.inputs[0])]
     order = node.attributes.get_ints("perm") or range(len(letters) - 1, -1, -1)
-    yield from _by_letters([node.inputs[0], node.outputs[0]], [letters, "".join(letters[axis] for axis in order)])
+    yield from _by_letters(
+        [node.inputs[0], node.outputs[0]], [letters, "".join(letters[axis] for axis in order)]
+    )
 
 
 def _reduction(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
@@ -192,10 +210,15 @@ def _gather(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
 def _gather_nd(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     rank, width = (_rank(shapes, value) for value in node.inputs[:2])
     given = shapes.shape(node.inputs[1])
-    if given and isinstance(depth := given[-1], int) and not node.attributes.get_int("batch_dims", 0):
+    if (
+        given
+        and isinstance(depth := given[-1], int)
+        and not node.attributes.get_int("batch_dims", 0)
+    ):
         indices, behind = _LETTERS[: width - 1], _LETTERS[width : width + rank - depth]
         yield from _by_letters(
-            [*node.inputs[:2], node.outputs[0]], [_ALONE * depth + behind, indices + _ALONE, indices + behind]
+            [*node.inputs[:2], node.outputs[0]],
+            [_ALONE * depth + behind, indices + _ALONE, indices + behind],
         )
 
 
@@ -208,7 +231,11 @@ def gathered(node: ir.Node, shapes: Symbolic) -> tuple[int, Array] | None:
     value = node.inputs[1]
     tensor = None if value is None else stored_tensor(value)
     numbers = shapes.constant(value) if tensor is None else tensor.numpy()
-    if numbers is None or not isinstance(length := table[at], int) or not all(isinstance(size, int) for size in given):
+    if (
+        numbers is None
+        or not isinstance(length := table[at], int)
+        or not all(isinstance(size, int) for size in given)
+    ):
         return None
     indices = np.asarray(numbers, np.int64).reshape([int(str(size)) for size in given]) % length
     if node.op_type == "GatherND":
@@ -221,7 +248,9 @@ def _beside(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     changed = changed_axes(node, shapes)
     values = [*(node.inputs if node.op_type == "Concat" else node.inputs[:1]), *node.outputs]
     letters = _LETTERS[: _rank(shapes, node.inputs[0])] if changed is not None else ""
-    word = "".join(_ALONE if axis in (changed or ()) else letter for axis, letter in enumerate(letters))
+    word = "".join(
+        _ALONE if axis in (changed or ()) else letter for axis, letter in enumerate(letters)
+    )
     yield from _by_letters(values, [word] * len(values))
 
 
@@ -244,9 +273,13 @@ def slice_start(node: ir.Node, axis: int, shapes: Symbolic, size: int) -> int | 
 
 def _pad(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     rank = _rank(shapes, node.inputs[0])
-    pads = node.attributes.get_ints("pads") or (shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None)
+    pads = node.attributes.get_ints("pads") or (
+        shapes.constant(node.inputs[1]) if len(node.inputs) > 1 else None
+    )
     if pads is not None and len(pads) == 2 * rank:
-        word = "".join(_ALONE if pads[axis] or pads[axis + rank] else _LETTERS[axis] for axis in range(rank))
+        word = "".join(
+            _ALONE if pads[axis] or pads[axis + rank] else _LETTERS[axis] for axis in range(rank)
+        )
         yield from _by_letters([node.inputs[0], node.outputs[0]], [word, word])
 
 
@@ -299,7 +332,15 @@ def _recurrent(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     gates = RECURRENT[node.op_type]
     values = [*node.inputs, *[None] * (8 - len(node.inputs))]
     x, w, r, b, _, h, c, peepholes = values
-    hidden = [(w, 1, gates), (r, 1, gates), (r, 2, 1), (b, 1, 2 * gates), (h, 2, 1), (c, 2, 1), (peepholes, 1, 3)]
+    hidden = [
+        (w, 1, gates),
+        (r, 1, gates),
+        (r, 2, 1),
+        (b, 1, 2 * gates),
+        (h, 2, 1),
+        (c, 2, 1),
+        (peepholes, 1, 3),
+    ]
     hidden += [(value, 3 if place == 0 else 2, 1) for place, value in enumerate(node.outputs)]
     if node.attributes.get_int("layout", 0) == 0:  # ONNX Runtime has no other
         yield {(value, axis): (1, 1) for value, axis in ((x, 2), (w, 2)) if value is not None}
@@ -311,7 +352,11 @@ def _depth_to_space(node: ir.Node, shapes: Symbolic) -> Iterator[Group]:
     assert x is not None
     times = node.attributes.get_int("blocksize", 1) ** 2
     tile = (1, times) if node.attributes.get_string("mode", "DCR") == "CRD" else (times, 1)
-    yield {(x, 1): _ONE_EACH, (y, 1): tile} if node.op_type == "SpaceToDepth" else {(x, 1): tile, (y, 1): _ONE_EACH}
+    yield (
+        {(x, 1): _ONE_EACH, (y, 1): tile}
+        if node.op_type == "SpaceToDepth"
+        else {(x, 1): tile, (y, 1): _ONE_EACH}
+    )
 
 
 _RULES: Mapping[str, Rule] = {
@@ -320,7 +365,9 @@ _RULES: Mapping[str, Rule] = {
     **dict.fromkeys(_POOLS, _first_two),
     **dict.fromkeys(_REDUCTIONS, _reduction),
     **dict.fromkeys(("Conv", "ConvTranspose", "com.microsoft::FusedConv"), _convolution),
-    **dict.fromkeys(("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm),
+    **dict.fromkeys(
+        ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization"), _layer_norm
+    ),
     **dict.fromkeys(("Concat", "Split", "Slice"), _beside),
     **dict.fromkeys((*SIZES_ONLY, "ConstantOfShape", "Constant"), _alone),
     **dict.fromkeys(RECURRENT, _recurrent),

@@ -1,7 +1,8 @@
 """Channels that have to be cut together: found by following one axis of a weight through the graph.
 
-Each index of the axis has a label. Labels are carried along the axes that have the same channels; where two meet, they
-are joined. A Reshape that splits an axis into heads joins the labels of each head.
+Each index of the axis has a label. Labels are carried along the axes that have the same channels;
+where two meet, they are joined. A Reshape that splits an axis into heads joins the labels of each
+head.
 """
 
 from __future__ import annotations
@@ -15,8 +16,21 @@ from functools import cached_property
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.capabilities.prune.coupled_axes import Axis, Group, changed_axes, gathered, groups_of, slice_start
-from htp_export.capabilities.prune.reshaped_axes import blocks, period_of, periods_of, rows_at, spread_labels
+from htp_export.capabilities.prune.coupled_axes import (
+    Axis,
+    Group,
+    changed_axes,
+    gathered,
+    groups_of,
+    slice_start,
+)
+from htp_export.capabilities.prune.reshaped_axes import (
+    blocks,
+    period_of,
+    periods_of,
+    rows_at,
+    spread_labels,
+)
 from htp_export.model.tagged import TaggedModel
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import RESHAPING, subgraphs
@@ -31,12 +45,14 @@ class StopError(Exception):
 class Coupling:
     """Axes of tensors and the labels of their channels; -1 for an index that no channel reaches.
 
-    An axis with an open dimension, ``4*batch``, has labels for one period of it. ``choices``: Reshape → which of the
-    axes that it could split into have the channels. ``heads``: whether the channels are to be attention heads, which no
-    product of computed tensors sums over.
+    An axis with an open dimension, ``4*batch``, has labels for one period of it. ``choices``:
+    Reshape → which of the axes that it could split into have the channels. ``heads``: whether the
+    channels are to be attention heads, which no product of computed tensors sums over.
     """
 
-    def __init__(self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False) -> None:
+    def __init__(
+        self, tagged: TaggedModel, choices: dict[ir.Node, int], *, heads: bool = False
+    ) -> None:
         self._tagged, self._shapes, self._heads = tagged, tagged.inferred, heads
         self._choices, self.alternatives = choices, dict[ir.Node, int]()
         self.labels: dict[Axis, Array] = {}
@@ -55,7 +71,9 @@ class Coupling:
                 if node is not None:
                     self._cross(node, axis)
         if size > 1 and not self.groups:
-            raise StopError("each of its channels, such as the queries of a matrix, is all that a tensor holds")
+            raise StopError(
+                "each of its channels, such as the queries of a matrix, is all that a tensor holds"
+            )
 
     def roots(self, axis: Axis) -> Array:
         """The label of each index of an axis, the same for channels that were joined; -1 for none."""
@@ -81,7 +99,9 @@ class Coupling:
     @cached_property
     def groups(self) -> list[int]:
         """The channels that can be cut: a label for each group, without those that are all of an axis."""
-        return sorted(self.roots_of_all - {root for axis in self.axes if len(axis) == 1 for root in axis})
+        return sorted(
+            self.roots_of_all - {root for axis in self.axes if len(axis) == 1 for root in axis}
+        )
 
     @cached_property
     def roots_of_all(self) -> frozenset[int]:
@@ -147,7 +167,11 @@ class Coupling:
         if is_of_parts and axis[1] in (changed_axes(node, self._shapes) or ()):
             self._cross_parts(node, axis)
             return
-        if node.op_type in ("Gather", "GatherND") and not node.domain and self._cross_gather(node, axis):
+        if (
+            node.op_type in ("Gather", "GatherND")
+            and not node.domain
+            and self._cross_gather(node, axis)
+        ):
             return
         groups = [group for group in groups_of(node, self._shapes) if axis in group]
         if not groups:
@@ -163,7 +187,9 @@ class Coupling:
         labels = self.labels[axis]
         if times * width > 1:
             size = self._size(axis, self._at(node))
-            labels = self._one_of_each(rows_at(labels.reshape(times, size // (times * width), width), 1))
+            labels = self._one_of_each(
+                rows_at(labels.reshape(times, size // (times * width), width), 1)
+            )
         for other, (repeats, neighbours) in group.items():
             is_done, shape = other == axis and times * width == 1, self._shapes.shape(other[0])
             is_broadcast = shape is not None and shape[other[1]] == 1
@@ -173,7 +199,11 @@ class Coupling:
     def _sums(self, node: ir.Node, group: Group) -> bool:
         """Whether a node sums the products of computed tensors over these axes."""
         values = {value for value, _ in group}
-        computed = values - self._tagged.index.constant - set(self._tagged.model.graph.initializers.values())
+        computed = (
+            values
+            - self._tagged.index.constant
+            - set(self._tagged.model.graph.initializers.values())
+        )
         return len(computed) > 1 and computed.isdisjoint(node.outputs)
 
     def _cross_parts(self, node: ir.Node, axis: Axis) -> None:
@@ -192,10 +222,13 @@ class Coupling:
 
     def _parts(self, node: ir.Node, axis: int) -> tuple[ir.Value, list[tuple[int, ir.Value]]]:
         if node.op_type == "Slice":
-            start = slice_start(node, axis, self._shapes, self._size((node.inputs[0], axis), self._at(node)))  # type: ignore[arg-type]
+            source = node.inputs[0]
+            assert source is not None
+            size = self._size((source, axis), self._at(node))
+            start = slice_start(node, axis, self._shapes, size)
             if start is None:
                 raise StopError(f"its channels are sliced by computed indices{self._at(node)}")
-            return node.inputs[0], [(start, node.outputs[0])]  # type: ignore[return-value]
+            return source, [(start, node.outputs[0])]
         if node.op_type == "Concat":
             whole, values = node.outputs[0], [value for value in node.inputs if value is not None]
         else:
@@ -206,8 +239,8 @@ class Coupling:
     def _cross_gather(self, node: ir.Node, axis: Axis) -> bool:
         """Carry labels through constant indices along the axis that is gathered; False if the axis is another one.
 
-        The indices are the places of channels in the table, which an axis of the result has: of more than one, it is
-        that in which channels are told apart.
+        The indices are the places of channels in the table, which an axis of the result has: of
+        more than one, it is that in which channels are told apart.
         """
         found = gathered(node, self._shapes)
         if found is None:
@@ -256,14 +289,21 @@ class Coupling:
             self._mark((target, after[0]), self.labels[axis], node)
             return
         if after:  # else an axis of size 1
-            old, new = periods_of(first[place] for place in before), periods_of(second[place] for place in after)
+            old, new = (
+                periods_of(first[place] for place in before),
+                periods_of(second[place] for place in after),
+            )
             if old is None or new is None:
                 raise StopError(f"its channels are merged with an open dimension{self._at(node)}")
             axes = [(source, place) for place in before], [(target, place) for place in after]
             self._regroup(node, axis, axes, (old, new))
 
     def _regroup(
-        self, node: ir.Node, axis: Axis, axes: Sequence[Sequence[Axis]], sizes: tuple[Sequence[int], Sequence[int]]
+        self,
+        node: ir.Node,
+        axis: Axis,
+        axes: Sequence[Sequence[Axis]],
+        sizes: tuple[Sequence[int], Sequence[int]],
     ) -> None:
         """Carry the labels of an axis to one of the axes into which it and others are reshaped.
 
@@ -277,7 +317,8 @@ class Coupling:
         labels = self._one_of_each(rows_at(spread, chosen))
         self._mark(axes[1][chosen], labels, node)
         returned = rows_at(spread_labels(labels, chosen, sizes[1]).reshape(sizes[0]), place)
-        self._mark(axis, returned.max(axis=1), node)  # a head that is reached in part belongs together
+        # a head that is reached in part belongs together
+        self._mark(axis, returned.max(axis=1), node)
 
     def _choose(self, node: ir.Node, spread: Array, axes: Sequence[Axis]) -> int:
         """Which axis of a split has the channels: the outermost one in which they are told apart."""
@@ -287,7 +328,13 @@ class Coupling:
         candidates = [
             place
             for place in range(len(axes))
-            if len({frozenset(map(self.root, row[row >= 0].tolist())) for row in rows_at(spread, place)}) > 1
+            if len(
+                {
+                    frozenset(map(self.root, row[row >= 0].tolist()))
+                    for row in rows_at(spread, place)
+                }
+            )
+            > 1
         ]
         if not candidates:
             raise StopError(f"its channels would all be cut together{self._at(node)}")
@@ -298,8 +345,9 @@ class Coupling:
 def couple(tagged: TaggedModel, seed: Axis, *, heads: bool = False) -> Coupling:
     """Find what has the channels of an axis; a StopError if it cannot be cut: an input, an output, no rule.
 
-    A Reshape may split channels in several ways, such as into queries, keys and values, and heads. The first way in
-    which all channels can be cut is taken; if there is none, that in which most can.
+    A Reshape may split channels in several ways, such as into queries, keys and values, and heads.
+    The first way in which all channels can be cut is taken; if there is none, that in which most
+    can.
     """
     choices, stopped = dict[ir.Node, int](), None
     best: Coupling | None = None

@@ -44,8 +44,8 @@ def change_parameters(
 ) -> None:
     """Write the new shapes of parameters into the metadata; ``before`` says where they were.
 
-    A change is the shape that an initializer had, and what replaces it: what is added to the name of a parameter → the
-    shape.
+    A change is the shape that an initializer had, and what replaces it: what is added to the name
+    of a parameter → the shape.
     """
     new: dict[str, dict[str, ParameterShape]] = {}
     for value, (old, after) in changes.items():
@@ -55,17 +55,22 @@ def change_parameters(
             is_turned = "transposed" in place.how or ("merged" in place.how and shape != old)
             if shape == (old[::-1] if is_turned else old):
                 turned[place] = is_turned
-        vague = [place for place in turned if "merged" in place.how and len(old) > 1]  # perhaps in another tensor
+        # perhaps in another tensor
+        vague = [place for place in turned if "merged" in place.how and len(old) > 1]
         for place, is_turned in turned.items():
             if len(vague) < 2 or place not in vague or place.parameter == value.name:
-                new[place.parameter] = {end: each[::-1] if is_turned else each for end, each in after.items()}
+                new[place.parameter] = {
+                    end: each[::-1] if is_turned else each for end, each in after.items()
+                }
     parameters = {}
     for path, held in (tagged.parameters or {}).items():
         shapes: dict[str, ParameterShape] = {}
         for key, shape in held.shapes.items():
             first = before.declared[tags.below(path, key)].first
             shapes |= {f"{key}{end}": each for end, each in new.get(first, {"": shape}).items()}
-        parameters[path] = ModuleParameters(shapes, {key: full for key, full in held.tied.items() if key in shapes})
+        parameters[path] = ModuleParameters(
+            shapes, {key: full for key, full in held.tied.items() if key in shapes}
+        )
     if parameters:
         write_model_metadata(tagged.model.metadata_props, tagged.hierarchy, parameters=parameters)
 
@@ -73,19 +78,26 @@ def change_parameters(
 _SIZES = {"Reshape": 1, "Expand": 1, "Resize": 3, "ConstantOfShape": 0}
 """Operator → place of the input that holds the shape of the result."""
 
-_COMPUTES_SIZES = frozenset(("Concat", "Mul", "Unsqueeze", "Squeeze", "Cast", "Identity", "Reshape", "Where"))
+_COMPUTES_SIZES = frozenset(
+    ("Concat", "Mul", "Unsqueeze", "Squeeze", "Cast", "Identity", "Reshape", "Where")
+)
 """What sizes with a constant factor or part are computed by."""
 
 
 def cut_axes(tagged: TaggedModel, kept: Mapping[Axis, Array]) -> None:
     """Leave only some indices of axes, in place: of all tensors that have the channels, see ``coupling``.
 
-    After an InputError, for a node that would not get the sizes that it has to have, the model is not usable.
+    After an InputError, for a node that would not get the sizes that it has to have, the model is
+    not usable.
     """
     shapes = tagged.inferred
     graph = tagged.model.graph
     before = {value: shapes.shape(value) for value in tagged.values.values()}
-    around = (node for value, _ in kept for node in (value.producer(), *(use.node for use in value.uses())))
+    around = (
+        node
+        for value, _ in kept
+        for node in (value.producer(), *(use.node for use in value.uses()))
+    )
     for node in dict.fromkeys(around):
         if node is not None:
             _refit(graph, node, kept, shapes)
@@ -108,7 +120,10 @@ def _shorten(value: ir.Value, axes: Mapping[int, Array]) -> None:
         return
     tensor = stored_tensor(value)
     if tensor is not None:
-        shape = [len(places[axis]) if axis in places else size for axis, size in enumerate(tensor.shape.numpy())]
+        shape = [
+            len(places[axis]) if axis in places else size
+            for axis, size in enumerate(tensor.shape.numpy())
+        ]
 
         def taken(array: Array) -> Array:
             for axis, indices in places.items():
@@ -146,7 +161,9 @@ def _refit(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: S
         _refit_gather(graph, node, kept, shapes)
 
 
-def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+def _refit_sizes(
+    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
+) -> None:
     result, place = node.outputs[0], _SIZES[node.op_type]
     rank = shapes.rank(result) or 0
     given = shapes.shape(node.inputs[place])
@@ -154,13 +171,18 @@ def _refit_sizes(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
     for axis in range(rank):
         stays = kept.get((result, axis))
         if stays is not None and not stays.all():
-            _set_size(graph, node, place, axis - (rank - length), len(stays), int(stays.sum()), shapes)
+            _set_size(
+                graph, node, place, axis - (rank - length), len(stays), int(stays.sum()), shapes
+            )
 
 
-def _keep_sizes(graph: ir.Graph, kept: Mapping[Axis, Array], before: Symbolic, after: Symbolic) -> bool:
+def _keep_sizes(
+    graph: ir.Graph, kept: Mapping[Axis, Array], before: Symbolic, after: Symbolic
+) -> bool:
     """Let sizes stay that are computed of an axis that was cut, for tensors that do not have its channels.
 
-    So ``nn.MultiheadAttention`` splits its projections by the width of what it reads. Returns whether there are some.
+    So ``nn.MultiheadAttention`` splits its projections by the width of what it reads. Returns
+    whether there are some.
     """
     found = False
     for node in graph:
@@ -179,10 +201,13 @@ def _keep_sizes(graph: ir.Graph, kept: Mapping[Axis, Array], before: Symbolic, a
     return found
 
 
-def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic) -> None:
+def _set_size(
+    graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, new: int, shapes: Symbolic
+) -> None:
     """Replace a number in a vector of sizes, or a factor of it, where it is a constant.
 
-    Computed ones follow the tensors. Where other nodes may need the old number, the nodes that compute it are copied.
+    Computed ones follow the tensors. Where other nodes may need the old number, the nodes that
+    compute it are copied.
     """
     value = node.inputs[place]
     if value is None or index < 0:
@@ -192,7 +217,13 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
         if len(numbers) > index and numbers[index] == old:
             dtype = shapes.dtype(value) or ir.DataType.INT64
             array = np.array([*numbers[:index], new, *numbers[index + 1 :]], dtype.numpy())
-            _give(graph, node, place, array.reshape(() if shapes.rank(value) == 0 else -1), f"{value.name}_cut")
+            _give(
+                graph,
+                node,
+                place,
+                array.reshape(() if shapes.rank(value) == 0 else -1),
+                f"{value.name}_cut",
+            )
         return
     producer = producer_of(value, *_COMPUTES_SIZES)
     if producer is None:
@@ -200,13 +231,19 @@ def _set_size(graph: ir.Graph, node: ir.Node, place: int, index: int, old: int, 
     producer = _for_one_reader(graph, producer, node, place)
     if producer.op_type == "Mul":
         for at, factor in enumerate(producer.inputs):
-            numbers = shapes.constant(factor) if factor is not None and stored_tensor(factor) is not None else None
+            numbers = (
+                shapes.constant(factor)
+                if factor is not None and stored_tensor(factor) is not None
+                else None
+            )
             if numbers is not None and len(numbers) == 1 and not numbers[0] % old:
                 _set_size(graph, producer, at, 0, numbers[0], numbers[0] // old * new, shapes)
                 return
     elif producer.op_type == "Where":  # TorchScript writes 1 for the sizes of an expand that are -1
         given = [(at, shapes.contents(producer.inputs[at])) for at in (1, 2)]
-        holds = [at for at, sizes in given if sizes is not None and sizes.ndim and sizes[index] == old]
+        holds = [
+            at for at, sizes in given if sizes is not None and sizes.ndim and sizes[index] == old
+        ]
         if len(holds) == 1:
             _set_size(graph, producer, holds[0], index, old, new, shapes)
     elif producer.op_type != "Concat":
@@ -242,7 +279,9 @@ def _give(graph: ir.Graph, node: ir.Node, place: int, array: Array, name: str) -
     node.replace_input_with(place, add_constant(graph, array, name))
 
 
-def _refit_gather(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+def _refit_gather(
+    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
+) -> None:
     found = gathered(node, shapes)
     if found is None or (stays := kept.get((node.inputs[0], found[0]))) is None:  # type: ignore[arg-type]
         return
@@ -252,10 +291,18 @@ def _refit_gather(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sh
         indices = indices if left is None else np.compress(left, indices, place)
     dtype = shapes.dtype(node.inputs[1]) or ir.DataType.INT64
     changed = (np.cumsum(stays) - 1)[indices].astype(dtype.numpy())
-    _give(graph, node, 1, changed if node.op_type == "Gather" else changed[..., None], f"{node.name}_indices_cut")
+    _give(
+        graph,
+        node,
+        1,
+        changed if node.op_type == "Gather" else changed[..., None],
+        f"{node.name}_indices_cut",
+    )
 
 
-def _refit_split(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+def _refit_split(
+    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
+) -> None:
     [axis] = changed_axes(node, shapes) or [0]
     if (node.inputs[0], axis) not in kept:
         return
@@ -273,7 +320,9 @@ def _refit_split(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
     _give(graph, node, 1, np.array(sizes, np.int64), f"{node.name}_split_cut")
 
 
-def _refit_slice(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic) -> None:
+def _refit_slice(
+    graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], shapes: Symbolic
+) -> None:
     changed = changed_axes(node, shapes) or []
     for place, axis in enumerate(changed):
         stays, shape = kept.get((node.inputs[0], axis)), shapes.shape(node.outputs[0])  # type: ignore[arg-type]
@@ -284,7 +333,9 @@ def _refit_slice(graph: ir.Graph, node: ir.Node, kept: Mapping[Axis, Array], sha
         for name, at, bound in (("starts", 1, bounds[0]), ("ends", 2, bounds[1])):
             numbers = node.attributes.get_ints(name)
             if numbers is not None:
-                node.attributes.add(ir.AttrInt64s(name, [*numbers[:place], bound, *numbers[place + 1 :]]))
+                node.attributes.add(
+                    ir.AttrInt64s(name, [*numbers[:place], bound, *numbers[place + 1 :]])
+                )
                 continue
             listed = list(shapes.constant(node.inputs[at]) or [])
             listed[place] = bound
@@ -305,10 +356,15 @@ def _check(
             continue
         wanted = list(shape)
         for axis, stays in cut.get(value, {}).items():
-            wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())  # some indices, or some of each period
+            # some indices, or some of each period
+            wanted[axis] = divide(wanted[axis], len(stays)) * int(stays.sum())
         found = after.shape(value)
         fits = found is not None and len(found) == len(wanted) and (0 not in wanted or 0 in shape)
-        known = [pair for pair in zip(found or (), wanted, strict=False) if not any(map(is_unnamed, pair))]
+        known = [
+            pair
+            for pair in zip(found or (), wanted, strict=False)
+            if not any(map(is_unnamed, pair))
+        ]
         if not fits or any(one != other for one, other in known):
             what, node = f"tensor {value.name!r}", value.producer()
             if node is not None:

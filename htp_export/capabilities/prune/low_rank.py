@@ -37,8 +37,8 @@ class Factors:
 def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
     """The two matrices of a rank whose product is nearest to a matrix (Eckart and Young, 1936).
 
-    The singular values are divided evenly between both, so that both can be quantized equally well. They have the
-    shapes (m, rank) and (rank, n) for a matrix of the shape (m, n), and its type.
+    The singular values are divided evenly between both, so that both can be quantized equally well.
+    They have the shapes (m, rank) and (rank, n) for a matrix of the shape (m, n), and its type.
 
     Examples:
         >>> first, second = factors_of(np.outer([1.0, 2.0, 3.0], [4.0, 5.0]), 1)
@@ -47,7 +47,9 @@ def factors_of(matrix: Array, rank: int) -> tuple[Array, Array]:
     """
     left, singular, right = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     roots = np.sqrt(singular[:rank])
-    return (left[:, :rank] * roots).astype(matrix.dtype), (roots[:, None] * right[:rank]).astype(matrix.dtype)
+    return (left[:, :rank] * roots).astype(matrix.dtype), (roots[:, None] * right[:rank]).astype(
+        matrix.dtype
+    )
 
 
 def factorise(
@@ -55,16 +57,26 @@ def factorise(
 ) -> tuple[dict[Weight, Factors], dict[Weight, str]]:
     """Replace weights by products of two smaller matrices, in place; and say why others were not replaced.
 
-    Each product with such a weight becomes two, both with the tags that it had; a bias stays at the second one.
+    Each product with such a weight becomes two, both with the tags that it had; a bias stays at the
+    second one.
     """
-    reasons = {weight: reason for weight, value in values.items() if (reason := why_not(tagged, weight, value))}
+    reasons = {
+        weight: reason
+        for weight, value in values.items()
+        if (reason := why_not(tagged, weight, value))
+    }
     names, places = Names(tagged.model), ParameterPlaces(tagged, WeightSources(tagged))
     found, parameters = {}, {}
-    for weight, value in counted([item for item in values.items() if item[0] not in reasons], "weights"):
+    for weight, value in counted(
+        [item for item in values.items() if item[0] not in reasons], "weights"
+    ):
         shape, rank = weight.shape, _rank(weight.shape, value)
         found[weight] = _replace(tagged, weight, rank, names)
-        inner = weight.uses[0].channels, weight.reduced  # the axes with the size of the rank, in each of the two
-        shapes = [tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner]
+        # the axes with the size of the rank, in each of the two
+        inner = weight.uses[0].channels, weight.reduced
+        shapes = [
+            tuple(rank if axis == at else size for axis, size in enumerate(shape)) for at in inner
+        ]
         parameters[weight.value] = shape, dict(zip(("_a", "_b"), shapes, strict=True))
     if found:
         change_parameters(tagged, places, parameters)
@@ -132,7 +144,9 @@ def _replace(tagged: TaggedModel, weight: Weight, rank: int, names: Names) -> Fa
     return Factors(rank, tuple(value for pair in written.values() for value in pair))
 
 
-def _split(tagged: TaggedModel, use: Product, first: ir.Value, second: ir.Value, rank: int, names: Names) -> None:
+def _split(
+    tagged: TaggedModel, use: Product, first: ir.Value, second: ir.Value, rank: int, names: Names
+) -> None:
     """Put a product with the first factor before a product, which then multiplies with the second one."""
     node, other = use.node, 1 - use.place
     flags = {name: flag for name in _FLAGS if (flag := node.attributes.get_int(name, 0))}

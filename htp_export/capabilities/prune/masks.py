@@ -1,7 +1,8 @@
 """Which elements of weights become zero: those with the smallest scores, alone, over a selection, or in groups.
 
-Of several weights together, no two are in memory at a time: numbers of one sign have the order of their bits, so that
-the element at a place of the sorted order is found digit by digit, as a radix sort does.
+Of several weights together, no two are in memory at a time: numbers of one sign have the order of
+their bits, so that the element at a place of the sorted order is found digit by digit, as a radix
+sort does.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Scores:
 
     def generator(self, weight: Weight) -> np.random.Generator | None:
         """Random numbers for a weight, by its name; None for absolute values."""
-        return None if self.seed is None else np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
+        return (
+            None
+            if self.seed is None
+            else np.random.default_rng([self.seed, zlib.crc32(weight.name.encode())])
+        )
 
     def keys(self, weight: Weight, array: Array, wide: bool = False) -> Iterator[Array]:
         """Keys in the order of the scores of a weight's elements, part by part."""
@@ -56,7 +61,9 @@ class Scores:
             yield keys_of(part if random is None else random.random(part.size, np.float32), wide)
 
 
-def find_cutoff(parts: Callable[[], Iterable[Array]], count: int, *, wide: bool = False) -> tuple[int, int]:
+def find_cutoff(
+    parts: Callable[[], Iterable[Array]], count: int, *, wide: bool = False
+) -> tuple[int, int]:
     """Where the ``count`` smallest keys end: the key of the last, and how many with this key are among them.
 
     ``parts`` gives all keys, part by part, the same in every call; ``wide``: keys have 64 bits.
@@ -83,8 +90,8 @@ def find_cutoff(parts: Callable[[], Iterable[Array]], count: int, *, wide: bool 
 def element_masks(weights: Sequence[Weight], amount: float, scores: Scores) -> list[Mask]:
     """Zeros in the elements with the smallest scores of several weights together, as torch's ``global_unstructured``.
 
-    The number of elements is rounded as ``torch.nn.utils.prune`` rounds it. Of elements with equal scores, the first
-    ones become zero.
+    The number of elements is rounded as ``torch.nn.utils.prune`` rounds it. Of elements with equal
+    scores, the first ones become zero.
     """
     wide = any(weight.tensor.dtype == ir.DataType.DOUBLE for weight in weights)
 
@@ -125,13 +132,17 @@ def _element_mask(weight: Weight, scores: Scores, key: int, ties: int, wide: boo
 def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
     """All but the ``kept`` elements with the largest scores of each group of neighbours become zero: n:m sparsity.
 
-    Groups lie along the axis over which the product sums, as the sparse matrix units of NVIDIA need it. A last group
-    that is shorter is filled with zeros, which are the first to be pruned.
+    Groups lie along the axis over which the product sums, as the sparse matrix units of NVIDIA need
+    it. A last group that is shorter is filled with zeros, which are the first to be pruned.
     """
 
     def mask(array: Array) -> Array:
-        keys = np.concatenate(list(scores.keys(weight, array, array.dtype == np.float64))).reshape(array.shape)
-        moved, moved_keys = (np.moveaxis(each, weight.reduced, -1) for each in (np.array(array), keys))
+        keys = np.concatenate(list(scores.keys(weight, array, array.dtype == np.float64))).reshape(
+            array.shape
+        )
+        moved, moved_keys = (
+            np.moveaxis(each, weight.reduced, -1) for each in (np.array(array), keys)
+        )
         rows, size = np.ascontiguousarray(moved).reshape(-1, moved.shape[-1]), moved.shape[-1]
         row_keys = moved_keys.reshape(-1, size)
         step = max(1, _CHUNK // max(size, 1))
@@ -144,11 +155,13 @@ def group_mask(weight: Weight, kept: int, group: int, scores: Scores) -> Mask:
 
 def _prune_groups(rows: Array, keys: Array, kept: int, group: int) -> None:
     """Set elements of rows to zero in place."""
-    kept, group = (min(number, rows.shape[1]) for number in (kept, group))  # a plan may state any size of a group
+    # a plan may state any size of a group
+    kept, group = (min(number, rows.shape[1]) for number in (kept, group))
     if not group:
         return
     missing = -rows.shape[1] % group
-    filled = np.pad(keys.astype(np.uint64) + 1, ((0, 0), (0, missing)))  # zeros that fill come before zeros that are
+    # zeros that fill come before zeros that are
+    filled = np.pad(keys.astype(np.uint64) + 1, ((0, 0), (0, missing)))
     order = np.argsort(filled.reshape(len(rows), -1, group), axis=-1, kind="stable")
     gone = np.zeros(order.shape, bool)
     np.put_along_axis(gone, order[..., : group - kept], values=True, axis=-1)

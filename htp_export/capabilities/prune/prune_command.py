@@ -7,7 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
-from htp_export.command.options import JSON_HAS_ALL, FileArgument, Idle, OutputOption, TableOptions, seed_option
+from htp_export.command.options import (
+    JSON_HAS_ALL,
+    FileArgument,
+    Idle,
+    OutputOption,
+    TableOptions,
+    seed_option,
+)
 from htp_export.command.outputs import show_model
 from htp_export.command.terminal import Steps
 from htp_export.plans.plan_options import read_rules, rule_option
@@ -31,9 +38,13 @@ def prune_command(
     *,
     output: OutputOption,
     method: Annotated[Literal["l1", "random"], "l1: the smallest values go; random."] = "l1",
-    scope: Annotated[Literal["local", "global"], "local: the share of each weight; global: of all together."] = "local",
+    scope: Annotated[
+        Literal["local", "global"], "local: the share of each weight; global: of all together."
+    ] = "local",
     seed: Annotated[int, seed_option("For --method random.")] = 0,
-    strict: Annotated[bool, typer.Option("--strict", help="Refuse the plan if a weight cannot be cut.")] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse the plan if a weight cannot be cut.")
+    ] = False,
 ) -> None:
     """Remove the least important weights of modules."""
     from htp_export.capabilities.prune.pruning import prune

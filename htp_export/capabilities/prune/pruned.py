@@ -15,7 +15,13 @@ from htp_export.format.hierarchy import ModuleInfo
 from htp_export.model.module_facts import ModuleFacts
 from htp_export.model.tagged import TaggedResult
 from htp_export.reporting.columns import CLASS_NAME, Column, chosen, percent, si
-from htp_export.reporting.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
+from htp_export.reporting.tables import (
+    BYTES_COLUMNS,
+    PRECISION,
+    SPARSITY,
+    CompressedModule,
+    ModuleTable,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +30,8 @@ class PrunedModule(CompressedModule):
 
     Attributes:
         nodes: Its nodes after.
-        weights_before: Elements of its weights before: initializers that its products multiply with, and tables.
+        weights_before: Elements of its weights before: initializers that its products multiply
+            with, and tables.
         weights_after: Elements after; fewer if channels, heads or blocks were cut out.
         zeros_before: Of ``weights_before``, those that were zero.
         zeros_after: Of ``weights_after``, those that are zero.
@@ -62,7 +69,15 @@ PRUNED_COLUMNS: tuple[Column[Any], ...] = (
 )
 """What is known of each module."""
 
-_DRAWN = ("class_name", "sparsity", "weights_before", "weights_after", "zeros_after", "bytes_before", "bytes_after")
+_DRAWN = (
+    "class_name",
+    "sparsity",
+    "weights_before",
+    "weights_after",
+    "zeros_after",
+    "bytes_before",
+    "bytes_after",
+)
 
 
 @dataclass(frozen=True)
@@ -70,15 +85,16 @@ class Pruned(TaggedResult, ModuleTable):
     """The result of `htp_export.prune`.
 
     Attributes:
-        modules: Module path → how much of its weights is zero or gone. A weight that several modules read counts in
-            each of them, and once in every module above them.
+        modules: Module path → how much of its weights is zero or gone. A weight that several
+            modules read counts in each of them, and once in every module above them.
         plan: Module path → what the plan says of it, as text, for the modules that a rule names.
         removed: The residual blocks that were removed.
         cut: Weight → its shape before and after, for weights that became smaller.
         ranks: Weight → its rank, for weights that became products of two matrices.
-        whole: Weight → why it stays as it is, for those whose channels cannot be cut, or that a rank would not make
-            smaller.
-        short: Weight → what stays of its channels or heads, where the share of the plan cannot be reached.
+        whole: Weight → why it stays as it is, for those whose channels cannot be cut, or that a
+            rank would not make smaller.
+        short: Weight → what stays of its channels or heads, where the share of the plan cannot be
+            reached.
         model: The pruned model.
     """
 
@@ -102,7 +118,9 @@ class Pruned(TaggedResult, ModuleTable):
     @property
     def listed(self) -> Sequence[PrunedModule]:
         """The modules that have weights."""
-        return [module for module in self.modules.values() if module.weights_before or not module.path]
+        return [
+            module for module in self.modules.values() if module.weights_before or not module.path
+        ]
 
     @property
     def summary(self) -> str:
@@ -118,10 +136,14 @@ class Pruned(TaggedResult, ModuleTable):
         notes = [f"removed: {', '.join(self.removed)}"] if self.removed else []
         for name, shapes in itertools.islice(self.cut.items(), 1):
             before, after = ("×".join(map(str, shape)) for shape in shapes)  # noqa: RUF001 - "times"
-            notes.append(f"{len(self.cut)} weights are smaller, such as {name}: {before} before, {after} after")
+            notes.append(
+                f"{len(self.cut)} weights are smaller, such as {name}: {before} before, {after} after"
+            )
         notes += [f"{name}: {what}" for name, what in self.short.items()]
         for name, rank in itertools.islice(self.ranks.items(), 1):
-            notes.append(f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}")
+            notes.append(
+                f"{len(self.ranks)} weights are products of two matrices, such as {name}, of rank {rank}"
+            )
         if self.whole:
             notes.append(f"{len(self.whole)} weights stay as they are:")
         for reason in dict.fromkeys(self.whole.values()):
@@ -129,7 +151,9 @@ class Pruned(TaggedResult, ModuleTable):
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             notes.append(f"  {', '.join(names[:3])}{more}: {reason}")
         if root.zeros_after > root.zeros_before:
-            notes.append("zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense")
+            notes.append(
+                "zeros take as many bytes as other numbers: files and ONNX Runtime keep weights dense"
+            )
         return tuple(notes)
 
 
@@ -162,7 +186,9 @@ def pruned_modules(
         module.path: PrunedModule(
             **{each.name: getattr(module, each.name) for each in fields(ModuleInfo)},
             **sums[module.path],
-            precision=weight_precision(module.weight_bytes_by_dtype) if module.weight_bytes_by_dtype else None,
+            precision=weight_precision(module.weight_bytes_by_dtype)
+            if module.weight_bytes_by_dtype
+            else None,
             nodes=module.nodes,
             bytes_before=bytes_before.get(module.path, 0),
             bytes_after=module.weight_bytes,

@@ -53,43 +53,49 @@ def prune(
 ) -> Pruned:
     """Remove the least important weights of modules.
 
-    A plan has selectors of modules and what is removed in their regions; rules hold as in every plan, see `quantize`:
+    A plan has selectors of modules and what is removed in their regions; rules hold as in every
+    plan, see `quantize`:
 
-    ==================  ===============================================================================
-    ``0.5``             half of the elements of each weight become zero
-    ``"2:4"``           in each group of 4 neighbours, all but 2 become zero
-    ``"channels:0.25"``  a quarter of the output channels of each weight is cut out
-    ``"heads:0.5"``      half of the attention heads are cut out
-    ``"rank:25%"``       each matrix becomes the product of two that have a quarter of its rank; ``"rank:16"``: rank 16
-    ``"drop"``          the module, a residual block, is removed
-    ==================  ===============================================================================
+    ==================
+    =============================================================================== ``0.5``
+    half of the elements of each weight become zero ``"2:4"``           in each group of 4
+    neighbours, all but 2 become zero ``"channels:0.25"``  a quarter of the output channels of each
+    weight is cut out ``"heads:0.5"``      half of the attention heads are cut out ``"rank:25%"``
+    each matrix becomes the product of two that have a quarter of its rank; ``"rank:16"``: rank 16
+    ``"drop"``          the module, a residual block, is removed ==================
+    ===============================================================================
 
-    What has the same channels is cut, too: weights and biases of other modules, and sizes in the graph. Weights that
-    cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of the result has the reason for each. A
-    rule of which every weight stays is an error.
+    What has the same channels is cut, too: weights and biases of other modules, and sizes in the
+    graph. Weights that cannot be cut, or whose rank saves nothing, stay as they are: ``whole`` of
+    the result has the reason for each. A rule of which every weight stays is an error.
 
-    Weights are the stored tensors that products multiply with, and tables that are looked up; no biases, and no factors
-    of normalisations. A weight that several modules read, such as a tied embedding, is pruned once.
+    Weights are the stored tensors that products multiply with, and tables that are looked up; no
+    biases, and no factors of normalisations. A weight that several modules read, such as a tied
+    embedding, is pruned once.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
         plan: Selector → what is removed, in order.
         output: The file to write.
-        method: ``"l1"``: what has the smallest absolute values, for channels and heads on average; ``"random"``.
-        scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights with the same value
-            in the plan together. n:m patterns are always local.
+        method: ``"l1"``: what has the smallest absolute values, for channels and heads on average;
+            ``"random"``.
+        scope: ``"local"``: the share is removed from each weight; ``"global"``: from all weights
+            with the same value in the plan together. n:m patterns are always local.
         seed: For ``"random"``: the same seed removes the same elements.
-        strict: Raise an error if any weight of which the plan gives channels or a rank stays as it is.
+        strict: Raise an error if any weight of which the plan gives channels or a rank stays as it
+            is.
 
     Returns:
         The model, and sparsity and bytes by module.
 
     Raises:
         SelectorError: A selector cannot be read or matches no module.
-        InputError: A value of the plan cannot be used, a rule names modules without weights, or all weights of a rule
-            stay as they are, or any with ``strict``; the message has the node that stops the first one.
+        InputError: A value of the plan cannot be used, a rule names modules without weights, or all
+            weights of a rule stay as they are, or any with ``strict``; the message has the node
+            that stops the first one.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -110,8 +116,15 @@ def prune(
     tagged = read_for_change(model)
     external = has_external_data(tagged.model)
     scores = Scores(None if method == "l1" else seed)
-    dropped = {path for selector, value in rules.items() if value.kind == "blocks" for path in tagged.select(selector)}
-    result = _pruned(tagged, assigned(tagged, rules), dropped, scores, together=scope == "global", strict=strict)
+    dropped = {
+        path
+        for selector, value in rules.items()
+        if value.kind == "blocks"
+        for path in tagged.select(selector)
+    }
+    result = _pruned(
+        tagged, assigned(tagged, rules), dropped, scores, together=scope == "global", strict=strict
+    )
     if output is not None:
         write_model(result.model, output, True if external else None)
     return result
@@ -129,21 +142,37 @@ def _pruned(
     """Prune a model in place; of the modules that are removed, those that rules name are given."""
     bytes_before = {path: facts.weight_bytes for path, facts in _facts(tagged).items()}
     weights = weights_of(tagged)
-    values = {weight: value for weight in weights if (value := value_of(weight, tagged, wanted)) is not None}
+    values = {
+        weight: value
+        for weight in weights
+        if (value := value_of(weight, tagged, wanted)) is not None
+    }
     owners = {weight: weight.owners(tagged) or ("",) for weight in weights}
     _refuse_empty_rules(owners, wanted)
     for weight, value in values.items():
         if value.kind != "blocks" and nan_in({weight.name: weight.tensor.numpy()}):
-            raise InputError(f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size")
+            raise InputError(
+                f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size"
+            )
     before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
-    blocks = [path for path, value in wanted.modules.items() if value.kind == "blocks" and path in dropped]
-    removed = tuple(path for path in blocks if not any(up != path and up in blocks for up in tags.ancestors(path)))
+    blocks = [
+        path for path, value in wanted.modules.items() if value.kind == "blocks" and path in dropped
+    ]
+    removed = tuple(
+        path
+        for path in blocks
+        if not any(up != path and up in blocks for up in tags.ancestors(path))
+    )
     if removed:
         tagged = remove_blocks(tagged, removed)
     left = {weight for weight in weights if is_in_model(weight.value)}
 
     def those(*kinds: str) -> dict[Weight, Sparsity]:
-        return {weight: value for weight, value in values.items() if value.kind in kinds and weight in left}
+        return {
+            weight: value
+            for weight, value in values.items()
+            if value.kind in kinds and weight in left
+        }
 
     structured, matrices = those("channels", "heads"), those("rank")
     cut = cut_channels(tagged, structured, scores, together=together) if structured else Cut()
@@ -152,7 +181,9 @@ def _pruned(
     factors, full = factorise(tagged.refresh(), matrices) if matrices else ({}, {})
     whole = {**cut.whole, **full}
     _refuse_whole_weights(wanted, owners, whole, values, strict=strict)
-    now = {weight: factors[weight].values if weight in factors else (weight.value,) for weight in left}
+    now = {
+        weight: factors[weight].values if weight in factors else (weight.value,) for weight in left
+    }
     after = {weight: _counts(*now[weight]) for weight in counted(list(left), "weights")}
     counts = [(owners[weight], before[weight], after.get(weight, (0, 0))) for weight in weights]
     rows = pruned_modules(_facts(tagged.refresh()).values(), counts, bytes_before)
@@ -183,7 +214,9 @@ def value_of(weight: Weight, tagged: TaggedModel, wanted: Assigned[V]) -> V | No
     values = {use.node: wanted.nodes[use.node] for use in weight.uses if use.node in wanted.nodes}
     if len(set(values.values())) > 1:
         listed = ", ".join(f"{_owners(tagged, node)}: {value}" for node, value in values.items())
-        raise InputError(f"weight {weight.name!r} is shared by modules with different values in the plan ({listed})")
+        raise InputError(
+            f"weight {weight.name!r} is shared by modules with different values in the plan ({listed})"
+        )
     return next(iter(values.values()), None)
 
 
@@ -196,7 +229,9 @@ def _refuse_empty_rules(owners: Mapping[Weight, Sequence[str]], wanted: Assigned
     prunable |= {path for path, value in wanted.modules.items() if value.kind == "blocks"}
     for selector, paths in wanted.named.items():
         if prunable.isdisjoint(paths):
-            raise RuleError(selector, "the modules that it names have no weights that can be pruned")
+            raise RuleError(
+                selector, "the modules that it names have no weights that can be pruned"
+            )
 
 
 def _refuse_whole_weights(
@@ -216,10 +251,14 @@ def _refuse_whole_weights(
             if values[weight].kind == "rank":
                 raise RuleError(selector, f"weight {weight.name!r} keeps its rank: {whole[weight]}")
             where = f"weight {weight.name!r} of {', '.join(map(repr, owners[weight]))}"
-            raise RuleError(selector, f"{where}: {whole[weight]}; the value 0 leaves a module as it is")
+            raise RuleError(
+                selector, f"{where}: {whole[weight]}; the value 0 leaves a module as it is"
+            )
 
 
-def _masks(values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> dict[Weight, Mask]:
+def _masks(
+    values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
+) -> dict[Weight, Mask]:
     """What sets the elements of each weight to zero."""
     masks: dict[Weight, Mask] = {}
     alike: dict[Sparsity, list[Weight]] = {}
@@ -251,7 +290,10 @@ class PlanChecks:
         self._rules: dict[str, Assigned[bool]] = {}
         self._weights: defaultdict[str, list[Weight]] = defaultdict(list)
         for weight in weights_of(tagged):
-            for path in {"", *(path for use in weight.uses for path in tagged.index.works[use.node].modules)}:
+            for path in {
+                "",
+                *(path for use in weight.uses for path in tagged.index.works[use.node].modules),
+            }:
                 self._weights[path].append(weight)
 
     def why_not(self, path: str, value: Sparsity) -> str:
@@ -263,7 +305,11 @@ class PlanChecks:
             if path not in self._rules:
                 self._rules[path] = assigned(self._tagged, {path or ".": True})
             wanted = self._rules[path]
-            weights = [weight for weight in self._weights[path] if value_of(weight, self._tagged, wanted) is not None]
+            weights = [
+                weight
+                for weight in self._weights[path]
+                if value_of(weight, self._tagged, wanted) is not None
+            ]
             if not weights:
                 return "it has no weights that can be pruned"
             if value.kind == "rank":
@@ -295,7 +341,8 @@ class PlanChecks:
         ``values`` are what may be removed of each module.
         """
         shares = {
-            path: {value for value in each if value and value.kind == "channels"} for path, each in values.items()
+            path: {value for value in each if value and value.kind == "channels"}
+            for path, each in values.items()
         }
         shares = {path: each for path, each in shares.items() if each}
         if len(set[Sparsity]().union(*shares.values())) < 2:

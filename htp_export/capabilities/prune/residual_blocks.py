@@ -15,7 +15,13 @@ from htp_export.model.tagged import TaggedModel
 
 _PASSED = frozenset(
     (
-        *("Add", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "BatchNormalization"),
+        *(
+            "Add",
+            "LayerNormalization",
+            "RMSNormalization",
+            "SimplifiedLayerNormalization",
+            "BatchNormalization",
+        ),
         *("Relu", "Identity", "Cast", "Reshape", "Transpose", "Mul"),
     )
 )
@@ -24,7 +30,11 @@ _PASSED = frozenset(
 
 def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
     """Remove residual blocks, none inside another, in place; the model is returned as it is read again."""
-    had_nodes = [path for path, module in tagged.hierarchy.items() if module.fate.does_work and tagged[path].nodes]
+    had_nodes = [
+        path
+        for path, module in tagged.hierarchy.items()
+        if module.fate.does_work and tagged[path].nodes
+    ]
     now: dict[ir.Value, ir.Value] = {}
     for path in paths:
         taken, given = ends_of(tagged, path)
@@ -50,12 +60,18 @@ def ends_of(tagged: TaggedModel, path: str) -> tuple[ir.Value, ir.Value]:
     """The input of a residual block that runs once, and its one output, whose place the input takes."""
     signature = tagged.signature(path)
     if not path or signature is None or tagged[path].calls != 1:
-        raise InputError(f"module {path or '(root)'!r} cannot be removed: it is the whole model, or runs several times")
-    results = [value for name in signature.outputs if (value := tagged.values.get(name or "")) is not None]
+        raise InputError(
+            f"module {path or '(root)'!r} cannot be removed: it is the whole model, or runs several times"
+        )
+    results = [
+        value for name in signature.outputs if (value := tagged.values.get(name or "")) is not None
+    ]
     leaving = [value for value in tagged[path].outputs if value not in results[:1]]
     if not results or leaving:
         listed = ", ".join(repr(value.name) for value in leaving)
-        raise InputError(f"module {path!r} cannot be removed: it also gives {listed or 'no tensor of the graph'}")
+        raise InputError(
+            f"module {path!r} cannot be removed: it also gives {listed or 'no tensor of the graph'}"
+        )
     given = results[0]
     shape, dtype = tagged.inferred.shape(given), tagged.inferred.dtype(given)
     around = _added(given, set(tagged[path].nodes))
@@ -86,7 +102,9 @@ def _added(given: ir.Value, inside: set[ir.Node]) -> set[ir.Value]:
     return found
 
 
-def _describe(edit: Edit, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]) -> None:
+def _describe(
+    edit: Edit, paths: Sequence[str], names: dict[str, str], had_nodes: Sequence[str]
+) -> None:
     """Record the fates and signatures of the modules that are gone."""
     tagged = edit.tagged.refresh()
     fates = dict.fromkeys((path for path in had_nodes if not tagged[path].nodes), Fate.DEAD)
@@ -102,4 +120,6 @@ def _describe(edit: Edit, paths: Sequence[str], names: dict[str, str], had_nodes
         del edit.signatures[path]
     for path in paths:
         if path in edit.signatures:
-            edit.signatures[path] = [Signature(call.inputs, call.outputs[:1]) for call in edit.signatures[path]]
+            edit.signatures[path] = [
+                Signature(call.inputs, call.outputs[:1]) for call in edit.signatures[path]
+            ]

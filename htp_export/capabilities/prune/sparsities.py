@@ -19,12 +19,13 @@ class Sparsity:
     """What is removed from the weights of a module.
 
     Attributes:
-        kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements, all but ``n`` become
-            zero; ``channels``: output channels are cut out; ``heads``: attention heads are cut out; ``blocks``: the
-            module itself is removed, and its input takes the place of its output; ``rank``: a matrix becomes the
-            product of two smaller ones.
-        amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``. For ``rank``, the share of
-            the full rank that stays; 0 if ``kept`` says it.
+        kind: ``elements``: single elements become zero; ``n:m``: in each group of ``m`` elements,
+            all but ``n`` become zero; ``channels``: output channels are cut out; ``heads``:
+            attention heads are cut out; ``blocks``: the module itself is removed, and its input
+            takes the place of its output; ``rank``: a matrix becomes the product of two smaller
+            ones.
+        amount: The share that is removed, from 0 to 1; not used for ``n:m`` and ``blocks``. For
+            ``rank``, the share of the full rank that stays; 0 if ``kept`` says it.
         kept: ``n`` of ``n:m``; for ``rank``, the rank.
         group: ``m`` of ``n:m``.
 
@@ -106,7 +107,9 @@ def _rank(text: str) -> Sparsity:
     match = re.fullmatch(r"rank:(?:([0-9]{1,9})|([0-9]{1,9}(?:\.[0-9]*)?)%)", text)
     rank, share = (int(match[1] or 0), float(match[2] or 0) / 100) if match else (0, 0.0)
     if not rank and not 0 < share <= 1:
-        raise InputError(f"sparsity {text!r}: write the rank, 'rank:16', or the share of it that stays, 'rank:25%'")
+        raise InputError(
+            f"sparsity {text!r}: write the rank, 'rank:16', or the share of it that stays, 'rank:25%'"
+        )
     return Sparsity("rank", share, rank)
 
 

@@ -43,7 +43,8 @@ class Cut:
 class _Cuttable:
     """Channels that are chosen among: those of weights coupled with ``weight``, in groups that can be cut.
 
-    ``scores``: label → mean score of the elements that compute its channels; ``gone``: the labels that are cut.
+    ``scores``: label → mean score of the elements that compute its channels; ``gone``: the labels
+    that are cut.
     """
 
     weight: Weight
@@ -53,7 +54,9 @@ class _Cuttable:
     gone: set[int] = field(default_factory=set)
 
 
-def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool) -> Cut:
+def cut_channels(
+    tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores: Scores, *, together: bool
+) -> Cut:
     """Cut the least important channels and heads out of a model, in place, of all weights that can be cut.
 
     ``together``, the shares are of all channels with the same value.
@@ -61,8 +64,12 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
     found, whole = _cuttable(tagged, values, scores)
     for value in dict.fromkeys(values.values()):
         if value.kind == "heads" and not any(each.value == value for each in found):
-            names = ", ".join(repr(weight.name) for weight, other in values.items() if other == value)
-            raise InputError(f"there are no attention heads to cut: no channels of {names} are split into heads")
+            names = ", ".join(
+                repr(weight.name) for weight, other in values.items() if other == value
+            )
+            raise InputError(
+                f"there are no attention heads to cut: no channels of {names} are split into heads"
+            )
     pools: defaultdict[Sparsity | Weight, list[_Cuttable]] = defaultdict(list)
     for each in found:
         pools[each.value if together else each.weight].append(each)
@@ -74,11 +81,20 @@ def cut_channels(tagged: TaggedModel, values: Mapping[Weight, Sparsity], scores:
             kept[axis] = kept[axis] & stays if axis in kept else stays
     kept = {axis: stays for axis, stays in kept.items() if not stays.all()}
     cut = {value for value, _ in kept}
-    constants = (value for node in tagged.nodes if is_standard(node, "Constant") for value in node.outputs)
-    weights = [value for value in (*tagged.model.graph.initializers.values(), *constants) if value in cut]
-    before, places = {value: _shape(value) for value in weights}, ParameterPlaces(tagged, WeightSources(tagged))
+    constants = (
+        value for node in tagged.nodes if is_standard(node, "Constant") for value in node.outputs
+    )
+    weights = [
+        value for value in (*tagged.model.graph.initializers.values(), *constants) if value in cut
+    ]
+    before, places = (
+        {value: _shape(value) for value in weights},
+        ParameterPlaces(tagged, WeightSources(tagged)),
+    )
     cut_axes(tagged, kept)
-    change_parameters(tagged, places, {value: (before[value], {"": _shape(value)}) for value in weights})
+    change_parameters(
+        tagged, places, {value: (before[value], {"": _shape(value)}) for value in weights}
+    )
     return Cut({str(value.name): (before[value], _shape(value)) for value in weights}, short, whole)
 
 
@@ -86,7 +102,11 @@ def _choose(pool: Sequence[_Cuttable]) -> str:
     """Choose the groups with the smallest scores, one of each axis stays; and say what stays beyond the plan."""
     value, total = pool[0].value, sum(len(each.coupling.roots_of_all) for each in pool)
     wanted = left = round(value.amount * total)
-    ordered = sorted((each.scores[group], at, group) for at, each in enumerate(pool) for group in each.coupling.groups)
+    ordered = sorted(
+        (each.scores[group], at, group)
+        for at, each in enumerate(pool)
+        for group in each.coupling.groups
+    )
     for _, at, group in ordered:
         each = pool[at]
         empty = (axis <= each.gone | {group} for axis in each.coupling.axes if group in axis)
@@ -94,7 +114,11 @@ def _choose(pool: Sequence[_Cuttable]) -> str:
             each.gone.add(group)
             left -= 1
     stays = total - wanted + left
-    return f"{value} leaves {stays} of {total} {value.kind}, as one of each has to stay" if left else ""
+    return (
+        f"{value} leaves {stays} of {total} {value.kind}, as one of each has to stay"
+        if left
+        else ""
+    )
 
 
 def _shape(value: ir.Value) -> ParameterShape:
@@ -134,15 +158,20 @@ def coupling_of(tagged: TaggedModel, weight: Weight, value: Sparsity) -> Couplin
         StopError: Its channels cannot be cut.
     """
     try:
-        coupling = couple(tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads")
+        coupling = couple(
+            tagged, (weight.value, weight.uses[0].channels), heads=value.kind == "heads"
+        )
     except StopError:
-        if value.kind == "heads":  # the layer behind the heads, such as the projection of the results
+        # the layer behind the heads, such as the projection of the results
+        if value.kind == "heads":
             return None
         raise
     return None if value.kind == "heads" and not coupling.is_joined else coupling
 
 
-def _group_scores(coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores) -> dict[int, float]:
+def _group_scores(
+    coupling: Coupling, weights: Iterable[Weight], seed: Weight, scores: Scores
+) -> dict[int, float]:
     random = scores.generator(seed)
     if random is not None:
         return dict(zip(coupling.groups, random.random(len(coupling.groups)).tolist(), strict=True))

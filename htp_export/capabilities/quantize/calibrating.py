@@ -1,9 +1,10 @@
 """Ranges of the tensors of a part, which ONNX Runtime's calibrators measure on one run of the data after another.
 
-A calibrator that collects several runs one by one merges smallest and largest values without NaN, and histograms
-wrongly: it adds bins for larger values, compares them with the number of bins that the first run had, and drops values
-that are smaller than those of the first run. So a first pass over the data finds the bounds of each histogram, and a
-second one fills it: the order of the runs makes no difference, and the result is that of all runs at once.
+A calibrator that collects several runs one by one merges smallest and largest values without NaN,
+and histograms wrongly: it adds bins for larger values, compares them with the number of bins that
+the first run had, and drops values that are smaller than those of the first run. So a first pass
+over the data finds the bounds of each histogram, and a second one fills it: the order of the runs
+makes no difference, and the result is that of all runs at once.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ class Bounds:
     def merged(self, other: Bounds) -> Bounds:
         """Those of both; NaN if one has NaN."""
         return Bounds(
-            np.minimum(self.low, other.low), np.maximum(self.high, other.high), np.minimum(self.least, other.least)
+            np.minimum(self.low, other.low),
+            np.maximum(self.high, other.high),
+            np.minimum(self.least, other.least),
         )
 
 
@@ -140,13 +143,20 @@ class Calibration:
 
     def _check(self, run: int, found: Mapping[str, Bounds | None]) -> None:
         """Refuse NaN in one run."""
-        wrong = [name for name in self.names if (bounds := found.get(name)) is not None and bounds.has_nan]
+        wrong = [
+            name
+            for name in self.names
+            if (bounds := found.get(name)) is not None and bounds.has_nan
+        ]
         if wrong:
             name = self.names[wrong[0]]
-            raise InputError(f"data, run {run}: the model computes NaN in {name!r}; its range is not known")
+            raise InputError(
+                f"data, run {run}: the model computes NaN in {name!r}; its range is not known"
+            )
 
     def _calibrator(self) -> Any:
-        # Its percentiles are those of absolute values unless told otherwise, also for ranges that are not symmetric.
+        # Its percentiles are those of absolute values unless told otherwise, also for ranges that
+        # are not symmetric.
         options = {"symmetric": True} if self.symmetric and self.method != MINMAX else {}
         with quietly():
             return quantizers("calibrate").create_calibrator(
@@ -163,7 +173,8 @@ class Calibration:
         found: dict[str, Bounds | None] = {}
         with runs() as opened:
             for number, arrays in enumerate(opened):
-                calibrator.calibrate_tensors_range = None  # it would merge them with those of the runs before
+                # it would merge them with those of the runs before
+                calibrator.calibrate_tensors_range = None
                 with quietly():
                     calibrator.collect_data(OneRun(arrays))
                     measured = calibrator.compute_data()
@@ -216,7 +227,8 @@ class Calibration:
 
 def _edges(begin: Array, end: Array, bins: int) -> Array | None:
     """The edges of the bins of a histogram; None if so many bins have no width in this type."""
-    bounds: Any = (begin, end)  # numbers of the type of the tensor, in which numpy computes the edges
+    # numbers of the type of the tensor, in which numpy computes the edges
+    bounds: Any = (begin, end)
     try:
         return np.histogram(np.zeros(0, begin.dtype), bins, range=bounds)[1].astype(begin.dtype)
     except ValueError:
@@ -227,7 +239,9 @@ def _merge(found: dict[str, Bounds | None], new: Mapping[str, Bounds | None]) ->
     """Add the bounds of tensors in one run to those of the runs before."""
     for name, bounds in new.items():
         before = found.get(name)
-        found[name] = before.merged(bounds) if before is not None and bounds is not None else before or bounds
+        found[name] = (
+            before.merged(bounds) if before is not None and bounds is not None else before or bounds
+        )
 
 
 @dataclass
@@ -255,5 +269,9 @@ class _HistogramCollector:
 
     def collect(self, tensors: Mapping[str, Sequence[Array]]) -> None:
         """Add one run: name of a tensor → its values, in a list of one array; zero would be one of no values."""
-        counted = {name: arrays for name, arrays in tensors.items() if name in self.known and arrays[0].size}
+        counted = {
+            name: arrays
+            for name, arrays in tensors.items()
+            if name in self.known and arrays[0].size
+        }
         self.tool.collect(counted)

@@ -30,14 +30,14 @@ _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 class Serving:
     """The precision ``auto``: one that is faster than fp32 in ONNX Runtime on this machine, by what a model computes.
 
-    ``notes`` say why, of what was asked. The model has no functions. What was measured is in ``docs/quantize.md``
-    ("Which one"):
+    ``notes`` say why, of what was asked. The model has no functions. What was measured is in
+    ``docs/quantize.md`` ("Which one"):
 
     - Products with stored matrices are as fast with ranges at run time (``int8-dynamic``) as with calibrated ones,
       nearer to fp32, and need no data.
     - Convolutions are slower with ranges at run time (``ConvInteger`` has no fast kernel), and faster with calibrated
-      ones: on x86 with unsigned activations (``u8s8``), on ARM with signed ones (``int8``), which ONNX Runtime fuses by
-      default there and not on x86.
+      ones: on x86 with unsigned activations (``u8s8``), on ARM with signed ones (``int8``), which
+      ONNX Runtime fuses by default there and not on x86.
     - On x86 without VNNI, products of unsigned and signed integers saturate: weights get 7 bits.
     """
 
@@ -57,7 +57,8 @@ class Serving:
     def rules(self, rules: Mapping[str, Precision]) -> dict[str, Precision]:
         """A plan in which each ``auto`` is the precision that serves the nodes of its rule.
 
-        Modules of convolutions stay in fp32 where products take most of the work, unless a later rule names them.
+        Modules of convolutions stay in fp32 where products take most of the work, unless a later
+        rule names them.
         """
         if AUTO not in rules.values():
             return dict(rules)
@@ -67,7 +68,9 @@ class Serving:
             served.pop(selector, None)  # it holds at its new place
             served[selector] = given
             if given == AUTO:
-                served[selector] = self._of(deciding[selector], "" if selector == "." else f"{selector!r}: ")
+                served[selector] = self._of(
+                    deciding[selector], "" if selector == "." else f"{selector!r}: "
+                )
                 if served[selector].method == "dynamic":
                     served |= dict.fromkeys(self._apart(deciding[selector]), PRECISIONS["fp32"])
         return served
@@ -87,8 +90,16 @@ class Serving:
             raise InputError(f"{where}auto: {why}; name a precision")
         dynamic = among[_PRODUCTS] >= among[_CONVOLUTIONS]
         name = "int8-dynamic" if dynamic else "int8" if is_arm() else "u8s8"
-        shares = ", ".join(f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS))
-        machine = "ARM" if is_arm() else "x86 without VNNI, so weights have 7 bits" if saturates() else "x86"
+        shares = ", ".join(
+            f"{percent(among[kind] / among.total())} {kind}" for kind in (_PRODUCTS, _CONVOLUTIONS)
+        )
+        machine = (
+            "ARM"
+            if is_arm()
+            else "x86 without VNNI, so weights have 7 bits"
+            if saturates()
+            else "x86"
+        )
         self.notes.append(
             f"{where}auto is {name}, which is faster than fp32 here: {shares}; the processor is {machine}"
         )
@@ -106,7 +117,11 @@ class Serving:
     def _kinds(self) -> Mapping[ir.Node, str]:
         how, facts = PRECISIONS["int8-dynamic"].how, Facts.of(self._tagged)
         names = {"Conv": _CONVOLUTIONS, "ConvTranspose": _CONVOLUTIONS, "Gather": ""}
-        return {node: names.get(node.op_type, _PRODUCTS) for node in self._tagged.nodes if how.takes(node, facts)}
+        return {
+            node: names.get(node.op_type, _PRODUCTS)
+            for node in self._tagged.nodes
+            if how.takes(node, facts)
+        }
 
     @cached_property
     def _work(self) -> Mapping[ir.Node, int]:
@@ -132,8 +147,8 @@ class Serving:
 class PrecisionChoice:
     """Which nodes of a model get which precision.
 
-    ``found`` is what the rules say; ``nodes`` get a precision, in order; ``left`` are the other nodes of its modules
-    that make floats.
+    ``found`` is what the rules say; ``nodes`` get a precision, in order; ``left`` are the other
+    nodes of its modules that make floats.
     """
 
     tagged: TaggedModel
@@ -150,12 +165,17 @@ class PrecisionChoice:
     def without(self, stayed: Iterable[ir.Node]) -> PrecisionChoice:
         """The choice in which some of its nodes stay as they are."""
         staying = frozenset(stayed)
-        nodes = {given: [node for node in listed if node not in staying] for given, listed in self.nodes.items()}
+        nodes = {
+            given: [node for node in listed if node not in staying]
+            for given, listed in self.nodes.items()
+        }
         left = {given: list(listed) for given, listed in self.left.items()}
         for given, listed in self.nodes.items():
             if gone := [node for node in listed if node in staying]:
                 left.setdefault(given, []).extend(gone)
-        return replace(self, nodes={given: listed for given, listed in nodes.items() if listed}, left=left)
+        return replace(
+            self, nodes={given: listed for given, listed in nodes.items() if listed}, left=left
+        )
 
     @cached_property
     def weights(self) -> frozenset[ir.Value | None]:
@@ -166,12 +186,15 @@ class PrecisionChoice:
     def precisions(self) -> dict[str, str]:
         """Module path → the name of its precision, ``mixed`` for several, ``fp32`` for none.
 
-        Nodes that stay as they are in modules that have a precision do not count beside others that get it.
+        Nodes that stay as they are in modules that have a precision do not count beside others that
+        get it.
         """
         given, missed = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
         for node in self.tagged.nodes:
             taken = self.precision_of.get(node)
-            if taken is None and (node in self.found.disputed or self.weights.isdisjoint(node.inputs)):
+            if taken is None and (
+                node in self.found.disputed or self.weights.isdisjoint(node.inputs)
+            ):
                 continue
             precision = taken or self.found.nodes.get(node)
             word = "fp32" if precision is None or precision.is_kept else precision.name
@@ -180,17 +203,24 @@ class PrecisionChoice:
         for path in self.tagged:
             if not given[path] or not missed[path] <= given[path]:
                 given[path].add("fp32")
-        return {path: next(iter(given[path])) if len(given[path]) == 1 else "mixed" for path in self.tagged}
+        return {
+            path: next(iter(given[path])) if len(given[path]) == 1 else "mixed"
+            for path in self.tagged
+        }
 
     def predicted(self) -> dict[str, int]:
         """Module path → bytes of its weights afterwards, without the scales of activations.
 
-        As `contents_of` counts them: a module that others call too has the weights of all of its calls.
+        As `contents_of` counts them: a module that others call too has the weights of all of its
+        calls.
         """
         found: dict[str, dict[Hashable, int]] = {path: {} for path in self.tagged}
         for node in self.tagged.nodes:
             sizes = dict(self._sizes(node))
-            for path in {"", *(up for owner in self.tagged.owners_of(node) for up in tags.ancestors(owner))}:
+            for path in {
+                "",
+                *(up for owner in self.tagged.owners_of(node) for up in tags.ancestors(owner)),
+            }:
                 found[path] |= sizes
         return {path: sum(sizes.values()) for path, sizes in found.items()}
 
@@ -206,7 +236,9 @@ class PrecisionChoice:
             if value is None or tensor is None:
                 continue
             maker = value.producer()
-            if maker in self.precision_of and (value not in self.weights or is_standard(maker, "Identity")):
+            if maker in self.precision_of and (
+                value not in self.weights or is_standard(maker, "Identity")
+            ):
                 continue  # it is cast itself
             size = self._size_of(node, place)
             if size is not None and precision is not None:
@@ -217,7 +249,12 @@ class PrecisionChoice:
     def _size_of(self, node: ir.Node, place: int) -> int | None:
         """The bytes of a weight of a node in the precision that it gets; None if it stays as it is."""
         precision, tensor = self.precision_of.get(node), constant_of(node.inputs[place])
-        if precision is None or tensor is None or not len(tensor.shape) or not tensor.dtype.is_floating_point():
+        if (
+            precision is None
+            or tensor is None
+            or not len(tensor.shape)
+            or not tensor.dtype.is_floating_point()
+        ):
             return None  # numbers are no weights
         return precision.how.bytes_of(node, place, tensor, self.facts)
 
@@ -264,7 +301,9 @@ def _could_be(value: ir.Value, precision: Precision, facts: Facts) -> bool:
     return dtype == ir.DataType.FLOAT or dtype.numpy().name != precision.activation
 
 
-def reasons_why_not(nodes: Iterable[ir.Node], precision: Precision, facts: Facts) -> Counter[tuple[str, str]]:
+def reasons_why_not(
+    nodes: Iterable[ir.Node], precision: Precision, facts: Facts
+) -> Counter[tuple[str, str]]:
     """Operator type and reason → number of nodes with weights that cannot have a precision for this reason."""
     found = Counter[tuple[str, str]]()
     for node in nodes:
@@ -289,7 +328,9 @@ def _check_rules(choice: PrecisionChoice, rules: Mapping[str, Precision]) -> Non
         if any(choice.precision_of.get(node) == precision for node in nodes):
             continue
         kinds = Counter(node.op_type for node in nodes)
-        there_are = ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
+        there_are = (
+            ", ".join(f"{count} {kind}" for kind, count in kinds.most_common(5)) or "no operators"
+        )
         paths = sorted(choice.found.named[selector], key=tags.path_order)
         more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
         problem = f"no operator of module {paths[0] or '(root)'!r}{more} takes {precision.name}; there are: {there_are}"

@@ -1,8 +1,9 @@
 """What a method is: the way in which one engine gives a precision to nodes.
 
-Nothing else knows what methods there are. Those of ``methods`` have the numerics of ONNX Runtime: a file each, with a
-class ``METHOD``. Those of another engine are a plug-in: an entry point of the group ``htp_export.quantize``, named as
-the engine, of a module whose ``METHODS`` maps the names of its methods to their classes.
+Nothing else knows what methods there are. Those of ``methods`` have the numerics of ONNX Runtime: a
+file each, with a class ``METHOD``. Those of another engine are a plug-in: an entry point of the
+group ``htp_export.quantize``, named as the engine, of a module whose ``METHODS`` maps the names of
+its methods to their classes.
 """
 
 from __future__ import annotations
@@ -64,13 +65,17 @@ class Method:
         weights: Types that weights can have.
         calibrations: Ways to choose ranges.
         algorithms: Ways to round weights.
-        accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is no such attribute.
+        accuracy_levels: Levels of arithmetic of products with weights in blocks; none if there is
+            no such attribute.
         formats: Ways to write what was quantized.
         options: Names of fields of plans that this method alone knows; `check` checks their values.
         floats: Types of floats that it quantizes.
-        order: Methods with smaller numbers are applied first; what is measured later sees what they made.
-        with_producer: Operators that are taken only together with the one that makes what they read.
-        multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on some processors.
+        order: Methods with smaller numbers are applied first; what is measured later sees what they
+            made.
+        with_producer: Operators that are taken only together with the one that makes what they
+            read.
+        multiplies_integers: Whether products are computed in integers of 8 bits, which saturate on
+            some processors.
     """
 
     activations: ClassVar[tuple[str, ...]]
@@ -118,14 +123,23 @@ class Method:
     def why_not(self, node: ir.Node, facts: Facts) -> str:
         """Why a node with a weight cannot get the precision, and what to do.
 
-        Empty for nodes without one, and where the reason is that ONNX Runtime, or ONNX, has no such operator.
+        Empty for nodes without one, and where the reason is that ONNX Runtime, or ONNX, has no such
+        operator.
         """
         place = weight_place(node)
         if place >= len(node.inputs) or weight_axes(node, place) is None:
             return ""
         weight = node.inputs[place]
-        kinds = [facts.dtypes.get(value) for value in (weight, node.inputs[0], node.outputs[0]) if value is not None]
-        foreign = [kind for kind in kinds if kind is not None and kind.is_floating_point() and kind not in self.floats]
+        kinds = [
+            facts.dtypes.get(value)
+            for value in (weight, node.inputs[0], node.outputs[0])
+            if value is not None
+        ]
+        foreign = [
+            kind
+            for kind in kinds
+            if kind is not None and kind.is_floating_point() and kind not in self.floats
+        ]
         if foreign:
             known = " or ".join(kind.numpy().name for kind in self.floats)
             kind, name = foreign[0].numpy().name, self.precision.name
@@ -135,15 +149,17 @@ class Method:
             return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
         return ""
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         """The bytes of a float tensor that a node reads, with scales and zero points; None if it stays as it is."""
         return None
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
         """How a constant input of a node is quantized; None if it stays as it is.
 
-        Inputs that read one weight in the same way share one copy of it. Those that read it in another way get another
-        constant: tools have one scale, or one layout, for each name.
+        Inputs that read one weight in the same way share one copy of it. Those that read it in
+        another way get another constant: tools have one scale, or one layout, for each name.
         """
         return None
 
@@ -161,7 +177,9 @@ class Method:
         for group in self.groups(nodes, work):
             done, faulty = without_faulty(group, lambda some: self._made(some, work))
             for node, failure in faulty.items():
-                yield work.left(node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure)
+                yield work.left(
+                    node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure
+                )
             if done is None:
                 continue
             part, made = done
@@ -181,9 +199,15 @@ class Method:
         """Refuse weights with NaN, which integers do not have."""
         for node in nodes:
             for value in node.inputs:
-                if value is not None and (tensor := constant_of(value)) and nan_in({str(value.name): tensor.numpy()}):
+                if (
+                    value is not None
+                    and (tensor := constant_of(value))
+                    and nan_in({str(value.name): tensor.numpy()})
+                ):
                     path = next(iter(tags.owners_of(node.metadata_props)), "") or "(root)"
-                    raise InputError(f"{value.name!r} of module {path!r} has NaN, which {self.precision.name} has not")
+                    raise InputError(
+                        f"{value.name!r} of module {path!r} has NaN, which {self.precision.name} has not"
+                    )
 
 
 @dataclass(frozen=True)
@@ -193,25 +217,30 @@ class Precision:
     Attributes:
         name: Its name in tables.
         method: ``keep``, ``cast``, ``static``, ``float8``, ``dynamic``, ``weights`` or ``cache``.
-        activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``float8e4m3fn``, ``int8``, ``uint8``,
-            ``int16`` or ``uint16``. Dynamic ones are ``uint8``.
+        activation: Type of activations: ``float32``, ``float16``, ``bfloat16``, ``float8e4m3fn``,
+            ``int8``, ``uint8``, ``int16`` or ``uint16``. Dynamic ones are ``uint8``.
         weight: Type of weights, as for activations, and ``int4``.
-        symmetric: Whether zero is the middle of the range: of activations (``static``), or of weights in blocks.
-        per_channel: Whether each output channel of a weight has its own scale (``static``, ``float8``,
-            ``dynamic``, ``cache``).
-        calibration: How ranges are chosen (``static``, ``float8``): ``minmax``, ``entropy`` or ``percentile``.
-        reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for processors without VNNI.
-        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq`` or ``k-quant``.
+        symmetric: Whether zero is the middle of the range: of activations (``static``), or of
+            weights in blocks.
+        per_channel: Whether each output channel of a weight has its own scale (``static``,
+            ``float8``, ``dynamic``, ``cache``).
+        calibration: How ranges are chosen (``static``, ``float8``): ``minmax``, ``entropy`` or
+            ``percentile``.
+        reduce_range: Whether weights of 8 bits use 7 of them (``static``, ``dynamic``), for
+            processors without VNNI.
+        algorithm: How weights are rounded (``weights``): ``default``, ``rtn``, ``hqq`` or
+            ``k-quant``.
         block_size: Weights that share a scale (``weights``): 16 or more, a power of two.
-        format: How they are written (``weights``): ``default``, operators of ONNX Runtime, or ``qdq``, the operators of
-            ONNX behind a ``DequantizeLinear`` in blocks, which needs opset 21.
+        format: How they are written (``weights``): ``default``, operators of ONNX Runtime, or
+            ``qdq``, the operators of ONNX behind a ``DequantizeLinear`` in blocks, which needs
+            opset 21.
         engine: Whose numerics: ``onnxruntime``, or the name of a plug-in, such as ``nncf``.
-        options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these are fields like the
-            others.
+        options: What the engine's method takes besides, such as ``{"awq": True}``. In plans these
+            are fields like the others.
         bits: Bits of a weight.
-        accuracy_level: The arithmetic of products with weights in blocks (``weights``), as the attribute of
-            ``MatMulNBits`` has it: 4 for int8, 1 for fp32, 0 for no attribute, which ONNX Runtime's CPU reads as 1.
-            None for 4, which is the fastest.
+        accuracy_level: The arithmetic of products with weights in blocks (``weights``), as the
+            attribute of ``MatMulNBits`` has it: 4 for int8, 1 for fp32, 0 for no attribute, which
+            ONNX Runtime's CPU reads as 1. None for 4, which is the fastest.
 
     Raises:
         InputError: If the fields do not go together.
@@ -247,19 +276,31 @@ class Precision:
         how = self.how
         for name in ("activation", "weight", "calibration", "algorithm", "format"):
             self.check(name, getattr(self, name), getattr(how, f"{name}s"))
-        if not isinstance(self.block_size, int) or self.block_size < 16 or self.block_size & (self.block_size - 1):
+        if (
+            not isinstance(self.block_size, int)
+            or self.block_size < 16
+            or self.block_size & (self.block_size - 1)
+        ):
             raise self.fault(f"block_size is {self.block_size!r}, not 16, 32, 64, 128, ...")
         if (level := self.accuracy_level) is not None:
             if not how.accuracy_levels:
-                raise self.fault("accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights")
-            self.check("accuracy_level", str(level) if isinstance(level, bool) else level, how.accuracy_levels)
+                raise self.fault(
+                    "accuracy_level is of weights in blocks of ONNX Runtime: int4, int8-weights"
+                )
+            self.check(
+                "accuracy_level",
+                str(level) if isinstance(level, bool) else level,
+                how.accuracy_levels,
+            )
         bits = _BITS[self.weight]
         if self.bits not in (0, bits):
             raise self.fault(f"{self.weight} has {bits} bits, not {self.bits!r}")
         object.__setattr__(self, "bits", bits)
         for name in self.options:
             if name not in how.options:
-                raise InputError(f"precision {self.name!r} has no field {name!r}; {self._nearest(name)}")
+                raise InputError(
+                    f"precision {self.name!r} has no field {name!r}; {self._nearest(name)}"
+                )
         how.check()
 
     def __str__(self) -> str:
@@ -293,13 +334,22 @@ class Precision:
     def check(self, what: str, value: Any, allowed: Iterable[Any]) -> None:
         """Refuse a value of a field that is none of the allowed ones."""
         if value not in (listed := list(allowed)):
-            engine = "" if self.engine == ENGINE or what == "engine" else f"with the engine {self.engine!r}, "
-            raise self.fault(f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}")
+            engine = (
+                ""
+                if self.engine == ENGINE or what == "engine"
+                else f"with the engine {self.engine!r}, "
+            )
+            raise self.fault(
+                f"{engine}{what} is {value!r}, and can be {', '.join(map(str, listed))}"
+            )
 
     def _nearest(self, word: str) -> str:
         known = [*FIELDS, *self.how.options]
         listed = f"the method {self.method!r} of {self.engine} has {', '.join(known)}"
-        return next((f"nearest: {near!r}" for near in difflib.get_close_matches(str(word), known, n=1)), listed)
+        return next(
+            (f"nearest: {near!r}" for near in difflib.get_close_matches(str(word), known, n=1)),
+            listed,
+        )
 
     def fault(self, problem: str) -> InputError:
         """The error that says what is wrong with it."""

@@ -38,7 +38,8 @@ Result = TypeVar("Result")
 def quantizers(module: str = "") -> Any:
     """Import ``onnxruntime.quantization``, or a module of it.
 
-    Some of its modules call ``logging.basicConfig`` on import, which would configure the logging of the program.
+    Some of its modules call ``logging.basicConfig`` on import, which would configure the logging of
+    the program.
     """
     with quietly():
         return importlib.import_module(f"{_QUANTIZATION}.{module}" if module else _QUANTIZATION)
@@ -47,7 +48,8 @@ def quantizers(module: str = "") -> Any:
 def quietly() -> contextlib.AbstractContextManager[None]:
     """Suppress what ONNX Runtime's quantizers say.
 
-    It is advice that the caller cannot follow, such as to preprocess the model. They log to the root logger itself.
+    It is advice that the caller cannot follow, such as to preprocess the model. They log to the
+    root logger itself.
     """
     return quiet("")
 
@@ -58,7 +60,10 @@ class PartError(Exception):
 
 def raised_by_tool(error: Exception) -> bool:
     """Whether an error comes from ONNX Runtime, or from code that it called."""
-    return any(_PACKAGE in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__))
+    return any(
+        _PACKAGE in Path(frame.filename).parts
+        for frame in traceback.extract_tb(error.__traceback__)
+    )
 
 
 def tool_error(name: str, error: Exception, where: str = "") -> ToolError:
@@ -85,8 +90,8 @@ def without_faulty(
 ) -> tuple[Result | None, dict[Item, PartError]]:
     """The result of an attempt without the nodes on which it fails, and the failure of each of these.
 
-    The nodes are added by halves to those that are known to do. The result is None if none does. If too many fail, the
-    first failure is raised.
+    The nodes are added by halves to those that are known to do. The result is None if none does. If
+    too many fail, the first failure is raised.
 
     Examples:
         >>> def attempt(numbers):
@@ -146,7 +151,9 @@ def groups_in_memory(nodes: Sequence[ir.Node]) -> Iterator[list[ir.Node]]:
     apart: dict[Any, list[ir.Node]] = {}
     for node in nodes:
         apart.setdefault((node.graph, node.op_type == "Conv"), []).append(node)
-    yield from counted([group for alike in apart.values() for group in _groups(alike)], "groups of weights")
+    yield from counted(
+        [group for alike in apart.values() for group in _groups(alike)], "groups of weights"
+    )
 
 
 def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
@@ -169,15 +176,24 @@ def _groups(nodes: Sequence[ir.Node]) -> list[list[ir.Node]]:
 
 def _weights_of(node: ir.Node) -> dict[ir.Value, int]:
     """The constants that a node reads as floats, with their bytes."""
-    tensors = {value: tensor for value in node.inputs if value is not None and (tensor := constant_of(value))}
-    return {value: tensor.nbytes for value, tensor in tensors.items() if tensor.dtype.is_floating_point()}
+    tensors = {
+        value: tensor
+        for value in node.inputs
+        if value is not None and (tensor := constant_of(value))
+    }
+    return {
+        value: tensor.nbytes
+        for value, tensor in tensors.items()
+        if tensor.dtype.is_floating_point()
+    }
 
 
 @contextlib.contextmanager
 def made_file() -> Iterator[Path]:
     """A place for what a quantizer makes.
 
-    `read_model` leaves its large tensors there: they are read when they are used, also after the file is deleted.
+    `read_model` leaves its large tensors there: they are read when they are used, also after the
+    file is deleted.
     """
     with temporary_folder() as folder:
         yield folder / "made.onnx"

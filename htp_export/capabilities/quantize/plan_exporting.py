@@ -97,22 +97,34 @@ class PlannedModel:
                 continue
             if precision.method not in expressed:
                 known = ", ".join(sorted({*expressed, "keep"}))
-                raise RuleError(selector, f"{target} has no {precision}; it takes the methods {known}")
+                raise RuleError(
+                    selector, f"{target} has no {precision}; it takes the methods {known}"
+                )
             for name, allowed in {**_USUAL, **expressed[precision.method]}.items():
                 value = getattr(precision, name)
                 if value not in allowed:
                     known = ", ".join(str(each) for each in allowed if each is not None)
-                    raise RuleError(selector, f"{target} has no {precision} with {name} {value}; it takes {known}")
+                    raise RuleError(
+                        selector,
+                        f"{target} has no {precision} with {name} {value}; it takes {known}",
+                    )
 
     def check_alike(self, target: str, method: str, *fields: str) -> None:
         """Refuse rules of a method that differ in fields of which a tool has one value in a run (`RuleError`)."""
         used = {*self.precisions.values()}
-        listed = [(key, each) for key, each in self.rules.items() if each.method == method and each in used]
+        listed = [
+            (key, each)
+            for key, each in self.rules.items()
+            if each.method == method and each in used
+        ]
         for name in fields:
             for selector, precision in listed[1:]:
                 first, value = (value_of(each, name) for each in (listed[0][1], precision))
                 if value != first:
-                    raise RuleError(selector, f"{target} has one {name} in a run; the plan has {first} and {value}")
+                    raise RuleError(
+                        selector,
+                        f"{target} has one {name} in a run; the plan has {first} and {value}",
+                    )
 
     def check_names(self) -> None:
         """Refuse nodes without a name of their own (`InputError`): tools know a node by its name."""
@@ -120,15 +132,29 @@ class PlannedModel:
         for node in self.nodes:
             if node in self.precisions and (not node.name or counts[node.name] > 1):
                 owner = next(iter(self.tagged.owners_of(node)), "") or "(root)"
-                problem = "has no name" if not node.name else f"shares the name {node.name!r} with another node"
-                raise InputError(f"a {node.op_type} of module {owner!r} {problem}; tools know nodes by their names")
+                problem = (
+                    "has no name"
+                    if not node.name
+                    else f"shares the name {node.name!r} with another node"
+                )
+                raise InputError(
+                    f"a {node.op_type} of module {owner!r} {problem}; tools know nodes by their names"
+                )
 
     def block_notes(self, tool: str) -> tuple[str, ...]:
         """A line about weights that a tool does not cut into blocks, because of their operators."""
-        weighted = [use.node.op_type for nodes in self.of("weights").values() for use in self.weighted(nodes)]
+        weighted = [
+            use.node.op_type
+            for nodes in self.of("weights").values()
+            for use in self.weighted(nodes)
+        ]
         left_out = [kind for kind in weighted if kind not in IN_BLOCKS]
         kinds = ", ".join(sorted(set(left_out)))
-        return (f"{len(left_out)} nodes keep their weights: {tool} has no blocks in {kinds}",) if left_out else ()
+        return (
+            (f"{len(left_out)} nodes keep their weights: {tool} has no blocks in {kinds}",)
+            if left_out
+            else ()
+        )
 
     def subgraph_notes(self) -> tuple[str, ...]:
         """A line about nodes that the tool cannot be told of: those of branches and loops."""
@@ -139,7 +165,9 @@ class PlannedModel:
 
 def value_of(precision: Precision, field: str) -> Any:
     """The value of a field; for the level of arithmetic the one that is used where none is given."""
-    return Blocks(precision).accuracy_level if field == "accuracy_level" else getattr(precision, field)
+    return (
+        Blocks(precision).accuracy_level if field == "accuracy_level" else getattr(precision, field)
+    )
 
 
 def block_fields(precision: Precision) -> dict[str, Any]:
@@ -205,19 +233,21 @@ def export_plan(
 ) -> PlanFile:
     """Write a plan as the file that another tool reads. The tool need not be installed.
 
-    ==============  ================================================================================================
-    ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and ``MatMulNBitsQuantizer``
-    ``"nncf"``      JSON: arguments of ``nncf.quantize`` and ``nncf.compress_weights``, with ignored scopes
-    ``"modelopt"``  JSON: arguments of ``modelopt.onnx.quantization.quantize``
-    ``"genai"``     JSON: ``target_options`` of ONNX Runtime GenAI's model builder
-    ``"olive"``     JSON: passes of ``olive run``
-    ==============  ================================================================================================
+    ==============
+    ================================================================================================
+    ``"ort"``       JSON: arguments of ``quantize_static``, ``quantize_dynamic`` and
+    ``MatMulNBitsQuantizer`` ``"nncf"``      JSON: arguments of ``nncf.quantize`` and
+    ``nncf.compress_weights``, with ignored scopes ``"modelopt"``  JSON: arguments of
+    ``modelopt.onnx.quantization.quantize`` ``"genai"``     JSON: ``target_options`` of ONNX Runtime
+    GenAI's model builder ``"olive"``     JSON: passes of ``olive run`` ==============
+    ================================================================================================
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        plan: Selector → precision, in order, or a precision for the whole model; as for ``quantize``.
+        plan: Selector → precision, in order, or a precision for the whole model; as for
+            ``quantize``.
         output: The file to write; None for none.
         to: The tool.
 
@@ -251,7 +281,9 @@ def export_plan(
     written: TargetFile = target.plan_file(planned)
     counts = Counter(str(precision) for precision in planned.precisions.values())
     notes = (*serving.notes, *written.notes)
-    result = PlanFile(to, written.content, dict(counts), notes, None if output is None else os.fspath(output))
+    result = PlanFile(
+        to, written.content, dict(counts), notes, None if output is None else os.fspath(output)
+    )
     if output is not None:
         write_text(output, result.text, Kind.JSON)
     return result

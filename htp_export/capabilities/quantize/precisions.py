@@ -39,8 +39,8 @@ PRECISIONS: Mapping[str, Precision] = {
 def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Precision:
     """The precision that a value of a plan stands for: its name, or a mapping with it as ``precision``.
 
-    A name with fields, as in ``int4:block_size=128:accuracy_level=0``, is the name of the precision that has them.
-    ``named``: The precisions that have a name.
+    A name with fields, as in ``int4:block_size=128:accuracy_level=0``, is the name of the precision
+    that has them. ``named``: The precisions that have a name.
 
     Examples:
         >>> precision_of("int4").block_size, precision_of({"precision": "int4", "block_size": 128}).block_size
@@ -57,9 +57,13 @@ def precision_of(value: Any, named: Mapping[str, Precision] = PRECISIONS) -> Pre
             raise InputError(f"precision {value!r} has no name; write it as 'precision': 'int8'")
         base = precision_of(name, named)
         if base == AUTO and given:
-            raise InputError(f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given")
+            raise InputError(
+                f"precision 'auto' has no fields, and {', '.join(map(repr, given))} is given"
+            )
         fields = {key: given.pop(key) for key in FIELDS if key in given}
-        return dataclasses.replace(base, **{"bits": 0, "options": {**base.options, **given}, **fields})
+        return dataclasses.replace(
+            base, **{"bits": 0, "options": {**base.options, **given}, **fields}
+        )
     if isinstance(value, str) and value.partition(":")[0] in named and ":" in value:
         name, *written = value.split(":")
         return precision_of({"precision": name, **dict(map(_field, written)), "name": value}, named)
@@ -72,7 +76,9 @@ def _field(text: str) -> tuple[str, Any]:
     """A field and its value."""
     name, _, value = text.partition("=")
     if not (name and value):
-        raise InputError(f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0")
+        raise InputError(
+            f"{text!r} is no field of a precision; write FIELD=VALUE, as in int4:accuracy_level=0"
+        )
     with contextlib.suppress(ValueError):  # numbers, true and false; others are words
         return name, parse_json(value)
     return name, value
@@ -96,7 +102,9 @@ def precisions_of(
     if isinstance(plan, str | Precision) or (isinstance(plan, Mapping) and "precision" in plan):
         return {".": precision_of(plan, named)}
     if not isinstance(plan, Mapping):
-        raise InputError(f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}")
+        raise InputError(
+            f"a plan is a mapping from selectors to precisions, or a precision, not {type(plan).__name__}"
+        )
     rules: dict[str, Precision] = {}
     for selector, value in plan.items():
         try:
@@ -112,7 +120,9 @@ def check_plan(plan: Mapping[str, Any] | Precision | str, weights: object = None
     Examples:
         >>> check_plan({"head": "checkpoint"}, weights="Llama-GPTQ")
     """
-    precisions_of(plan, PRECISIONS if weights is None else {**PRECISIONS, CHECKPOINT: PRECISIONS["int4"]})
+    precisions_of(
+        plan, PRECISIONS if weights is None else {**PRECISIONS, CHECKPOINT: PRECISIONS["int4"]}
+    )
 
 
 def weight_precision(types: Iterable[str]) -> str:

@@ -29,15 +29,43 @@ from htp_export.command.outputs import (
 )
 from htp_export.command.terminal import Steps
 from htp_export.files.targets import Kind
-from htp_export.plans.plan_options import MetricOption, PlanArgument, RuleOption, read_metric, read_rules
+from htp_export.plans.plan_options import (
+    MetricOption,
+    PlanArgument,
+    RuleOption,
+    read_metric,
+    read_rules,
+)
 
 EXAMPLE = "bert.onnx plan.yaml -o mixed.onnx --data inputs.npz"
 PLACE = ("Compress", 1)
-_OF_RUNS = ("data", "metric", "validation", "dims", "shapes", "seed", "check", "share_weights", "in_place")
+_OF_RUNS = (
+    "data",
+    "metric",
+    "validation",
+    "dims",
+    "shapes",
+    "seed",
+    "check",
+    "share_weights",
+    "in_place",
+)
 IDLE = (
-    Idle(_OF_RUNS, lambda given: given["dry_run"] or given["plan_for"], "--dry-run and --plan-for run nothing"),
-    Idle(("output", "force"), lambda given: given["dry_run"] and not given["plan_for"], "--dry-run writes nothing"),
-    Idle(("depth", "select", "sort", "as_csv", "fold"), lambda given: given["plan_for"], "--plan-for has no table"),
+    Idle(
+        _OF_RUNS,
+        lambda given: given["dry_run"] or given["plan_for"],
+        "--dry-run and --plan-for run nothing",
+    ),
+    Idle(
+        ("output", "force"),
+        lambda given: given["dry_run"] and not given["plan_for"],
+        "--dry-run writes nothing",
+    ),
+    Idle(
+        ("depth", "select", "sort", "as_csv", "fold"),
+        lambda given: given["plan_for"],
+        "--plan-for has no table",
+    ),
     Idle(("weights",), lambda given: given["plan_for"], "--plan-for reads no weights"),
     Idle(("strict",), lambda given: given["plan_for"], "--plan-for quantizes nothing"),
     Idle(("depth", "select"), lambda given: given["as_json"], JSON_HAS_ALL),
@@ -53,19 +81,29 @@ def quantize_command(
     rule: RuleOption = None,
     output: Annotated[Path | None, "The ONNX file to write.", Writes(in_place=True)] = None,
     metric: MetricOption = None,
-    validation: Annotated[list[str] | None, "Inputs for --metric, as --data. Those of --data without."] = None,
+    validation: Annotated[
+        list[str] | None, "Inputs for --metric, as --data. Those of --data without."
+    ] = None,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     dry_run: Annotated[bool, "Show the plan and the predicted bytes; run nothing."] = False,
-    check: Annotated[bool, "Run both models on the data: the worst module, and the time of both."] = False,
-    plan_for: Annotated[str | None, "Write the plan for another tool to -o: ort, nncf, modelopt, genai, olive."] = None,
+    check: Annotated[
+        bool, "Run both models on the data: the worst module, and the time of both."
+    ] = False,
+    plan_for: Annotated[
+        str | None, "Write the plan for another tool to -o: ort, nncf, modelopt, genai, olive."
+    ] = None,
     share_weights: ShareOption = False,
-    weights: Annotated[Path | None, "A quantized checkpoint (GPTQ, AWQ, bitsandbytes, GGUF): packed weights."] = None,
-    strict: Annotated[bool, "Refuse the plan if a node, or the bias of one, would stay as it is."] = False,
+    weights: Annotated[
+        Path | None, "A quantized checkpoint (GPTQ, AWQ, bitsandbytes, GGUF): packed weights."
+    ] = None,
+    strict: Annotated[
+        bool, "Refuse the plan if a node, or the bias of one, would stay as it is."
+    ] = False,
 ) -> None:
     """Give modules other precisions: int8, int4, fp16.
 
-    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan change. Without
-    --data, ranges of activations are those of random inputs.
+    Without a plan, one that is faster than fp32 on this machine. Exactly the modules of the plan
+    change. Without --data, ranges of activations are those of random inputs.
     """
     from htp_export.capabilities.quantize.method import CHECKPOINT
     from htp_export.capabilities.quantize.precisions import PRECISIONS
@@ -99,13 +137,17 @@ def quantize_command(
             weights=weights,
             strict=strict,
         )
-    table.report_modules(result, tagged, **({} if dry_run or output is None else {"file": str(output)}))
+    table.report_modules(
+        result, tagged, **({} if dry_run or output is None else {"file": str(output)})
+    )
     if output is not None and not dry_run and not table.as_json and not table.as_csv:
         show_written(written_files(output))
         show_next("htp-export", "compare", file, output)
 
 
-def _write_plan(file: Path, rules: dict[str, Any], output: Path | None, tool: str, as_json: bool) -> None:
+def _write_plan(
+    file: Path, rules: dict[str, Any], output: Path | None, tool: str, as_json: bool
+) -> None:
     """Write a plan as the file that another tool reads."""
     from htp_export.capabilities.quantize.plan_exporting import export_plan
 

@@ -17,14 +17,21 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.tagged import HoldsModel, TaggedModel
 from htp_export.reporting.columns import CLASS_NAME, Column, many, percent, si
 from htp_export.reporting.result import PlainData
-from htp_export.reporting.tables import BYTES_COLUMNS, PRECISION, SPARSITY, CompressedModule, ModuleTable
+from htp_export.reporting.tables import (
+    BYTES_COLUMNS,
+    PRECISION,
+    SPARSITY,
+    CompressedModule,
+    ModuleTable,
+)
 from htp_export.reporting.tag_facts import TagFacts
 from htp_export.runtime.data import Samples
 from htp_export.runtime.inputs import Inputs
 from htp_export.runtime.runner import TIMED_RUNS, median_times
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 
-_MOST_COMPARED = 4  # runs of the data: every module is compared in each, which takes seconds for a large model
+# runs of the data: every module is compared in each, which takes seconds for a large model
+_MOST_COMPARED = 4
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class Check(PlainData):
     """What a model became, measured on this machine.
 
     Attributes:
-        worst: The module with the largest difference of elements, as `compare` finds it; None if none was compared.
+        worst: The module with the largest difference of elements, as `compare` finds it; None if
+            none was compared.
         max_abs: That difference.
         cosine: The cosine of its output with the original one.
         compared: How many runs of the data were compared.
@@ -78,14 +86,20 @@ class Check(PlainData):
         )
 
 
-def check_of(original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int) -> Check:
+def check_of(
+    original: TaggedModel, changed: TaggedModel, samples: Samples, bytes_after: int
+) -> Check:
     """Compare what was quantized with the original on the first runs of the data, and time both on the first one."""
     from htp_export.capabilities.verify.file_comparing import compare
 
     feeds = [dict(feed) for feed in itertools.islice(samples, _MOST_COMPARED)]
     results = [compare(original, changed, feed) for feed in feeds]
     found = [result.modules[result.worst] for result in results if result.worst is not None]
-    known = [(math.inf if math.isnan(row.max_abs) else row.max_abs, row) for row in found if row.max_abs is not None]
+    known = [
+        (math.inf if math.isnan(row.max_abs) else row.max_abs, row)
+        for row in found
+        if row.max_abs is not None
+    ]
     worst = max(known, key=lambda each: each[0])[1] if known else None
     with temporary_folder() as folder:
         name = original.hierarchy.root.simple_class or "model"
@@ -159,14 +173,16 @@ class Quantized(ModuleTable, HoldsModel):
     Attributes:
         modules: Module path → what became of it.
         operators: Name of a precision → operator type → number of nodes that got it.
-        left: Name of a precision → operator type → number of nodes of its modules that stay as they are, because
-            ONNX Runtime or ONNX has no such operator in it.
+        left: Name of a precision → operator type → number of nodes of its modules that stay as they
+            are, because ONNX Runtime or ONNX has no such operator in it.
         notes: Sentences on what to know of the result.
         dry: Whether nothing was run: then the bytes are predicted, and there is no model.
-        metric_before: The user's metric of the model as it was; None without rules with ``max_drop``.
+        metric_before: The user's metric of the model as it was; None without rules with
+            ``max_drop``.
         metric_after: The same of the result.
         check: What both models are on the data, with ``check``; None without.
-        kept: Nodes that stay as they are for another reason, such as a range that is not known, or a failure.
+        kept: Nodes that stay as they are for another reason, such as a range that is not known, or
+            a failure.
         given: The model; None in a dry run.
     """
 
@@ -205,7 +221,9 @@ class Quantized(ModuleTable, HoldsModel):
         changed = ", ".join(f"{many(count, 'node')} in {name}" for name, count in counts.items())
         predicted = "predicted: " if self.dry else ""
         share = "" if root.ratio is None else f" ({percent(root.ratio)})"
-        sizes = f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"
+        sizes = (
+            f"weights {si(root.bytes_before, 'B')} before, {si(root.bytes_after, 'B')} after{share}"
+        )
         return f"{predicted}{sizes}; {changed or 'nothing changed'}"
 
     @property

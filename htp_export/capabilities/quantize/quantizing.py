@@ -10,12 +10,24 @@ from typing import Any
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.choosing import PrecisionChoice, Serving, choose, listed, reasons_why_not
+from htp_export.capabilities.quantize.choosing import (
+    PrecisionChoice,
+    Serving,
+    choose,
+    listed,
+    reasons_why_not,
+)
 from htp_export.capabilities.quantize.method import CHECKPOINT, Precision
 from htp_export.capabilities.quantize.methods.checkpoint import checkpoint_precision, with_numbers
 from htp_export.capabilities.quantize.ort_quantizers import raised_by_tool, tool_error
 from htp_export.capabilities.quantize.precisions import PRECISIONS, precisions_of
-from htp_export.capabilities.quantize.quantized import Check, Kept, Quantized, QuantizedModule, check_of
+from htp_export.capabilities.quantize.quantized import (
+    Check,
+    Kept,
+    Quantized,
+    QuantizedModule,
+    check_of,
+)
 from htp_export.capabilities.quantize.work import CalibrationData, Left, Validation, Work, named
 from htp_export.editing.editing import raised
 from htp_export.editing.flattening import read_flat
@@ -36,7 +48,9 @@ from htp_export.runtime.runner import Metric
 
 _log = logging.getLogger(__name__)
 
-_RANDOM = "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
+_RANDOM = (
+    "the ranges of activations are those of random inputs: the accuracy of this model means nothing"
+)
 _CRASH = (
     "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
     f"{DISABLED} to {AT_FAULT}"
@@ -64,47 +78,57 @@ def quantize(
 ) -> Quantized:
     """Give modules other precisions, and keep the module tags.
 
-    A rule holds for the regions of the modules that its selector names; the last one wins (``docs/quantize.md``,
-    "Plans"). Exactly the nodes of these regions change; all others, and what they read, stay as they are. So does a
-    node that cannot have its precision: ``kept`` of the result has the reason.
+    A rule holds for the regions of the modules that its selector names; the last one wins
+    (``docs/quantize.md``, "Plans"). Exactly the nodes of these regions change; all others, and what
+    they read, stay as they are. So does a node that cannot have its precision: ``kept`` of the
+    result has the reason.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ, calibrated; ``u8s8`` is
-            the fast one on x86), ``int8-dynamic``, ``int4``, ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``,
-            ``bf16``, ``fp32`` (as it is), ``auto`` (one that is faster than fp32 on this machine), a `Precision`, or a
-            mapping with the name as ``precision`` and other fields. Or one of these for the whole model.
+        model: The tagged model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or
+            ``ir.Model``; not changed.
+        plan: Selector → precision, in order: ``int8``, ``u8s8``, ``uint8``, ``int16`` (QDQ,
+            calibrated; ``u8s8`` is the fast one on x86), ``int8-dynamic``, ``int4``,
+            ``int8-weights`` (weights in blocks), ``fp8``, ``fp16``, ``bf16``, ``fp32`` (as it is),
+            ``auto`` (one that is faster than fp32 on this machine), a `Precision`, or a mapping
+            with the name as ``precision`` and other fields. Or one of these for the whole model.
         output: The file to write.
-        data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one run; several of
-            these, of which one is in memory at a time; a folder of ``.npz`` files; or ``"package.module:factory"``,
-            a function that returns such data. None for random inputs, with which accuracy means nothing.
-        metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the outputs of the whole
-            model, name → array, for each of the runs; larger is better.
+        data: For precisions that are calibrated: input name → array, or an ``.npz`` file, for one
+            run; several of these, of which one is in memory at a time; a folder of ``.npz`` files;
+            or ``"package.module:factory"``, a function that returns such data. None for random
+            inputs, with which accuracy means nothing.
+        metric: For rules with ``max_drop``: a number of your own, as the accuracy: called with the
+            outputs of the whole model, name → array, for each of the runs; larger is better.
         validation: The runs that ``metric`` is computed on, as ``data``; None for ``data``.
-        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
+            sizes are refused.
         shapes: For random inputs: input name → shape.
         seed: Seed of the random inputs.
-        dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes of each module.
-        check: Run both models on the data (at most 4 runs): the result has the worst module, as `compare` finds it, and
-            the time of a run of both, in turn.
+        dry_run: Run nothing and write nothing: the result has the precision and the predicted bytes
+            of each module.
+        check: Run both models on the data (at most 4 runs): the result has the worst module, as
+            `compare` finds it, and the time of a run of both, in turn.
         external_data: Name of a file beside ``output`` for all weights of more than 256 bytes.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
-        weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its numbers, and matrices stay
-            packed as they are in it. This is the precision ``checkpoint``, that of the whole model without a plan.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``, and write no copy. If that file changes, ``output`` cannot be read any more.
+        weights: A checkpoint that is quantized already (GPTQ, AWQ, ...): the model gets its
+            numbers, and matrices stay packed as they are in it. This is the precision
+            ``checkpoint``, that of the whole model without a plan.
         strict: Raise an error in place of keeping a node, or the bias of one, as it is.
 
     Returns:
-        What became of each module: ``.modules[path].precision``, ``.bytes_before``, ``.bytes_after``.
+        What became of each module: ``.modules[path].precision``, ``.bytes_before``,
+        ``.bytes_after``.
 
     Raises:
-        InputError: A rule matches no module, no operator of its modules takes the precision, the data do not fit, the
-            metric falls by more than ``max_drop``, or with ``strict``, a node is kept.
+        InputError: A rule matches no module, no operator of its modules takes the precision, the
+            data do not fit, the metric falls by more than ``max_drop``, or with ``strict``, a node
+            is kept.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
-        ToolError: ONNX Runtime's quantizer or that of a plug-in fails, or ONNX Runtime cannot run what it made.
+        ToolError: ONNX Runtime's quantizer or that of a plug-in fails, or ONNX Runtime cannot run
+            what it made.
 
     Examples:
         >>> import torch, htp_export
@@ -125,8 +149,12 @@ def quantize(
     else:
         flat = read_flat(model)
         checkpoint = checkpoint_precision(weights, flat)
-        rules = precisions_of(CHECKPOINT if plan == "auto" else plan, {**PRECISIONS, CHECKPOINT: checkpoint})
-    original = raised(flat, max((precision.how.first_opset for precision in rules.values()), default=1))
+        rules = precisions_of(
+            CHECKPOINT if plan == "auto" else plan, {**PRECISIONS, CHECKPOINT: checkpoint}
+        )
+    original = raised(
+        flat, max((precision.how.first_opset for precision in rules.values()), default=1)
+    )
     if not dry_run:
         _check_metric(rules.values(), metric, validation)
         original.require_exact_tags()
@@ -139,24 +167,37 @@ def quantize(
     if dry_run:
         return _result(choice, choice.predicted(), [*serving.notes, *_notes(choice)])
     name = name_of(model, f"model {original.model.graph.name!r}")
-    readings = sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
-    samples = CalibrationData.of(data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings)
+    readings = (
+        sum(precision.how.readings for precision in choice.nodes) + (metric is not None) + check
+    )
+    samples = CalibrationData.of(
+        data, original.model, dims=dims, shapes=shapes, seed=seed, passes=readings
+    )
     notes = [*serving.notes, *_notes(choice)]
     if samples.random and any(precision.calibrated for precision in choice.nodes):
         _log.warning("no data: %s", _RANDOM)
         notes.insert(0, _RANDOM)
     control = None
     if metric is not None:
-        own = None if validation is None else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+        own = (
+            None
+            if validation is None
+            else CalibrationData.of(validation, original.model, dims=dims, seed=seed)
+        )
         control = Validation(metric, own or samples, original.model, name)
     changed, left = _changed(choice, samples, name, control)
     _check_left(choice, left, name, strict=strict)
     choice = choice.without(each.node for each in left if not each.partly)
     metrics: tuple[float | None, float | None] = (None, None)
     if control is not None:
-        most_drop = max((each.max_drop for each in choice.nodes if each.max_drop is not None), default=None)
+        most_drop = max(
+            (each.max_drop for each in choice.nodes if each.max_drop is not None), default=None
+        )
         metrics = control.before, control.check(changed.model, most_drop)
-    sizes = {path: contents.facts.weight_bytes for path, contents in contents_of(changed.refresh()).modules.items()}
+    sizes = {
+        path: contents.facts.weight_bytes
+        for path, contents in contents_of(changed.refresh()).modules.items()
+    }
     checked = check_of(original, changed, samples, sizes[""]) if check else None
     if output is not None:
         write_model(changed.model, output, external_data, share_weights=share_weights)
@@ -166,13 +207,19 @@ def quantize(
     return _result(choice, sizes, notes, changed.model, metrics, checked, left)
 
 
-def _check_metric(precisions: Iterable[Precision], metric: Metric | None, validation: object) -> None:
+def _check_metric(
+    precisions: Iterable[Precision], metric: Metric | None, validation: object
+) -> None:
     """Refuse a metric without a rule that needs it, and the reverse."""
     controlled = [precision.name for precision in precisions if precision.max_drop is not None]
     if controlled and metric is None:
-        raise InputError(f"precision {controlled[0]!r} has max_drop; give the metric that may fall by it")
+        raise InputError(
+            f"precision {controlled[0]!r} has max_drop; give the metric that may fall by it"
+        )
     if not controlled and (metric is not None or validation is not None):
-        raise InputError("a metric and validation data are for rules with max_drop, and the plan has none")
+        raise InputError(
+            "a metric and validation data are for rules with max_drop, and the plan has none"
+        )
 
 
 def _changed(
@@ -180,7 +227,8 @@ def _changed(
 ) -> tuple[TaggedModel, list[Left]]:
     """The model with the precisions of a plan, and what stays as it is.
 
-    Those that a metric controls are applied after others of their method: it is measured with these.
+    Those that a metric controls are applied after others of their method: it is measured with
+    these.
     """
     original = choice.tagged
     changed = original.clone()
@@ -218,7 +266,9 @@ def _check_left(choice: PrecisionChoice, left: Sequence[Left], name: str, *, str
 
 def _left_notes(choice: PrecisionChoice, left: Sequence[Left]) -> list[str]:
     """A sentence for each reason why nodes stay as they are."""
-    alike = Counter((each.why, choice.facts.has_floats(each.node)) for each in left if not each.partly)
+    alike = Counter(
+        (each.why, choice.facts.has_floats(each.node)) for each in left if not each.partly
+    )
     notes = list(dict.fromkeys(each.why for each in left if each.partly))
     for (why, is_float32), count in alike.items():
         stays = f"stay{'s' * (count == 1)} {'in fp32' if is_float32 else 'as they are'}"
@@ -232,7 +282,11 @@ def _order(precision: Precision) -> tuple[int, float]:
 
 def _notes(choice: PrecisionChoice) -> list[str]:
     notes = []
-    eight = [precision for precision in choice.nodes if precision.weight == "int8" and not precision.reduce_range]
+    eight = [
+        precision
+        for precision in choice.nodes
+        if precision.weight == "int8" and not precision.reduce_range
+    ]
     if any(precision.how.multiplies_integers for precision in eight) and saturates():
         notes.append(
             "this processor has no VNNI: ONNX Runtime's products of 8-bit integers saturate on it, and results can be "
@@ -240,10 +294,17 @@ def _notes(choice: PrecisionChoice) -> list[str]:
         )
     if choice.found.disputed:
         count = len(choice.found.disputed)
-        notes.append(f"nodes that stay as they are because their modules have different precisions: {count}")
+        notes.append(
+            f"nodes that stay as they are because their modules have different precisions: {count}"
+        )
     reached, deciding = choice.found.reached, choice.found.deciding
-    overridden = [selector for selector, nodes in reached.items() if nodes and not deciding[selector]]
-    notes += [f"rule {selector!r} decides nothing: later rules hold for all of its nodes" for selector in overridden]
+    overridden = [
+        selector for selector, nodes in reached.items() if nodes and not deciding[selector]
+    ]
+    notes += [
+        f"rule {selector!r} decides nothing: later rules hold for all of its nodes"
+        for selector in overridden
+    ]
     return [*notes, *_unsuited(choice)]
 
 
@@ -289,4 +350,6 @@ def _result(
         for each in left
     )
     changed, others = choice.counted(choice.nodes), choice.counted(choice.left)
-    return Quantized(modules, changed, others, tuple(notes), model is None, *metrics, checked, kept, given=model)
+    return Quantized(
+        modules, changed, others, tuple(notes), model is None, *metrics, checked, kept, given=model
+    )

@@ -1,8 +1,9 @@
 """Biases of a part as ONNX Runtime's static quantizer can have them: vectors of 32-bit integers, or floats.
 
-A bias gets the scale of the input times those of the weight, one for each channel, and the quantizer fails on a bias
-of another shape, or writes scales along the wrong axis. What it cannot have is hidden from it: it leaves the bias in
-fp32 where this is no constant, and quantizes everything else of the node.
+A bias gets the scale of the input times those of the weight, one for each channel, and the
+quantizer fails on a bias of another shape, or writes scales along the wrong axis. What it cannot
+have is hidden from it: it leaves the bias in fp32 where this is no constant, and quantizes
+everything else of the node.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from htp_export.runtime.arrays import Array
 from htp_export.weights.products import changed_when_written
 
 WITH_BIAS = frozenset(
-    ("Conv", "ConvTranspose", "Gemm", "LayerNormalization", "InstanceNormalization", "BatchNormalization")
+    (
+        "Conv",
+        "ConvTranspose",
+        "Gemm",
+        "LayerNormalization",
+        "InstanceNormalization",
+        "BatchNormalization",
+    )
 )
 """Operators whose third input is a bias, which gets 32 bits."""
 
@@ -52,7 +60,8 @@ def fit_biases(graph: ir.Graph, scales_of: Callable[[ir.Node], int]) -> dict[str
 
     Args:
         graph: The part.
-        scales_of: The number of scales of the weight of a node; 0 for one scale of the whole weight.
+        scales_of: The number of scales of the weight of a node; 0 for one scale of the whole
+            weight.
 
     Returns:
         Name of a node → why its bias cannot be quantized.
@@ -68,14 +77,18 @@ def fit_biases(graph: ir.Graph, scales_of: Callable[[ir.Node], int]) -> dict[str
         shape = tuple(int(size) for size in tensor.shape.numpy())
         fitting = bias_shape(node, shape, scales)
         if fitting is None:
-            unfit[str(node.name)] = f"its shape is {list(shape)}, and ONNX Runtime has a scale for {scales} numbers"
+            unfit[str(node.name)] = (
+                f"its shape is {list(shape)}, and ONNX Runtime has a scale for {scales} numbers"
+            )
         elif fitting != shape:
             node.replace_input_with(_PLACE, _in_shape(graph, bias, tensor, fitting))
             remove_unused([bias])
     return unfit
 
 
-def _in_shape(graph: ir.Graph, bias: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...]) -> ir.Value:
+def _in_shape(
+    graph: ir.Graph, bias: ir.Value, tensor: ir.TensorProtocol, shape: tuple[int, ...]
+) -> ir.Value:
     """A bias that is broadcast to a vector."""
     recipe = step("reshape", recipe_of(bias), [tensor.size])
     if tensor.size < math.prod(shape):
@@ -84,7 +97,9 @@ def _in_shape(graph: ir.Graph, bias: ir.Value, tensor: ir.TensorProtocol, shape:
     def broadcast(array: Array) -> Array:
         return np.broadcast_to(array.reshape(-1), shape)
 
-    return add_initializer(graph, changed_when_written(tensor, broadcast, recipe, shape), f"{bias.name}_row", recipe)
+    return add_initializer(
+        graph, changed_when_written(tensor, broadcast, recipe, shape), f"{bias.name}_row", recipe
+    )
 
 
 def hide_biases(graph: ir.Graph, names: Iterable[str]) -> dict[str, ir.Value]:
@@ -112,7 +127,9 @@ def show_biases(made: ir.Graph, hidden: Mapping[str, ir.Value]) -> None:
         bias = hidden[str(entry.name)]
         constant = made.initializers.get(str(bias.name))
         if constant is None:
-            constant = ir.Value(name=bias.name, type=bias.type, shape=bias.shape, const_value=bias.const_value)
+            constant = ir.Value(
+                name=bias.name, type=bias.type, shape=bias.shape, const_value=bias.const_value
+            )
             made.register_initializer(constant)
         entry.replace_all_uses_with(constant)
         made.inputs.remove(entry)

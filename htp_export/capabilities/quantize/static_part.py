@@ -1,6 +1,7 @@
 """A part that ONNX Runtime's static quantizer quantizes, without what it would get wrong.
 
-The quantizer looks at no results. So what it made is looked through, and it is made again until nothing is wrong:
+The quantizer looks at no results. So what it made is looked through, and it is made again until
+nothing is wrong:
 
 - A bias that does not fit into 32 bits is clipped; its node stays in fp32.
 - Operators that only move or pick values give their results the scale of their input. Results outside of its range
@@ -150,7 +151,8 @@ class StaticPart:
     def _clipped(self, graph: ir.Graph) -> dict[str, str]:
         """Name of a node → why it stays, for nodes whose biases are clipped.
 
-        A bias in fp32 is no help: ONNX Runtime makes the same integers of it when it optimizes the model.
+        A bias in fp32 is no help: ONNX Runtime makes the same integers of it when it optimizes the
+        model.
         """
         found: dict[str, str] = {}
         for node in graph:
@@ -162,7 +164,9 @@ class StaticPart:
             for use in node.outputs[0].uses():
                 name = str(use.node.name)
                 if is_bias(use.node, use.idx) and name in self.part.nodes:
-                    found[name] = f"ONNX Runtime would clip the bias of {named(self.part.nodes[name])} to int32"
+                    found[name] = (
+                        f"ONNX Runtime would clip the bias of {named(self.part.nodes[name])} to int32"
+                    )
         return found
 
     def _outside(self, graph: ir.Graph) -> dict[str, str]:
@@ -175,18 +179,25 @@ class StaticPart:
             assert tensor is not None
             assert scale is not None
             names = self.part.names
-            measured, maker = self.ranges.bounds.get(names.source(str(tensor.name)) or ""), tensor.producer()
+            measured, maker = (
+                self.ranges.bounds.get(names.source(str(tensor.name)) or ""),
+                tensor.producer(),
+            )
             is_own = names.source(str(scale.name)) == names.source(str(tensor.name))
             node_name = "" if maker is None else str(maker.name)
             if is_own or measured is None or node_name not in self.part.nodes:
                 continue
             if not _holds(constant_of(scale), constant_of(point), measured):
-                said = f"results of {named(self.part.nodes[node_name])} leave the range of its input"
+                said = (
+                    f"results of {named(self.part.nodes[node_name])} leave the range of its input"
+                )
                 found[node_name] = f"{said}, whose scale ONNX Runtime gives them"
         return found
 
 
-def _holds(scale: ir.TensorProtocol | None, point: ir.TensorProtocol | None, measured: tuple[Array, Array]) -> bool:
+def _holds(
+    scale: ir.TensorProtocol | None, point: ir.TensorProtocol | None, measured: tuple[Array, Array]
+) -> bool:
     """Whether the integers of a scale and a zero point stand for all values of a range."""
     if scale is None or point is None:
         return True

@@ -18,7 +18,13 @@ if TYPE_CHECKING:
 
     Forward = Callable[[torch.Tensor], torch.Tensor]
 
-_OF_TORCH = ("fake_quant_enabled", "scale", "zero_point", "is_per_channel", "activation_post_process")
+_OF_TORCH = (
+    "fake_quant_enabled",
+    "scale",
+    "zero_point",
+    "is_per_channel",
+    "activation_post_process",
+)
 """What the classes of ``torch.ao.quantization`` have, which torch is going to move to another package."""
 
 
@@ -27,13 +33,15 @@ _OF_TORCH = ("fake_quant_enabled", "scale", "zero_point", "is_per_channel", "act
 def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
     """Run fake quantization with the scales that it has, so that it can be exported.
 
-    Neither exporter of torch translates ``FusedMovingAvgObsFakeQuantize``, the default of ``prepare_qat``, which
-    updates its scale while it runs. Inside this block, modules of fake quantization compute torch's
-    ``fake_quantize_per_tensor_affine`` and ``fake_quantize_per_channel_affine``, which both exporters write as
-    QuantizeLinear and DequantizeLinear. Observers do not run. Afterwards the model is as before, also on errors.
+    Neither exporter of torch translates ``FusedMovingAvgObsFakeQuantize``, the default of
+    ``prepare_qat``, which updates its scale while it runs. Inside this block, modules of fake
+    quantization compute torch's ``fake_quantize_per_tensor_affine`` and
+    ``fake_quantize_per_channel_affine``, which both exporters write as QuantizeLinear and
+    DequantizeLinear. Observers do not run. Afterwards the model is as before, also on errors.
 
-    These are the modules of ``torch.ao.quantization``, and those of torchao that quantize weights to int8 by channel.
-    Others stay as they are; torchao's activations have scales of each token, which no QuantizeLinear has.
+    These are the modules of ``torch.ao.quantization``, and those of torchao that quantize weights
+    to int8 by channel. Others stay as they are; torchao's activations have scales of each token,
+    which no QuantizeLinear has.
 
     Not thread-safe: no other thread may use the model meanwhile.
 
@@ -58,7 +66,9 @@ def frozen_fake_quantize(model: nn.Module) -> Iterator[None]:
     """
     frozen = dict(_frozen(model))
     if not frozen:
-        raise InputError(f"{type(model).__name__} has no module of fake quantization whose scale is fixed")
+        raise InputError(
+            f"{type(model).__name__} has no module of fake quantization whose scale is fixed"
+        )
 
     def make(changes: Changes) -> None:
         for module, forward in frozen.items():
@@ -88,16 +98,27 @@ def _of_torch(module: Any) -> Forward:
     lowest, highest = int(bounds.quant_min), int(bounds.quant_max)
     if not module.is_per_channel:
         scale, zero_point = float(module.scale), int(module.zero_point)
-        return lambda x: torch.fake_quantize_per_tensor_affine(x, scale, zero_point, lowest, highest)
+        return lambda x: torch.fake_quantize_per_tensor_affine(
+            x, scale, zero_point, lowest, highest
+        )
     axis = int(module.ch_axis)
-    return lambda x: torch.fake_quantize_per_channel_affine(x, module.scale, module.zero_point, axis, lowest, highest)
+    return lambda x: torch.fake_quantize_per_channel_affine(
+        x, module.scale, module.zero_point, axis, lowest, highest
+    )
 
 
 def _is_by_channel(quantizer: Any) -> bool:
     """Whether a module is torchao's fake quantization to int8 with a scale for each row of a matrix."""
-    config, is_torchao = getattr(quantizer, "config", None), type(quantizer).__module__.startswith("torchao.")
+    config, is_torchao = (
+        getattr(quantizer, "config", None),
+        type(quantizer).__module__.startswith("torchao."),
+    )
     granularity = type(getattr(config, "granularity", None)).__name__
-    return is_torchao and str(getattr(config, "dtype", "")) == "torch.int8" and granularity == "PerAxis"
+    return (
+        is_torchao
+        and str(getattr(config, "dtype", "")) == "torch.int8"
+        and granularity == "PerAxis"
+    )
 
 
 def _of_torchao(quantizer: Any, weight: torch.Tensor) -> Forward:
@@ -118,8 +139,9 @@ def module_filter(
 ) -> Callable[[nn.Module, str], bool]:
     """The modules that a selector or a plan names, as a ``filter_fn`` of torchao.
 
-    ``quantize_(model, config, filter_fn)`` asks it for every module. So the plan that was found for the ONNX file can
-    be trained in PyTorch: ``quantize_(model, int8_config, module_filter(model, plan, "int8"))``.
+    ``quantize_(model, config, filter_fn)`` asks it for every module. So the plan that was found for
+    the ONNX file can be trained in PyTorch: ``quantize_(model, int8_config, module_filter(model,
+    plan, "int8"))``.
 
     Thread-safe, also for calls on the same model.
 
@@ -146,12 +168,20 @@ def module_filter(
 
     classes = Hierarchy.from_module(model).classes
     if isinstance(plan, Mapping):
-        values = {path: given for selector, given in plan.items() for path in select_below(selector, classes)}
+        values = {
+            path: given
+            for selector, given in plan.items()
+            for path in select_below(selector, classes)
+        }
         paths = {path for path, given in values.items() if given == value}
     else:
         paths = set(select_below(plan, classes))
     modules = dict(model.named_modules())
     if not any(isinstance(modules.get(path), nn.Linear) for path in paths):
-        problem = f"{plan!r} names none" if value is None else f"the plan gives {value!r} to no linear layer"
+        problem = (
+            f"{plan!r} names none"
+            if value is None
+            else f"the plan gives {value!r} to no linear layer"
+        )
         raise InputError(problem)
     return lambda module, name: isinstance(module, nn.Linear) and name in paths

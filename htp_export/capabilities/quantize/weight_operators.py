@@ -1,7 +1,7 @@
 """Operators with stored weights in the forms that ONNX Runtime's quantizers read (``MatMul``), or do not write.
 
-It has operators for 8-bit weights of convolutions and tables, and no quantizer; and engines that do not know its own
-operators read weights in blocks through a ``DequantizeLinear``.
+It has operators for 8-bit weights of convolutions and tables, and no quantizer; and engines that do
+not know its own operators read weights in blocks through a ``DequantizeLinear``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _BIAS = 2  # its place among the inputs of a Gemm
 def separate_copies(graph: ir.Graph, way: Callable[[ir.Node, int], Hashable]) -> None:
     """Give each way of reading a constant a constant of its own, in place.
 
-    ``way``: Of a node and a place among its inputs; None for what stays as it is, which keeps the name.
+    ``way``: Of a node and a place among its inputs; None for what stays as it is, which keeps the
+    name.
     """
     ways: defaultdict[ir.Value, dict[tuple[ir.Node, int], Hashable]] = defaultdict(dict)
     for node in graph:
@@ -60,7 +61,9 @@ def fold_factors(graph: ir.Graph) -> None:
         if not is_standard(node, "Gemm"):
             continue
         alpha, beta = (node.attributes.get_float(name, 1.0) for name in ("alpha", "beta"))
-        matrix = next((place for place in (1, 0) if constant_of(node.inputs[place]) is not None), None)
+        matrix = next(
+            (place for place in (1, 0) if constant_of(node.inputs[place]) is not None), None
+        )
         if alpha != 1 and matrix is not None:
             _multiply(graph, node, matrix, alpha)
             del node.attributes["alpha"]
@@ -108,7 +111,11 @@ def can_be_product(node: ir.Node) -> bool:
     if not is_standard(node, "Gemm"):
         return is_standard(node, "MatMul")
     bias = node.inputs[_BIAS] if len(node.inputs) > _BIAS else None
-    has_scaled_input = bias is not None and constant_of(bias) is None and node.attributes.get_float("beta", 1.0) != 1
+    has_scaled_input = (
+        bias is not None
+        and constant_of(bias) is None
+        and node.attributes.get_float("beta", 1.0) != 1
+    )
     return not has_scaled_input and not node.attributes.get_int("transA", 0)
 
 
@@ -121,19 +128,26 @@ def write_products(graph: ir.Graph) -> None:
             _as_product(graph, node, weight, weight.const_value)
 
 
-def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.TensorProtocol) -> None:
+def _as_product(
+    graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.TensorProtocol
+) -> None:
     turned = weight
     if node.attributes.get_int("transB", 0):
         name, recipe = f"{weight.name}_transposed", step("transpose", recipe_of(weight), [1, 0])
         turned = graph.initializers.get(name) or add_initializer(
-            graph, changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]), name, recipe
+            graph,
+            changed_when_written(tensor, np.transpose, recipe, tensor.shape.numpy()[::-1]),
+            name,
+            recipe,
         )
     new = [ir.node("MatMul", [node.inputs[0], turned], name=node.name)]
     result = new[0].outputs[0]
     result.name, result.type = f"{node.outputs[0].name}_product", node.outputs[0].type
     if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None:
         new.append(ir.node("Add", [result, node.inputs[_BIAS]], name=f"{node.name}_bias"))
-    ir.convenience.replace_nodes_and_values(graph, node, [node], new, [node.outputs[0]], [new[-1].outputs[0]])
+    ir.convenience.replace_nodes_and_values(
+        graph, node, [node], new, [node.outputs[0]], [new[-1].outputs[0]]
+    )
     if not weight.uses():
         graph.initializers.pop(str(weight.name), None)
 
@@ -141,7 +155,8 @@ def _as_product(graph: ir.Graph, node: ir.Node, weight: ir.Value, tensor: ir.Ten
 def write_dequantized(graph: ir.Graph) -> None:
     """Write each ``MatMulNBits`` as a ``MatMul``, which has its name, with a ``DequantizeLinear`` of its weight.
 
-    ONNX Runtime fuses the pair again (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
+    ONNX Runtime fuses the pair again
+    (https://github.com/onnx/onnx/blob/main/docs/Operators.md#DequantizeLinear).
     """
     made: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
@@ -158,7 +173,9 @@ def write_dequantized(graph: ir.Graph) -> None:
 
 def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
     """The weight of a product as a ``DequantizeLinear``, before the product, makes it."""
-    rows, columns, bits, block = (node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size"))
+    rows, columns, bits, block = (
+        node.attributes[name].as_int() for name in ("K", "N", "bits", "block_size")
+    )
     blocks = -(-rows // block)
     scales, points = node.inputs[2], node.inputs[3] if len(node.inputs) > 3 else None
     # Signed ones are the integers of MatMulNBits less the zero point that it has without points.
@@ -167,7 +184,9 @@ def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
     assert scales.const_value is not None
     turned = ir.Tensor(np.ascontiguousarray(scales.const_value.numpy().reshape(columns, blocks).T))
     read = [
-        _integers(graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind),
+        _integers(
+            graph, packed, (columns, blocks * math.ceil(block * bits / 8)), (rows, bits), kind
+        ),
         _register(graph, scales, turned, step("transpose", recipe_of(scales), [1, 0])),
     ]
     if points is not None:
@@ -175,19 +194,29 @@ def _dequantized(graph: ir.Graph, node: ir.Node, packed: ir.Value) -> ir.Value:
     attributes = {"axis": 0, "block_size": block}
     made = ir.node("DequantizeLinear", read, attributes, name=f"{packed.name}_DequantizeLinear")
     [result] = made.outputs
-    result.name, result.type, result.shape = f"{packed.name}_dequantized", scales.type, ir.Shape((rows, columns))
+    result.name, result.type, result.shape = (
+        f"{packed.name}_dequantized",
+        scales.type,
+        ir.Shape((rows, columns)),
+    )
     graph.insert_before(node, made)
     return result
 
 
 def _integers(
-    graph: ir.Graph, value: ir.Value, sizes: tuple[int, int], held: tuple[int, int], kind: ir.DataType
+    graph: ir.Graph,
+    value: ir.Value,
+    sizes: tuple[int, int],
+    held: tuple[int, int],
+    kind: ir.DataType,
 ) -> ir.Value:
     """The integers of a tensor of ``MatMulNBits``, a column of it for each row; ``held``: how many, and their bits."""
     assert value.const_value is not None
     count, bits = held
     array = unpacked(value.const_value.numpy().reshape(sizes), count, bits, kind).T
-    recipe = step("transpose", step("unpack", recipe_of(value), [count, bits, kind.name.lower()]), [1, 0])
+    recipe = step(
+        "transpose", step("unpack", recipe_of(value), [count, bits, kind.name.lower()]), [1, 0]
+    )
     return _register(graph, value, ir.Tensor(np.ascontiguousarray(array), dtype=kind), recipe)
 
 
@@ -205,7 +234,8 @@ _LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point o
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
     """Store the weights of the convolutions and tables of a graph in 8 bits, in place; all are initializers.
 
-    ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero points.
+    ``block_size`` elements of a row of a table share a scale; ``symmetric`` blocks have no zero
+    points.
     """
     by_channel: dict[tuple[ir.Value, int], ir.Value] = {}
     by_block: dict[ir.Value, list[ir.Value]] = {}
@@ -228,7 +258,9 @@ def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) ->
             graph.initializers.pop(str(weight.name), None)
 
 
-def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int) -> ir.Value:
+def _by_channel(
+    graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, channels: int
+) -> ir.Value:
     """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
     others = tuple(axis for axis in range(len(shape)) if axis != channels)
@@ -246,9 +278,13 @@ def _by_channel(graph: ir.Graph, weight: ir.Value, tensor: ir.TensorProtocol, ch
         _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
         _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, (shape[channels],)),
     ]
-    result = ir.Value(name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape))
+    result = ir.Value(
+        name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape)
+    )
     attributes, name = {"axis": channels}, f"{weight.name}_dequantize"
-    graph.insert_before(graph[0], ir.node("DequantizeLinear", stored, attributes, outputs=[result], name=name))
+    graph.insert_before(
+        graph[0], ir.node("DequantizeLinear", stored, attributes, outputs=[result], name=name)
+    )
     return result
 
 
@@ -273,10 +309,16 @@ def _by_block(
         return np.where(width == 0, 1, width).astype(tensor.dtype.numpy())
 
     def points() -> Array:
-        return np.full((rows, len(starts)), _MIDDLE, np.uint8) if symmetric else _rounded(-bounds()[0] / scales())
+        return (
+            np.full((rows, len(starts)), _MIDDLE, np.uint8)
+            if symmetric
+            else _rounded(-bounds()[0] / scales())
+        )
 
     def levels() -> Array:
-        spread, shift = (np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points()))
+        spread, shift = (
+            np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points())
+        )
         return _rounded(tensor.numpy().astype(np.float32) / spread + shift)
 
     blocks = (rows, len(starts))
@@ -302,10 +344,18 @@ def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size:
 
 
 def _lazy(
-    graph: ir.Graph, name: str, make: Callable[[], Array], dtype: ir.DataType, shape: tuple[int, ...]
+    graph: ir.Graph,
+    name: str,
+    make: Callable[[], Array],
+    dtype: ir.DataType,
+    shape: tuple[int, ...],
 ) -> ir.Value:
     """An initializer that is computed when it is read."""
-    tensor = ir.LazyTensor(lambda: ir.Tensor(make(), dtype=dtype), dtype, ir.Shape(shape), name=name)
-    value = ir.Value(name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor)
+    tensor = ir.LazyTensor(
+        lambda: ir.Tensor(make(), dtype=dtype), dtype, ir.Shape(shape), name=name
+    )
+    value = ir.Value(
+        name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor
+    )
     graph.register_initializer(value)
     return value

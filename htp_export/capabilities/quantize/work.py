@@ -30,7 +30,8 @@ from htp_export.runtime.sessions import SessionSettings
 class CalibrationData(Samples):
     """The inputs of runs, in none of which is NaN.
 
-    Of a ``decoder`` with a key-value cache, a run that has the ids of tokens alone is a prompt, with an empty cache.
+    Of a ``decoder`` with a key-value cache, a run that has the ids of tokens alone is a prompt,
+    with an empty cache.
     """
 
     decoder: Decoder | None = None
@@ -49,15 +50,21 @@ class CalibrationData(Samples):
         if self.decoder is not None and len(list(self.inputs)) > 1:
             name = os.fspath(run) if isinstance(run, str | os.PathLike) else name
             run = arrays_of(run)
-            if isinstance(run, Mapping) and run.keys() == {each.name for each in self.decoder.of_prompts}:
-                [ids] = replace(self, inputs=self.decoder.of_prompts)._feed(run, name).arrays.values()
+            if isinstance(run, Mapping) and run.keys() == {
+                each.name for each in self.decoder.of_prompts
+            }:
+                [ids] = (
+                    replace(self, inputs=self.decoder.of_prompts)._feed(run, name).arrays.values()
+                )
                 run = self.decoder.first_feed(ids)
         return super()._feed(run, name)
 
     def __iter__(self) -> Iterator[Mapping[str, Array]]:
         for number, arrays in enumerate(super().__iter__()):
             for name in nan_in(arrays):
-                raise InputError(f"data, run {number}: input {name!r} has NaN, of which no range can be known")
+                raise InputError(
+                    f"data, run {number}: input {name!r} has NaN, of which no range can be known"
+                )
             yield arrays
 
 
@@ -67,21 +74,34 @@ def activations(
 ) -> Iterator[Iterator[dict[str, Array]]]:
     """Run a model on samples, one after another, and give the values of some of its inputs and tensors.
 
-    They are those of the main graph. NaN in one of them is an `InputError`, which has the ``name`` of the model.
+    They are those of the main graph. NaN in one of them is an `InputError`, which has the ``name``
+    of the model.
     """
     given = {str(value.name): value.const_value for value in model.graph.inputs}
     known = [tensor for tensor in wanted if tensor in given]
-    defaults = {tensor: default.numpy() for tensor in known if (default := given[tensor]) is not None}
+    defaults = {
+        tensor: default.numpy() for tensor in known if (default := given[tensor]) is not None
+    }
     computed = [tensor for tensor in wanted if tensor not in given]
 
     def read(run: Callable[[Mapping[str, Array]], dict[str, Array]]) -> Iterator[dict[str, Array]]:
         for number, arrays in enumerate(samples):
-            found = defaults | {tensor: arrays[tensor] for tensor in known if tensor in arrays} | run(arrays)
+            found = (
+                defaults
+                | {tensor: arrays[tensor] for tensor in known if tensor in arrays}
+                | run(arrays)
+            )
             for tensor in nan_in(found):
-                raise InputError(f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known")
+                raise InputError(
+                    f"data, run {number}: {name} computes NaN in {tensor!r}; its range is not known"
+                )
             yield found
 
-    opened: Any = Runner(model, name, SessionSettings()).opened(computed) if computed else nullcontext(lambda _: {})
+    opened: Any = (
+        Runner(model, name, SessionSettings()).opened(computed)
+        if computed
+        else nullcontext(lambda _: {})
+    )
     with opened as run:
         yield read(run)
 
@@ -89,7 +109,9 @@ def activations(
 def named(node: ir.Node) -> str:
     """A node in words, with its modules."""
     owners = ", ".join(repr(path or "(root)") for path in tags.owners_of(node.metadata_props))
-    return f"{node.op_type} {node.name!r} of {owners}" if owners else f"{node.op_type} {node.name!r}"
+    return (
+        f"{node.op_type} {node.name!r} of {owners}" if owners else f"{node.op_type} {node.name!r}"
+    )
 
 
 _SLACK = 1e-9  # rounding errors of differences between metrics
@@ -120,9 +142,18 @@ class Facts:
     def of(cls, tagged: TaggedModel) -> Facts:
         """The facts of a model."""
         graph, types = tagged.model.graph, tagged.inferred
-        values = (value for node in tagged.nodes for value in (*node.inputs, *node.outputs) if value is not None)
+        values = (
+            value
+            for node in tagged.nodes
+            for value in (*node.inputs, *node.outputs)
+            if value is not None
+        )
         known = {value: types.type(value) for value in values}
-        dtypes = {value: types.dtype(value) for value, kind in known.items() if isinstance(kind, ir.TensorType)}
+        dtypes = {
+            value: types.dtype(value)
+            for value, kind in known.items()
+            if isinstance(kind, ir.TensorType)
+        }
         packed = frozenset(value for value, kind in known.items() if is_packed(kind))
         return cls(graph, graph.opset_imports.get("", 1), dtypes, packed)
 
@@ -165,14 +196,18 @@ class Validation:
         """What is left of the drop that a precision allows after earlier ones; an InputError if nothing is."""
         left = max_drop - (self.before - self.of(model))
         if left < -_SLACK:
-            raise InputError(f"{self._fall(self.of(model))} before {name!r} with max_drop is applied")
+            raise InputError(
+                f"{self._fall(self.of(model))} before {name!r} with max_drop is applied"
+            )
         return max(left, 0.0)
 
     def check(self, model: ir.Model, max_drop: float | None) -> float:
         """The metric of the model with the whole plan, by which it may fall by ``max_drop`` at most."""
         after = self.of(model)
         if max_drop is not None and not self.before - after <= max_drop + _SLACK:
-            raise InputError(f"{self._fall(after)} with the whole plan, and max_drop is {max_drop:g}")
+            raise InputError(
+                f"{self._fall(after)} with the whole plan, and max_drop is {max_drop:g}"
+            )
         return after
 
     def _fall(self, after: float) -> str:
@@ -230,7 +265,9 @@ class Work:
         """Its names."""
         return Names(self.model)
 
-    def left(self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None) -> Left:
+    def left(
+        self, node: ir.Node, why: str, *, partly: bool = False, failure: Exception | None = None
+    ) -> Left:
         """What stays as it is of a node of the model that changes."""
         return Left(self.twins[node], why, partly, failure)
 
@@ -247,5 +284,7 @@ class Work:
     def runs(self, part: Submodel) -> Iterator[Iterator[dict[str, Array]]]:
         """The inputs of a part, by their names inside it, in each run of the data."""
         in_whole = {name: str(value.name) for name, value in part.inputs.items()}
-        with activations(self.original.model, self.name, self.samples, list(in_whole.values())) as found:
+        with activations(
+            self.original.model, self.name, self.samples, list(in_whole.values())
+        ) as found:
             yield ({name: arrays[whole] for name, whole in in_whole.items()} for arrays in found)

@@ -30,8 +30,8 @@ class Named(HoldsModel, Renamed):
     Attributes:
         model: The model.
         style: The style of the names.
-        nodes: Old name → new name of each node whose name changed. Nodes without a name are left out; of several with
-            one name, the first in the graph counts.
+        nodes: Old name → new name of each node whose name changed. Nodes without a name are left
+            out; of several with one name, the first in the graph counts.
         tensors: The same of tensors, those in subgraphs too.
         nodes_total: How many nodes there are.
         tensors_total: How many tensors there are.
@@ -49,7 +49,11 @@ class Named(HoldsModel, Renamed):
     def table(self) -> Table | None:
         """The first names that changed."""
         rows, more = list(self.nodes.items())[:_MOST_LINES], len(self.nodes) - _MOST_LINES
-        return (NAME_COLUMNS, [*rows, *([(f"… and {more} more", "")] if more > 0 else [])]) if rows else None
+        return (
+            (NAME_COLUMNS, [*rows, *([(f"… and {more} more", "")] if more > 0 else [])])
+            if rows
+            else None
+        )
 
 
 NAME_COLUMNS: tuple[Column[tuple[str, str]], ...] = (
@@ -69,16 +73,16 @@ def rename(
 ) -> Named:
     """Give nodes and tensors names that are made of module paths: ``/encoder/layer.0/attention/self/query/MatMul``.
 
-    Other tools keep and show names, and select nodes by them. The names are unique, and depend only on tags and on the
-    graph: the same model has the same names, whatever they were before. Inputs and outputs of the model and parameters
-    keep their names. Nothing else changes; tags, signatures and the rest of the metadata use the new names. See
-    ``docs/rename.md``.
+    Other tools keep and show names, and select nodes by them. The names are unique, and depend only
+    on tags and on the graph: the same model has the same names, whatever they were before. Inputs
+    and outputs of the model and parameters keep their names. Nothing else changes; tags, signatures
+    and the rest of the metadata use the new names. See ``docs/rename.md``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. It needs
-            tags of htp_export; weights are not read.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed. It needs tags of htp_export; weights are not read.
         output: The file to write.
         style: The style of the names; there is ``"path"``.
         share_weights: As for `htp_export.tap`.
@@ -108,7 +112,9 @@ def rename(
     check_tags(tagged)
     bodies = {key for key in tagged.model.functions if key[0] == DOMAIN}
     calls = (node for node in all_nodes(tagged.model) if node.op_identifier() in bodies)
-    nested = dict.fromkeys(f"re:{re.escape(owner)}" for node in calls for owner in tagged.owners_of(node))
+    nested = dict.fromkeys(
+        f"re:{re.escape(owner)}" for node in calls for owner in tagged.owners_of(node)
+    )
     work = dissolved(tagged) if nested else tagged.clone()
     renamed = give_path_names(work)
     named = functions(work.model, [*nested]).model if nested else work.model

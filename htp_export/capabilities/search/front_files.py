@@ -47,12 +47,14 @@ def plan_file(number: int, trial: Trial) -> str:
     return f"{_STEPS if trial.prune else _PLAN}{number}.json"
 
 
-def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})) -> None:
+def write_plans(
+    search: Search, folder: Path, inputs: Mapping[str, Any] = MappingProxyType({})
+) -> None:
     """Write ``front.json``, ``front.svg`` (with two objectives or more) and a file for each point of the front.
 
-    The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier search in the folder are
-    replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and ``seed``, with which a pipeline calibrates;
-    random prompts are written, too.
+    The files are those of `plan_file`, in the order of ``Search.pareto``. Files of an earlier
+    search in the folder are replaced. ``inputs``: the options ``data``, ``dims``, ``shapes`` and
+    ``seed``, with which a pipeline calibrates; random prompts are written, too.
     """
     check_plans(folder)
     earlier = _files_of_earlier(folder)
@@ -67,10 +69,15 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
         texts[_PICTURE] = front_svg(search)
     for number, trial in enumerate(search.pareto):
         steps = [  # in which quantizing has inputs
-            {name: {**options, **given} if name == "quantize" else options for name, options in step.items()}
+            {
+                name: {**options, **given} if name == "quantize" else options
+                for name, options in step.items()
+            }
             for step in trial.steps
         ]
-        texts[plan_file(number, trial)] = json.dumps(steps if trial.prune else dict(trial.plan), indent=2) + "\n"
+        texts[plan_file(number, trial)] = (
+            json.dumps(steps if trial.prune else dict(trial.plan), indent=2) + "\n"
+        )
     with named_if_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         names = [*texts, *prompts]
@@ -81,7 +88,8 @@ def write_plans(search: Search, folder: Path, inputs: Mapping[str, Any] = Mappin
             for name, run in prompts.items():
                 np.savez(work.new / name, **run)
             moves = [
-                Move(work.new / name, folder / name, may_replace=lambda path: path.name in earlier) for name in names
+                Move(work.new / name, folder / name, may_replace=lambda path: path.name in earlier)
+                for name in names
             ]
             work.commit(moves, lambda: old)
 
@@ -115,7 +123,10 @@ def _makes(file: Path, point: Any) -> bool:
         if isinstance(content, dict):
             return bool(content == point["plan"])
         plans = {name: options["plan"] for step in content for name, options in step.items()}
-        return bool(plans.get("prune") == point["prune"] and plans.get("quantize", point["plan"]) == point["plan"])
+        return bool(
+            plans.get("prune") == point["prune"]
+            and plans.get("quantize", point["plan"]) == point["plan"]
+        )
     except (InputError, TypeError, KeyError, AttributeError):
         return False
 
@@ -123,10 +134,11 @@ def _makes(file: Path, point: Any) -> bool:
 def front_svg(search: Search) -> str:
     """A search with several objectives as an SVG file: the first objective over the second.
 
-    The line is the front in these two; points of the front in all objectives are larger. Each point shows its values
-    and how many modules become what when the pointer is on it. Errors of more than two orders of magnitude have a
-    logarithmic axis; an error of 0 is drawn at its lower end. Plans with values that are not finite are left out.
-    ``data-trial`` of a point is its place among the trials. With one objective, or no measured plan, there is none.
+    The line is the front in these two; points of the front in all objectives are larger. Each point
+    shows its values and how many modules become what when the pointer is on it. Errors of more than
+    two orders of magnitude have a logarithmic axis; an error of 0 is drawn at its lower end. Plans
+    with values that are not finite are left out. ``data-trial`` of a point is its place among the
+    trials. With one objective, or no measured plan, there is none.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})
@@ -138,7 +150,11 @@ def front_svg(search: Search) -> str:
         raise InputError("a front has two objectives; the search has one")
     upward, across = search.objectives[0], search.objectives[1]
     trials = enumerate(search.trials)
-    drawn = {place: each for place, each in trials if math.isfinite(each.values[upward] + each.values[across])}
+    drawn = {
+        place: each
+        for place, each in trials
+        if math.isfinite(each.values[upward] + each.values[across])
+    }
     if not drawn:
         raise InputError("there is nothing to draw: no plan was measured")
     bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
@@ -148,14 +164,23 @@ def front_svg(search: Search) -> str:
     points = [(trial.values[across], trial.values[upward]) for trial in drawn.values()]
     signs = [-1 if name in LARGER_IS_BETTER else 1 for name in (across, upward)]
     # Of the two objectives that are drawn; with a third one, the whole front has further points.
-    front = sorted(points[place] for place in pareto([(one * signs[0], other * signs[1]) for one, other in points]))
+    front = sorted(
+        points[place]
+        for place in pareto([(one * signs[0], other * signs[1]) for one, other in points])
+    )
     line = " ".join(f"{x.place(far):.1f},{y.place(high):.1f}" for far, high in front)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" style="{_STYLE}">',
         f"<title>{html.escape(search.summary)}</title>",
         f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="white"/>',
-        *(_tick((at, _TOP, at, bottom), texts[across](tick), at, bottom + 18, "middle") for tick, at in x.ticks),
-        *(_tick((_LEFT, at, right, at), texts[upward](tick), _LEFT - 8, at + 4, "end") for tick, at in y.ticks),
+        *(
+            _tick((at, _TOP, at, bottom), texts[across](tick), at, bottom + 18, "middle")
+            for tick, at in x.ticks
+        ),
+        *(
+            _tick((_LEFT, at, right, at), texts[upward](tick), _LEFT - 8, at + 4, "end")
+            for tick, at in y.ticks
+        ),
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 12}" text-anchor="middle">{across}</text>',
         f'<text x="16" y="{_TOP - 16}">{upward}</text>',
         f'<polyline points="{line}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>',
@@ -183,7 +208,9 @@ class _Axis:
             return cls(min(positive) / 2, max(positive) * 1.5, start, end, True)
         low, high = min(values), max(values)
         margin = (high - low) * 0.05 or abs(high) * 0.05 or 1.0
-        return cls(max(low - margin, 0.0) if low >= 0 else low - margin, high + margin, start, end, False)
+        return cls(
+            max(low - margin, 0.0) if low >= 0 else low - margin, high + margin, start, end, False
+        )
 
     def place(self, value: float) -> float:
         share = (
@@ -203,7 +230,9 @@ class _Axis:
         return [(number, self.place(number)) for number in numbers]
 
 
-def _tick(line: tuple[float, float, float, float], text: str, x: float, y: float, anchor: str) -> str:
+def _tick(
+    line: tuple[float, float, float, float], text: str, x: float, y: float, anchor: str
+) -> str:
     """A line of the grid, and the number beside it."""
     x1, y1, x2, y2 = line
     return (
@@ -213,7 +242,12 @@ def _tick(line: tuple[float, float, float, float], text: str, x: float, y: float
 
 
 def _point(
-    number: int, trial: Trial, search: Search, x: _Axis, y: _Axis, texts: dict[str, Callable[[float], str]]
+    number: int,
+    trial: Trial,
+    search: Search,
+    x: _Axis,
+    y: _Axis,
+    texts: dict[str, Callable[[float], str]],
 ) -> str:
     upward, across = search.objectives[0], search.objectives[1]
     values = ", ".join(f"{name} {texts[name](trial.values[name])}" for name in search.objectives)

@@ -30,12 +30,15 @@ class AdditiveFront:
     exact: bool
 
 
-def additive_front(modules: Mapping[str, Sequence[Choice]], most: int = MOST_POINTS) -> AdditiveFront:
+def additive_front(
+    modules: Mapping[str, Sequence[Choice]], most: int = MOST_POINTS
+) -> AdditiveFront:
     """The Pareto front of choosing one precision for each module, where sizes and errors add up.
 
-    This is the multiple-choice knapsack problem for all capacities at once. The list of non-dominated sums grows module
-    by module (Nemhauser and Ullmann, "Discrete dynamic programming and capital allocation", 1969): a sum that is
-    dominated stays so, whatever is added to it, so that no point of the front is lost.
+    This is the multiple-choice knapsack problem for all capacities at once. The list of
+    non-dominated sums grows module by module (Nemhauser and Ullmann, "Discrete dynamic programming
+    and capital allocation", 1969): a sum that is dominated stays so, whatever is added to it, so
+    that no point of the front is lost.
 
     Examples:
         >>> wide, narrow = Choice("int8", 8, 0.0), Choice("int4", 4, 1.0)
@@ -45,7 +48,8 @@ def additive_front(modules: Mapping[str, Sequence[Choice]], most: int = MOST_POI
          (16.0, 0.0, {'a': 'int8', 'b': 'int8'})]
     """
     sizes, errors = np.zeros(1), np.zeros(1)
-    steps: list[tuple[np.ndarray, np.ndarray]] = []  # for each module: the point before, and the choice
+    # for each module: the point before, and the choice
+    steps: list[tuple[np.ndarray, np.ndarray]] = []
     exact = True
     for choices in modules.values():
         all_sizes = (sizes[:, None] + np.array([choice.size for choice in choices])).ravel()
@@ -57,16 +61,21 @@ def additive_front(modules: Mapping[str, Sequence[Choice]], most: int = MOST_POI
         sizes, errors = all_sizes[kept], all_errors[kept]
         steps.append((kept // len(choices), kept % len(choices)))
     points = [
-        (float(sizes[place]), float(errors[place]), _chosen(modules, steps, place)) for place in range(len(sizes))
+        (float(sizes[place]), float(errors[place]), _chosen(modules, steps, place))
+        for place in range(len(sizes))
     ]
     return AdditiveFront(tuple(points), exact)
 
 
 def _chosen(
-    modules: Mapping[str, Sequence[Choice]], steps: Sequence[tuple[np.ndarray, np.ndarray]], place: int
+    modules: Mapping[str, Sequence[Choice]],
+    steps: Sequence[tuple[np.ndarray, np.ndarray]],
+    place: int,
 ) -> dict[str, str]:
     found: dict[str, str] = {}
-    for (path, choices), (before, choice) in zip(reversed(list(modules.items())), reversed(steps), strict=True):
+    for (path, choices), (before, choice) in zip(
+        reversed(list(modules.items())), reversed(steps), strict=True
+    ):
         found[path] = choices[int(choice[place])].name
         place = int(before[place])
     return dict(reversed(found.items()))
@@ -83,8 +92,8 @@ def _non_dominated(sizes: np.ndarray, errors: np.ndarray) -> np.ndarray:
 def pareto(points: Sequence[Sequence[float]], spreads: Sequence[Sequence[float]] = ()) -> list[int]:
     """The places of points that no other point dominates; smaller is better. Of equal points, the first one.
 
-    With the spreads of the numbers of each point, numbers that differ by no more than the larger of two are as good as
-    equal: no point that another one dominates only by such numbers is left out.
+    With the spreads of the numbers of each point, numbers that differ by no more than the larger of
+    two are as good as equal: no point that another one dominates only by such numbers is left out.
 
     Examples:
         >>> pareto([(1, 5), (2, 2), (3, 3), (2, 2), (4, 1)])
@@ -100,7 +109,9 @@ def pareto(points: Sequence[Sequence[float]], spreads: Sequence[Sequence[float]]
         dominated = any(
             all(a <= b for a, b in zip(other, point, strict=True))
             and (tuple(other) != tuple(point) or at < place)
-            and _exceeds(point, other, spreads[place] if spreads else none, spreads[at] if spreads else none)
+            and _exceeds(
+                point, other, spreads[place] if spreads else none, spreads[at] if spreads else none
+            )
             for at, other in enumerate(points)
             if at != place
         )
@@ -110,18 +121,23 @@ def pareto(points: Sequence[Sequence[float]], spreads: Sequence[Sequence[float]]
 
 
 def _exceeds(
-    point: Sequence[float], other: Sequence[float], spread: Sequence[float], of_other: Sequence[float]
+    point: Sequence[float],
+    other: Sequence[float],
+    spread: Sequence[float],
+    of_other: Sequence[float],
 ) -> bool:
     """Whether a point is behind another one by more than their spreads in a number, or they have none."""
     limits = [max(pair) for pair in zip(spread, of_other, strict=True)]
-    return not any(limits) or any(a - b > limit for a, b, limit in zip(point, other, limits, strict=True))
+    return not any(limits) or any(
+        a - b > limit for a, b, limit in zip(point, other, limits, strict=True)
+    )
 
 
 def spread_over(points: Sequence[tuple[float, float]], count: int) -> list[int]:
     """At most ``count`` places of a front that are spread along it: both ends, and points between.
 
-    Points are a size and an error; sizes increase, errors decrease. Distances are those in a picture with a logarithmic
-    axis for the errors.
+    Points are a size and an error; sizes increase, errors decrease. Distances are those in a
+    picture with a logarithmic axis for the errors.
 
     Examples:
         >>> spread_over([(1, 1.0), (2, 1e-3), (3, 1e-6), (50, 0.9e-6), (98, 0.8e-6), (100, 0.7e-6)], 4)
@@ -131,8 +147,12 @@ def spread_over(points: Sequence[tuple[float, float]], count: int) -> list[int]:
         return list(range(len(points)))
     sizes, errors = np.array(points, dtype=float).T
     positive = errors[errors > 0]
-    heights = np.log(np.maximum(errors, positive.min() / 10)) if positive.size else np.zeros(len(points))
-    steps = np.hypot(np.diff(sizes) / (np.ptp(sizes) or 1), np.diff(heights) / (np.ptp(heights) or 1))
+    heights = (
+        np.log(np.maximum(errors, positive.min() / 10)) if positive.size else np.zeros(len(points))
+    )
+    steps = np.hypot(
+        np.diff(sizes) / (np.ptp(sizes) or 1), np.diff(heights) / (np.ptp(heights) or 1)
+    )
     along = np.concatenate([[0], np.cumsum(steps)])
     wanted = np.linspace(0, along[-1], max(count, 1))
     return sorted({int(np.abs(along - place).argmin()) for place in wanted})
@@ -152,9 +172,10 @@ def refined_plans(
 ) -> list[dict[str, str]]:
     """Plans in which one module differs from a measured plan of the front, the most promising first.
 
-    The error of such a plan is predicted as the measured one times the ratio of the sums of the errors that modules
-    make alone: what does not add up in the measured plan does not in its neighbour either. Plans are chosen one after
-    another, each time the one whose error is below that of the plans that are no larger by the largest factor.
+    The error of such a plan is predicted as the measured one times the ratio of the sums of the
+    errors that modules make alone: what does not add up in the measured plan does not in its
+    neighbour either. Plans are chosen one after another, each time the one whose error is below
+    that of the plans that are no larger by the largest factor.
 
     Examples:
         >>> wide = Choice("int8", 8, 0.0)
@@ -185,9 +206,14 @@ def refined_plans(
     return found
 
 
-def _neighbours(plan: MeasuredPlan, modules: Mapping[str, Sequence[Choice]]) -> Iterator[MeasuredPlan]:
+def _neighbours(
+    plan: MeasuredPlan, modules: Mapping[str, Sequence[Choice]]
+) -> Iterator[MeasuredPlan]:
     """The plans in which one module differs, as they are predicted to be."""
-    now = {path: next(choice for choice in modules[path] if choice.name == name) for path, name in plan.choices.items()}
+    now = {
+        path: next(choice for choice in modules[path] if choice.name == name)
+        for path, name in plan.choices.items()
+    }
     whole = math.fsum(choice.error for choice in now.values())
     if not whole:
         return

@@ -49,15 +49,19 @@ class Measurement(Deviation):
 
     Attributes:
         bytes: Size of all tensors of the model.
-        latency_ms: Median time of a run; None if it was not measured. Runs alternate with the original's, and it is the
-            original's time, multiplied by the ratio of both, so that the load of the machine cancels.
+        latency_ms: Median time of a run; None if it was not measured. Runs alternate with the
+            original's, and it is the original's time, multiplied by the ratio of both, so that the
+            load of the machine cancels.
         metric: The user's number; None without one.
-        tokens: Share of greedy tokens that are the original's, if the model goes on with the original's; None without
-            such tokens. Then the deviation is that of the logits, ``kl`` the mean over tokens.
-        time_ms: Time of the loop that generates them, a prompt, alternated in the same way; None if not measured.
-        nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor removed, before they are
-            quantized; None in what was measured by an earlier version.
-        spread: Name of a number → half the range of its values, if it is the median of several measurements.
+        tokens: Share of greedy tokens that are the original's, if the model goes on with the
+            original's; None without such tokens. Then the deviation is that of the logits, ``kl``
+            the mean over tokens.
+        time_ms: Time of the loop that generates them, a prompt, alternated in the same way; None if
+            not measured.
+        nonzeros: Elements of the weights, as ``prune`` counts them, that are neither zero nor
+            removed, before they are quantized; None in what was measured by an earlier version.
+        spread: Name of a number → half the range of its values, if it is the median of several
+            measurements.
     """
 
     bytes: int = 0
@@ -71,7 +75,9 @@ class Measurement(Deviation):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Measurement:
         """The numbers from `to_dict`."""
-        numbers: dict[str, Any] = {k: float(value) if isinstance(value, str) else value for k, value in data.items()}
+        numbers: dict[str, Any] = {
+            k: float(value) if isinstance(value, str) else value for k, value in data.items()
+        }
         return cls(**numbers)
 
     @classmethod
@@ -87,11 +93,16 @@ class Measurement(Deviation):
         for name in _NOISY:
             values = [value for each in measured if (value := getattr(each, name)) is not None]
             if values and min(values) < max(values):
-                found[name], spread[name] = statistics.median(values), (max(values) - min(values)) / 2
+                found[name], spread[name] = (
+                    statistics.median(values),
+                    (max(values) - min(values)) / 2,
+                )
         return cls(**{**found, "spread": spread})
 
 
-def digest_of(model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()) -> str:
+def digest_of(
+    model: ir.Model, feeds: Iterable[Mapping[str, Array]], settings: Sequence[Any] = ()
+) -> str:
     """What the results of runs depend on, as a digest: the model, its inputs, settings."""
     digest = hashlib.sha256(repr((content_hash(model), settings)).encode())
     for feed in feeds:
@@ -125,10 +136,11 @@ _Ran: TypeAlias = tuple[list[dict[str, Array]], float | None]
 class Measurer:
     """Measures plans for one model, without functions, on one set of data; the original runs once.
 
-    ``samples`` are compared, and calibrate unless ``calibration`` does. ``runs`` are timed, after some to warm up; 0
-    for no times. ``results`` is a file of finished runs, a journal of Optuna. ``finished`` may be replaced before
-    anything is measured, by what shares runs with other processes. `measure` measures ``repeats`` times, if not 0.
-    With ``prompts``, the outputs are the logits of the tokens that a decoder generates, and ``samples`` calibrate.
+    ``samples`` are compared, and calibrate unless ``calibration`` does. ``runs`` are timed, after
+    some to warm up; 0 for no times. ``results`` is a file of finished runs, a journal of Optuna.
+    ``finished`` may be replaced before anything is measured, by what shares runs with other
+    processes. `measure` measures ``repeats`` times, if not 0. With ``prompts``, the outputs are the
+    logits of the tokens that a decoder generates, and ``samples`` calibrate.
     """
 
     tagged: TaggedModel
@@ -151,8 +163,16 @@ class Measurer:
         """The runs that are done."""
         if self.results is None:
             return KeptRuns()
-        settings = getattr(self.metric, "__qualname__", None), self.runs, *(["in turn"] if self.runs else ())
-        return KeptRuns(open_study(self.results, digest_of(self.tagged.model, self.feeds, settings), ["minimize"]))
+        settings = (
+            getattr(self.metric, "__qualname__", None),
+            self.runs,
+            *(["in turn"] if self.runs else ()),
+        )
+        return KeptRuns(
+            open_study(
+                self.results, digest_of(self.tagged.model, self.feeds, settings), ["minimize"]
+            )
+        )
 
     @cached_property
     def expected(self) -> list[dict[str, Array]]:
@@ -180,20 +200,31 @@ class Measurer:
     @cached_property
     def _nonzeros(self) -> int:
         """The elements of the original's weights that are not zero."""
-        return sum(int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged))
+        return sum(
+            int(np.count_nonzero(weight.tensor.numpy())) for weight in weights_of(self.tagged)
+        )
 
-    def measure(self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None) -> Measurement:
+    def measure(
+        self, plan: Plan, pruning: Pruning = _NOTHING, *, made: TaggedModel | None = None
+    ) -> Measurement:
         """Prune and quantize a model by plans, and run it; ``made``: what `quantized` made of it already."""
         if self.repeats:
             return self.again(plan, pruning, self.repeats, made=made)
-        return self._kept(key_of(plan, pruning), lambda: self._measured(*self._made(plan, pruning, made)))
+        return self._kept(
+            key_of(plan, pruning), lambda: self._measured(*self._made(plan, pruning, made))
+        )
 
-    def again(self, plan: Plan, pruning: Pruning, repeats: int, *, made: TaggedModel | None = None) -> Measurement:
+    def again(
+        self, plan: Plan, pruning: Pruning, repeats: int, *, made: TaggedModel | None = None
+    ) -> Measurement:
         """Measure what plans make several times: medians, and their spread."""
         model = functools.cache(lambda: self._made(plan, pruning, made))
         key = key_of(plan, pruning)
         return Measurement.median(
-            [self._kept(f"{key} again {number}", lambda: self._measured(*model())) for number in range(repeats)]
+            [
+                self._kept(f"{key} again {number}", lambda: self._measured(*model()))
+                for number in range(repeats)
+            ]
         )
 
     def quantized(self, plan: Plan, tagged: TaggedModel | None = None) -> TaggedModel:
@@ -208,7 +239,9 @@ class Measurer:
             raise InputError(f"nothing changes: {result.kept[0].reason}")
         return result.tagged
 
-    def _made(self, plan: Plan, pruning: Pruning, made: TaggedModel | None) -> tuple[TaggedModel, int]:
+    def _made(
+        self, plan: Plan, pruning: Pruning, made: TaggedModel | None
+    ) -> tuple[TaggedModel, int]:
         """What plans make of the model, if it is not made, and the elements of its weights that are not zero."""
         from htp_export.capabilities.prune.pruning import prune
 
@@ -229,10 +262,14 @@ class Measurer:
         self.finished.add(key, measured.to_dict())
         return measured
 
-    def _measured(self, tagged: TaggedModel, nonzeros: int | None = None, *, beside: bool = True) -> Measurement:
+    def _measured(
+        self, tagged: TaggedModel, nonzeros: int | None = None, *, beside: bool = True
+    ) -> Measurement:
         """What is measured of a model; times ``beside`` the original, or, of the original itself, alone."""
         wanted, is_loop = self.expected, self.prompts is not None
-        outputs, ms = self._generated(tagged, beside) if is_loop else self._run(tagged, self.runs, beside)
+        outputs, ms = (
+            self._generated(tagged, beside) if is_loop else self._run(tagged, self.runs, beside)
+        )
         number = None if self.metric is None else metric_value(self.metric, outputs)
         errors, same = OutputErrors(), []
         for expected, actual in zip(wanted, outputs, strict=True):
@@ -257,7 +294,10 @@ class Measurer:
         with temporary_folder() as folder:
             loop = self.prompts.decoder
             session = self._session(self.tagged, folder)
-            return [{"logits": loop.generate(session, ids, self.prompts.new_tokens).logits} for ids in self.prompts.ids]
+            return [
+                {"logits": loop.generate(session, ids, self.prompts.new_tokens).logits}
+                for ids in self.prompts.ids
+            ]
 
     def _generated(self, tagged: TaggedModel, beside: bool) -> _Ran:
         """The logits of the same tokens after each prompt, and the mean time of the loop of a prompt."""
@@ -310,10 +350,16 @@ def check_repeats(repeats: int) -> None:
     """Refuse a number of measurements that has no spread."""
     check_whole("repeats", repeats, 0, MOST_RUNS)
     if repeats == 1:
-        raise InputError("repeats is 1, and one measurement has no spread; give 2 or more, or 0 for none")
+        raise InputError(
+            "repeats is 1, and one measurement has no spread; give 2 or more, or 0 for none"
+        )
 
 
 def key_of(plan: Plan, pruning: Pruning = _NOTHING) -> str:
     """Plans as text that is the same in every process."""
-    removed = json.dumps({selector: str(value) for selector, value in pruning.items()}) if pruning else ""
-    return removed + json.dumps({selector: vars(precision) for selector, precision in plan.items()}, default=str)
+    removed = (
+        json.dumps({selector: str(value) for selector, value in pruning.items()}) if pruning else ""
+    )
+    return removed + json.dumps(
+        {selector: vars(precision) for selector, precision in plan.items()}, default=str
+    )

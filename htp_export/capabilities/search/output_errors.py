@@ -20,12 +20,15 @@ class Deviation(PlainData):
     """The error of the outputs of a model, over all samples.
 
     Attributes:
-        error: Power of the error divided by the power of the expected values, the mean over the outputs: 0 where they
-            are equal. Errors of modules that are quantized alone add up, as far as they are independent.
-        sqnr_db: The same in decibels, ``-10 * log10(error)``: larger is better, infinite where they are equal.
+        error: Power of the error divided by the power of the expected values, the mean over the
+            outputs: 0 where they are equal. Errors of modules that are quantized alone add up, as
+            far as they are independent.
+        sqnr_db: The same in decibels, ``-10 * log10(error)``: larger is better, infinite where they
+            are equal.
         cosine: The smallest cosine of the angle between an output and its expected values.
-        kl: The largest KL divergence of an output, in nats, from its expected values: the mean over rows of its last
-            dimension. Rows that are no probabilities go through a softmax. None if no output has rows of two elements.
+        kl: The largest KL divergence of an output, in nats, from its expected values: the mean over
+            rows of its last dimension. Rows that are no probabilities go through a softmax. None if
+            no output has rows of two elements.
     """
 
     error: float
@@ -61,8 +64,16 @@ class OutputErrors:
             return Deviation(0.0, math.inf, 1.0)
         error = math.fsum(each.relative for each in sums) / len(sums)
         divergences = [each.divergence / each.rows for each in sums if each.rows]
-        decibels = math.inf if error == 0 else -10 * math.log10(error) if math.isfinite(error) else -math.inf
-        return Deviation(error, decibels, min(each.cosine for each in sums), max(divergences, default=None))
+        decibels = (
+            math.inf
+            if error == 0
+            else -10 * math.log10(error)
+            if math.isfinite(error)
+            else -math.inf
+        )
+        return Deviation(
+            error, decibels, min(each.cosine for each in sums), max(divergences, default=None)
+        )
 
 
 class _OutputSums:

@@ -31,44 +31,63 @@ IDLE = (
         lambda given: {"tokens", "time"}.isdisjoint(",".join(given["objective"] or ()).split(",")),
         "it is for --objective tokens and time",
     ),
-    Idle(("runs",), lambda given: "latency" not in ",".join(given["objective"] or ()), "it is for --objective latency"),
+    Idle(
+        ("runs",),
+        lambda given: "latency" not in ",".join(given["objective"] or ()),
+        "it is for --objective latency",
+    ),
 )
 
 
-_OBJECTIVES = "By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size)."
+_OBJECTIVES = (
+    "By comma, of error, size, latency, metric, nonzeros; of a decoder tokens, time (error,size)."
+)
 
 
 def search_command(
     file: FileArgument,
     runs_on: DataOptions,
     space: Annotated[
-        Path | None, typer.Argument(help="A .yaml or .json file: for each selector, what modules may become.")
+        Path | None,
+        typer.Argument(help="A .yaml or .json file: for each selector, what modules may become."),
     ] = None,
     choices: Annotated[
         list[str] | None,
         "By comma: what every module may become: precisions, values of prune, or both, as 2:4+int8 (auto,fp32).",
     ] = None,
-    objective: Annotated[list[str] | None, typer.Option("--objective", "--objectives", help=_OBJECTIVES)] = None,
+    objective: Annotated[
+        list[str] | None, typer.Option("--objective", "--objectives", help=_OBJECTIVES)
+    ] = None,
     metric: MetricOption = None,
     select: SelectOption = None,
     depth: DepthOption = None,
     trials: Annotated[int, count_option("Plans that are measured.")] = 50,
     sampler: Annotated[str, "tpe, nsga2, random or grid."] = "tpe",
-    storage: Annotated[str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."] = None,
+    storage: Annotated[
+        str | None, "sqlite:///study.db, postgresql://..., grpc://host:port, or a journal file."
+    ] = None,
     study: Annotated[str, "Name of the study in the storage."] = "htp_export",
-    grace: Annotated[float, typer.Option(min=0, help="Seconds until a silent process is taken for dead.")] = 60.0,
+    grace: Annotated[
+        float, typer.Option(min=0, help="Seconds until a silent process is taken for dead.")
+    ] = 60.0,
     runs: Annotated[int, count_option("Timed runs of each plan, for the objective latency.")] = 20,
     repeats: Annotated[
-        int, count_option("Measure the plans of the front so often again, for medians and a spread (0).", 0)
+        int,
+        count_option(
+            "Measure the plans of the front so often again, for medians and a spread (0).", 0
+        ),
     ] = 0,
     new_tokens: Annotated[int, count_option("Tokens after each prompt.")] = 64,
     seed: Annotated[int, seed_option("Of the sampler, and of random inputs.")] = 0,
-    output: Annotated[Path | None, "A folder for the plans of the front, and its picture.", Writes()] = None,
+    output: Annotated[
+        Path | None, "A folder for the plans of the front, and its picture.", Writes()
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Search for precisions and pruning of modules.
 
-    The same command in several processes or on several machines, with one --storage, works on one study.
+    The same command in several processes or on several machines, with one --storage, works on one
+    study.
     """
     from htp_export.capabilities.search.drawing import render_search
     from htp_export.capabilities.search.front_files import check_plans, plan_file, write_plans
@@ -121,7 +140,11 @@ def search_command(
 
 
 def _show_stopped(
-    stopped: KeyboardInterrupt, output: Path | None, inputs: Mapping[str, Any], storage: str | None, trials: int
+    stopped: KeyboardInterrupt,
+    output: Path | None,
+    inputs: Mapping[str, Any],
+    storage: str | None,
+    trials: int,
 ) -> None:
     """Write the front so far, and say how to go on."""
     from htp_export.capabilities.search.front_files import write_plans
@@ -134,6 +157,8 @@ def _show_stopped(
         written = f"; their front is in {output}"
     notice_line(f"{len(measured)} of {trials} trials are measured{written}")
     if storage is None:
-        notice_line("nothing is kept to go on from; with --storage study.journal, the same command goes on")
+        notice_line(
+            "nothing is kept to go on from; with --storage study.journal, the same command goes on"
+        )
     else:
         notice_line(f"the same command goes on from there: all that was measured is in {storage}")

@@ -29,12 +29,13 @@ class Trial(PlainData):
     Attributes:
         number: Its number in the study; None for the same choice in the whole model.
         plan: Selector → name of a precision, or a mapping of its fields: a plan for ``quantize``.
-        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``, ``nonzeros``,
-            ``tokens``, a share, and ``time`` in ms.
+        values: Objective → value: ``error``, ``size`` in bytes, ``latency`` in ms, ``metric``,
+            ``nonzeros``, ``tokens``, a share, and ``time`` in ms.
         origin: ``front`` of the additive problem, ``uniform``, or ``sampler``.
         measured: All that was measured, as plain data.
         prune: Selector → what is removed before: a plan for ``prune``; empty if nothing is.
-        spread: Objective → half the range of its values, if it is the median of repeated measurements that differ.
+        spread: Objective → half the range of its values, if it is the median of repeated
+            measurements that differ.
     """
 
     number: int | None
@@ -53,19 +54,26 @@ class Trial(PlainData):
     @property
     def choices(self) -> dict[str, str]:
         """Selector → what becomes of the modules, in words: ``int8``, ``2:4+int8``, ``drop``."""
-        named = {path: value if isinstance(value, str) else value["precision"] for path, value in self.plan.items()}
+        named = {
+            path: value if isinstance(value, str) else value["precision"]
+            for path, value in self.plan.items()
+        }
         found = {}
         for path in dict.fromkeys((*self.prune, *self.plan)):
             precision = named.get(path, _KEPT)
             found[path] = precision
             if path in self.prune:
-                found[path] = self.prune[path] if precision == _KEPT else f"{self.prune[path]}+{precision}"
+                found[path] = (
+                    self.prune[path] if precision == _KEPT else f"{self.prune[path]}+{precision}"
+                )
         return found
 
     @property
     def counted(self) -> str:
         """How many modules become what."""
-        return ", ".join(f"{count} {name}" for name, count in Counter(self.choices.values()).most_common())
+        return ", ".join(
+            f"{count} {name}" for name, count in Counter(self.choices.values()).most_common()
+        )
 
     @property
     def steps(self) -> list[dict[str, Any]]:
@@ -81,11 +89,12 @@ class Search(Result):
 
     Attributes:
         objectives: The objectives, in the order in which they were given.
-        trials: The measured plans: those of the study in their order, then those of one choice for the whole model.
+        trials: The measured plans: those of the study in their order, then those of one choice for
+            the whole model.
         failed: Number of trials that could not be measured.
         modules: Module path → what it may become.
-        predicted: Points of the front of the additive problem: the first objective of ``size``, ``latency``, ``time``
-            and ``nonzeros``, and error, as sums over modules.
+        predicted: Points of the front of the additive problem: the first objective of ``size``,
+            ``latency``, ``time`` and ``nonzeros``, and error, as sums over modules.
         exact: Whether these are all points of that front.
         notes: Remarks on the data, and on choices that modules cannot have, a line each.
         tags: The tags of the model.
@@ -108,8 +117,8 @@ class Search(Result):
     def pareto(self) -> tuple[Trial, ...]:
         """The trials that no other trial is ahead of, by the last objective.
 
-        A trial is ahead of another one if it is worse in no objective, and better in one: if their values have a
-        spread, by more than the larger of the two.
+        A trial is ahead of another one if it is worse in no objective, and better in one: if their
+        values have a spread, by more than the larger of the two.
         """
         best = [self.trials[place] for place in sorted(self.front_places)]
         return tuple(sorted(best, key=lambda trial: self._signed(trial, self.objectives[-1])))
@@ -118,7 +127,9 @@ class Search(Result):
     def front_places(self) -> set[int]:
         """The places of these trials in `trials`."""
         points = [[self._signed(trial, name) for name in self.objectives] for trial in self.trials]
-        spreads = [[trial.spread.get(name, 0.0) for name in self.objectives] for trial in self.trials]
+        spreads = [
+            [trial.spread.get(name, 0.0) for name in self.objectives] for trial in self.trials
+        ]
         return {*pareto(points, spreads)}
 
     def _signed(self, trial: Trial, objective: str) -> float:
@@ -154,8 +165,15 @@ class SearchInterrupted(KeyboardInterrupt):
 def trial_columns(objectives: Sequence[str]) -> list[Column[Trial]]:
     """The columns of a table of trials."""
     values = [_value_column(name) for name in objectives]
-    number: Column[Trial] = Column("number", "trial", lambda trial: "-" if trial.number is None else str(trial.number))
-    return [number, *values, Column("origin", "from", right=False), Column("counted", "modules", right=False)]
+    number: Column[Trial] = Column(
+        "number", "trial", lambda trial: "-" if trial.number is None else str(trial.number)
+    )
+    return [
+        number,
+        *values,
+        Column("origin", "from", right=False),
+        Column("counted", "modules", right=False),
+    ]
 
 
 def _spread(spread: Mapping[str, float]) -> str:
@@ -182,7 +200,8 @@ def _value_column(name: str) -> Column[Trial]:
 def search_from(data: object) -> Search | None:
     """A search from plain data, as ``Search.to_dict`` and ``front.json`` have it; None if it is another result.
 
-    Anybody may have written it: what looks like a search and is none is an InputError. Tags of the model are not read.
+    Anybody may have written it: what looks like a search and is none is an InputError. Tags of the
+    model are not read.
 
     Examples:
         >>> trial = Trial(0, {"fc": "int8"}, {"error": 0.01, "size": 100.0}, "front", {})

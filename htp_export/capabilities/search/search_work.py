@@ -35,7 +35,13 @@ _FIELDS = {"size": "bytes", "latency": "latency_ms", "time": "time_ms"}
 class SearchWork:
     """The work of one process of a search for some objectives in a space."""
 
-    def __init__(self, measurer: Measurer, study: SharedStudy, objectives: tuple[str, ...], space: SearchSpace) -> None:
+    def __init__(
+        self,
+        measurer: Measurer,
+        study: SharedStudy,
+        objectives: tuple[str, ...],
+        space: SearchSpace,
+    ) -> None:
         self.space = space
         self._measurer, self._study, self._objectives = measurer, study, objectives
 
@@ -61,7 +67,9 @@ class SearchWork:
     def _choice(self, path: str, name: str, cost: str) -> Choice:
         """What a choice of a module adds to the cost and the error if it is made alone."""
         found = self._alone(path, name)
-        return Choice(name, _values(found)[cost] - _values(self._measurer.original)[cost], found.error)
+        return Choice(
+            name, _values(found)[cost] - _values(self._measurer.original)[cost], found.error
+        )
 
     def _measure(self, treatment: Treatment) -> Measurement:
         """The measurement of plans; of one that changes nothing, that of the original."""
@@ -71,12 +79,16 @@ class SearchWork:
 
     def fronts(self) -> dict[str, AdditiveFront]:
         """For each objective that is a cost, the front of the problem in which it and the errors add up."""
-        return {cost: self._front(cost) for cost in self._objectives if cost in _COSTS} or {"size": self._front("size")}
+        return {cost: self._front(cost) for cost in self._objectives if cost in _COSTS} or {
+            "size": self._front("size")
+        }
 
     def _front(self, cost: str) -> AdditiveFront:
         start = _values(self._measurer.original)[cost]
         found = self._additive(list(self.space.variables), cost)
-        return AdditiveFront(tuple((start + size, error, plan) for size, error, plan in found.points), found.exact)
+        return AdditiveFront(
+            tuple((start + size, error, plan) for size, error, plan in found.points), found.exact
+        )
 
     def _additive(self, paths: Sequence[str], cost: str) -> AdditiveFront:
         """The front of some modules; a module with others inside is dropped, or adds what these do."""
@@ -87,7 +99,11 @@ class SearchWork:
             if any(other != path and tags.is_under(path, other) for other in paths):
                 continue
             inside = [other for other in paths if other != path and tags.is_under(other, path)]
-            inner = self._additive(inside, cost) if inside else AdditiveFront(((0.0, 0.0, {}),), exact=True)
+            inner = (
+                self._additive(inside, cost)
+                if inside
+                else AdditiveFront(((0.0, 0.0, {}),), exact=True)
+            )
             exact = exact and inner.exact
             choices[path], decisions[path] = [], {}
             for name in self.space.variables[path]:
@@ -101,7 +117,15 @@ class SearchWork:
                     decisions[path][key] = {path: name, **within}
         front = additive_front(choices)
         points = tuple(
-            (size, error, {path: name for of, key in plan.items() for path, name in decisions[of][key].items()})
+            (
+                size,
+                error,
+                {
+                    path: name
+                    for of, key in plan.items()
+                    for path, name in decisions[of][key].items()
+                },
+            )
             for size, error, plan in front.points
         )
         return AdditiveFront(points, exact and front.exact)
@@ -110,7 +134,9 @@ class SearchWork:
         """Plans that are measured first: those in which all modules become the same, and some of each front."""
         plans = self._uniform()
         for front in fronts.values():
-            chosen = spread_over([(size, error) for size, error, _ in front.points], -(-count // len(fronts)))
+            chosen = spread_over(
+                [(size, error) for size, error, _ in front.points], -(-count // len(fronts))
+            )
             plans += [front.points[place][2] for place in chosen]
         return plans
 
@@ -123,7 +149,9 @@ class SearchWork:
             return []
         cost = next((name for name in self._objectives if name in _COSTS), "size")
         variables = self.space.variables.items()
-        alone = {path: [self._choice(path, name, cost) for name in names] for path, names in variables}
+        alone = {
+            path: [self._choice(path, name, cost) for name in names] for path, names in variables
+        }
         measured = []
         for trial in self._study.complete():
             found = Measurement.from_dict(trial.user_attrs["measured"])
@@ -134,8 +162,13 @@ class SearchWork:
         """The decisions in which all modules become the same; those that others lie in stay."""
         variables, frames = self.space.variables, set(self.space.frames)
         names = dict.fromkeys(itertools.chain.from_iterable(variables.values()))
-        plans = [{path: kept_precision().name if path in frames else name for path in variables} for name in names]
-        return [plan for plan in plans if all(plan[path] in each for path, each in variables.items())]
+        plans = [
+            {path: kept_precision().name if path in frames else name for path in variables}
+            for name in names
+        ]
+        return [
+            plan for plan in plans if all(plan[path] in each for path, each in variables.items())
+        ]
 
     def measured(self, decision: Decision) -> tuple[Sequence[float], Mapping[str, Any]]:
         """The values of the objectives for a decision, and everything that was measured."""
@@ -144,7 +177,9 @@ class SearchWork:
             self._numbers(found)
         except InputError as error:
             listed = [
-                f"{path or '(root)'} in {name}" for path, name in decision.items() if name != kept_precision().name
+                f"{path or '(root)'} in {name}"
+                for path, name in decision.items()
+                if name != kept_precision().name
             ]
             more = f" and {len(listed) - 3} more" * (len(listed) > 3)
             raise InputError(f"{', '.join(listed[:3])}{more}: {error}") from error
@@ -155,7 +190,9 @@ class SearchWork:
         values = _values(found)
         for name in self._objectives:
             if not math.isfinite(values[name]):
-                why = ": outputs have NaN or infinities where those of the original have none" * (name == "error")
+                why = ": outputs have NaN or infinities where those of the original have none" * (
+                    name == "error"
+                )
                 raise InputError(f"{name} is {values[name]}{why}")
         return found
 
@@ -171,13 +208,22 @@ class SearchWork:
         found = []
         for trial in self._study.complete():
             decision = {path: str(trial.params[path]) for path in self.space.variables}
-            origin = "front" if decision in of_front else "uniform" if decision in uniform else "sampler"
+            origin = (
+                "front" if decision in of_front else "uniform" if decision in uniform else "sampler"
+            )
             measured = Measurement.from_dict(trial.user_attrs["measured"])
-            found.append(self._trial(trial.number, self.space.treatment(decision), measured, origin))
+            found.append(
+                self._trial(trial.number, self.space.treatment(decision), measured, origin)
+            )
         return tuple(found)
 
-    def _trial(self, number: int | None, treatment: Treatment, found: Measurement, origin: str) -> Trial:
-        values, spreads = _values(found), {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives}
+    def _trial(
+        self, number: int | None, treatment: Treatment, found: Measurement, origin: str
+    ) -> Trial:
+        values, spreads = (
+            _values(found),
+            {name: found.spread.get(_FIELDS.get(name, name)) for name in self._objectives},
+        )
         removed, plan = treatment.written
         return Trial(
             number,
@@ -200,24 +246,35 @@ class SearchWork:
         differ = list(dict.fromkeys(name for trial in search.trials for name in trial.spread))
         how = "no value differed"
         if differ:
-            alone = Search(search.objectives, tuple(replace(each, spread={}) for each in search.trials), 0, {})
-            tied = [each.name for each in search.pareto if replace(each, spread={}) not in alone.pareto]
+            alone = Search(
+                search.objectives, tuple(replace(each, spread={}) for each in search.trials), 0, {}
+            )
+            tied = [
+                each.name for each in search.pareto if replace(each, spread={}) not in alone.pareto
+            ]
             how = f"medians and half the range of {', '.join(differ)}"
             how += f"; no plan is ahead by more than that of {', '.join(tied)}" * bool(tied)
-        return replace(search, notes=(*search.notes, f"{len(done)} plans were measured {repeats} more times: {how}"))
+        return replace(
+            search,
+            notes=(*search.notes, f"{len(done)} plans were measured {repeats} more times: {how}"),
+        )
 
     def _again(self, trial: Trial, repeats: int) -> Trial:
         from htp_export.capabilities.prune.sparsities import sparsities_of
         from htp_export.capabilities.quantize.precisions import precisions_of
 
-        treatment = Treatment(sparsities_of(trial.prune), precisions_of(trial.plan) if trial.plan else {})
+        treatment = Treatment(
+            sparsities_of(trial.prune), precisions_of(trial.plan) if trial.plan else {}
+        )
         found = self._numbers(self._measurer.again(treatment.quantize, treatment.prune, repeats))
         return self._trial(trial.number, treatment, found, trial.origin)
 
     def _whole(self, name: str) -> Trial | None:
         """The whole model with one choice, its nodes outside of modules with weights too."""
         choice = self.space.choices[name]
-        treatment = Treatment({".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision})
+        treatment = Treatment(
+            {".": choice.sparsity} if choice.sparsity else {}, {".": choice.precision}
+        )
         try:
             found = self._numbers(self._measure(treatment))
         except (InputError, ToolError):

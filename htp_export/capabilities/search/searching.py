@@ -34,9 +34,12 @@ from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
 if TYPE_CHECKING:
     from htp_export.runtime.data import Data, Samples
 
-_BEFORE_SAMPLER = 0.75  # of the trials: with some dozens, plans near the front are better than those of any sampler
+# of the trials: with some dozens, plans near the front are better than those of any sampler
+_BEFORE_SAMPLER = 0.75
 _RANDOM_PROMPTS = 2  # each is answered token by token, which takes seconds
-RANDOM_PROMPTS = "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
+RANDOM_PROMPTS = (
+    "the prompts are random tokens of the vocabulary: on real prompts other tokens may agree"
+)
 _REFINED_AT_ONCE = 4  # then predictions use what was measured of them
 
 
@@ -67,25 +70,30 @@ def search(
 ) -> Search:
     """Search for the precision of each module, and for what is pruned: the plans with the best trade-offs.
 
-    Every choice of every module is measured alone, then plans of the front of their sums, then plans next to measured
-    ones; Optuna goes on from there (``docs/search.md``). Several processes, on one or more machines, with the same
-    ``storage`` and ``study`` work on one search; each returns when all trials are finished.
+    Every choice of every module is measured alone, then plans of the front of their sums, then
+    plans next to measured ones; Optuna goes on from there (``docs/search.md``). Several processes,
+    on one or more machines, with the same ``storage`` and ``study`` work on one search; each
+    returns when all trials are finished.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed. No model is written.
-        space: What every module may become; or selector → what its modules may become, where later selectors win. Of
-            modules inside each other that a selector names, the innermost count. Each choice is a precision, as in a
-            plan of ``quantize``; a value of a plan of ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or
-            ``"drop"``; or both, as ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a
-            module as it is; ``"auto"`` is one precision for all modules that have it. Modules that may only be dropped
-            or stay may have others inside.
-        objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors), ``latency``, ``metric``, and
-            ``nonzeros`` (elements of weights that are neither zero nor removed). Of a decoder with a key-value cache,
-            also ``tokens``, the share of greedy tokens that agree with the original's, and ``time``, in ms, of the loop
-            that generates them, prompt included; ``error`` is then that of their logits.
-        data: Inputs, as for ``sensitivity``; with ``tokens`` or ``time`` prompts, ``input_ids`` alone.
+        model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+            No model is written.
+        space: What every module may become; or selector → what its modules may become, where later
+            selectors win. Of modules inside each other that a selector names, the innermost count.
+            Each choice is a precision, as in a plan of ``quantize``; a value of a plan of
+            ``prune``, such as ``0.5``, ``"2:4"``, ``"rank:25%"`` or ``"drop"``; or both, as
+            ``"2:4+int8"`` or ``{"prune": "2:4", "precision": "int8"}``. ``"fp32"`` leaves a module
+            as it is; ``"auto"`` is one precision for all modules that have it. Modules that may
+            only be dropped or stay may have others inside.
+        objectives: One or more of ``error`` (of the outputs), ``size`` (of all tensors),
+            ``latency``, ``metric``, and ``nonzeros`` (elements of weights that are neither zero nor
+            removed). Of a decoder with a key-value cache, also ``tokens``, the share of greedy
+            tokens that agree with the original's, and ``time``, in ms, of the loop that generates
+            them, prompt included; ``error`` is then that of their logits.
+        data: Inputs, as for ``sensitivity``; with ``tokens`` or ``time`` prompts, ``input_ids``
+            alone.
         dims: Name of an open dimension → size, as for ``sensitivity``.
         shapes: For random inputs: input name → shape.
         select: For choices alone: the modules, as for ``sensitivity``.
@@ -93,14 +101,14 @@ def search(
         trials: Number of measured plans in the study.
         sampler: ``tpe``, ``nsga2``, ``random`` or ``grid``.
         seed: Seed of the sampler, and of random inputs.
-        storage: Any storage of Optuna: a database URL, ``grpc://host:port``, the path of a journal file, or a storage.
-            None keeps the study in memory.
+        storage: Any storage of Optuna: a database URL, ``grpc://host:port``, the path of a journal
+            file, or a storage. None keeps the study in memory.
         study: Its name in the storage.
-        metric: The number behind the objective ``metric``: called with the outputs, name → array, for each of the
-            inputs; larger is better.
+        metric: The number behind the objective ``metric``: called with the outputs, name → array,
+            for each of the inputs; larger is better.
         runs: Runs that are timed for the objective ``latency``, each beside one of the original.
-        repeats: How often each plan of the front is measured again at the end, 2 or more, for medians and spreads; 0
-            for not at all.
+        repeats: How often each plan of the front is measured again at the end, 2 or more, for
+            medians and spreads; 0 for not at all.
         new_tokens: With ``tokens`` or ``time``, the tokens that follow each prompt.
         first: Plans of the front of the sums that are measured first.
         calibration: Inputs for calibration; None for ``data``.
@@ -108,12 +116,13 @@ def search(
         providers: ONNX Runtime's execution providers, in order of preference.
 
     Returns:
-        ``.trials`` and ``.pareto``, each with ``.values``, ``.prune``, a plan for ``prune``, and ``.plan``, one for
-        ``quantize`` afterwards; ``.steps`` has both for ``pipeline``.
+        ``.trials`` and ``.pareto``, each with ``.values``, ``.prune``, a plan for ``prune``, and
+        ``.plan``, one for ``quantize`` afterwards; ``.steps`` has both for ``pipeline``.
 
     Raises:
-        InputError: An argument cannot be used, no module can have a choice, modules with the same channels may lose
-            different shares of them, Optuna is not installed, or the study is one of another search.
+        InputError: An argument cannot be used, no module can have a choice, modules with the same
+            channels may lose different shares of them, Optuna is not installed, or the study is one
+            of another search.
         SelectorError: A selector cannot be read or matches no module.
         UntaggedModelError: The model has no tags.
         FileError: A file cannot be read or written.
@@ -149,8 +158,15 @@ def search(
     timed = runs if "latency" in wanted else 0
     prompts, note = None, RANDOM_NOTE
     if not {*OF_DECODERS}.isdisjoint(wanted):
-        prompts, note = _prompts(tagged, samples, settings, new_tokens, "time" in wanted), RANDOM_PROMPTS
-    feeds = samples if prompts is None else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
+        prompts, note = (
+            _prompts(tagged, samples, settings, new_tokens, "time" in wanted),
+            RANDOM_PROMPTS,
+        )
+    feeds = (
+        samples
+        if prompts is None
+        else replace(samples, given=list(map(prompts.decoder.first_feed, prompts.ids)))
+    )
     measurer = Measurer(tagged, feeds, metric, timed, settings, None, calibration, prompts)
     # Times were no ratios to those of the original in earlier versions.
     in_turn = ["in turn"] * bool({"latency", "time"} & {*wanted})
@@ -176,7 +192,11 @@ def search(
 
     def result(measured: tuple[Trial, ...], *, stopped: bool = False) -> Search:
         notes = [*serving.notes, *[note] * samples.random, *measurer.remarks, *work.space.problems]
-        notes += [*_dense(choices, wanted), *shared.problems, *([] if stopped else shared.why_fewer(trials))]
+        notes += [
+            *_dense(choices, wanted),
+            *shared.problems,
+            *([] if stopped else shared.why_fewer(trials)),
+        ]
         front = tuple((size, error) for size, error, _ in predicted.points)
         random = tuple(prompts.feeds) if prompts and samples.random else ()
         facts = front, predicted.exact, tuple(notes), tagged.tag_facts, random
@@ -184,7 +204,9 @@ def search(
 
     try:
         with report_counts("trials", trials) as count:
-            _measure_plans(work, shared, min(first, trials), trials, lambda done: count(min(done, trials)))
+            _measure_plans(
+                work, shared, min(first, trials), trials, lambda done: count(min(done, trials))
+            )
         found = result(work.results(fronts.values()))
         return work.repeated(found, repeats) if repeats else found
     except BaseException as error:
@@ -193,13 +215,18 @@ def search(
         raise SearchInterrupted(result(work.finished(fronts.values()), stopped=True)) from error
 
 
-def _prompts(tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool) -> Prompts:
+def _prompts(
+    tagged: TaggedModel, samples: Samples, settings: SessionSettings, new_tokens: int, timed: bool
+) -> Prompts:
     """The prompts of a decoder, random ones without data; an `InputError` if the model generates no tokens."""
     decoder = Decoder.of(tagged.model)
     if samples.random:
         with temporary_folder() as folder:
             session = Session(RunnableModel.of(tagged.model, "the decoder", folder), settings)
-            ids = [decoder.random_prompt(session, samples.seed + number) for number in range(_RANDOM_PROMPTS)]
+            ids = [
+                decoder.random_prompt(session, samples.seed + number)
+                for number in range(_RANDOM_PROMPTS)
+            ]
     else:
         ids = [next(iter(run.values())) for run in replace(samples, inputs=decoder.of_prompts)]
     return Prompts(decoder, ids, new_tokens, timed)
@@ -211,8 +238,11 @@ def _measure_plans(
     """Measure the plans that wait, then those next to the measured front, then what the sampler chooses."""
     shared.work(work.measured, first, report)
     tried: list[Decision] = []
-    while (left := min(_REFINED_AT_ONCE, round(_BEFORE_SAMPLER * trials) - len(shared.complete()))) > 0:
-        plans = [plan for plan in work.refined(left) if plan not in tried]  # it may fail, or run elsewhere
+    while (
+        left := min(_REFINED_AT_ONCE, round(_BEFORE_SAMPLER * trials) - len(shared.complete()))
+    ) > 0:
+        # it may fail, or run elsewhere
+        plans = [plan for plan in work.refined(left) if plan not in tried]
         if not plans:
             break
         tried += plans
@@ -223,19 +253,31 @@ def _measure_plans(
 
 def _dense(space: SearchSpace, objectives: Sequence[str]) -> list[str]:
     """What is to be said of zeros if nothing that is measured becomes better by them."""
-    zeros = [name for name, choice in space.choices.items() if choice.sparsity and choice.sparsity.is_elementwise]
+    zeros = [
+        name
+        for name, choice in space.choices.items()
+        if choice.sparsity and choice.sparsity.is_elementwise
+    ]
     if not zeros or "nonzeros" in objectives:
         return []
-    return [f"{', '.join(zeros)}: zeros take as many bytes as other numbers; the objective nonzeros counts them"]
+    return [
+        f"{', '.join(zeros)}: zeros take as many bytes as other numbers; the objective nonzeros counts them"
+    ]
 
 
 def _check_objectives(objectives: Sequence[str], metric: Metric | None) -> tuple[str, ...]:
     wanted = (objectives,) if isinstance(objectives, str) else tuple(objectives)
     unknown = [name for name in wanted if name not in OBJECTIVES]
     if unknown or not wanted or len(set(wanted)) < len(wanted):
-        raise InputError(f"objectives are some of {', '.join(OBJECTIVES)}, not {', '.join(map(str, wanted)) or 'none'}")
+        raise InputError(
+            f"objectives are some of {', '.join(OBJECTIVES)}, not {', '.join(map(str, wanted)) or 'none'}"
+        )
     if "latency" in wanted and not {*OF_DECODERS}.isdisjoint(wanted):
-        raise InputError("with tokens or time, a decoder is run in its loop, whose time is 'time'; leave out latency")
+        raise InputError(
+            "with tokens or time, a decoder is run in its loop, whose time is 'time'; leave out latency"
+        )
     if ("metric" in wanted) != (metric is not None):
-        raise InputError("the objective 'metric' and the function metric go together; give both, or neither")
+        raise InputError(
+            "the objective 'metric' and the function metric go together; give both, or neither"
+        )
     return wanted

@@ -12,7 +12,11 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.search.measuring import Measurer, check_repeats
-from htp_export.capabilities.search.sensitivity_results import BlockSensitivity, ModuleSensitivity, Sensitivity
+from htp_export.capabilities.search.sensitivity_results import (
+    BlockSensitivity,
+    ModuleSensitivity,
+    Sensitivity,
+)
 from htp_export.capabilities.search.spaces import deciding_modules, named_apart
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError, ToolError
@@ -42,11 +46,12 @@ def estimated_errors(
 ) -> dict[tuple[str, str], float]:
     """Module path and precision → the error that rounding its weights makes in its results.
 
-    For each product in any region of the module, the sum of the squared changes of its weights times the mean square of
-    its inputs is the expected squared change of its results, if the elements of the inputs are independent. This is
-    divided by the square of the results, so that it compares with ``Deviation.error``. Products of a module add up. For
-    a table that is looked up, it is the change of the table divided by its square. The model, without functions, runs
-    once on each of the samples.
+    For each product in any region of the module, the sum of the squared changes of its weights
+    times the mean square of its inputs is the expected squared change of its results, if the
+    elements of the inputs are independent. This is divided by the square of the results, so that it
+    compares with ``Deviation.error``. Products of a module add up. For a table that is looked up,
+    it is the change of the table divided by its square. The model, without functions, runs once on
+    each of the samples.
     """
     uses: dict[str, list[Product]] = {path: [] for path in paths}
     read: dict[ir.Value, None] = {}
@@ -71,11 +76,16 @@ def _values_of(use: Product) -> tuple[ir.Value, ...]:
     return () if use.activation is None else (use.activation, use.node.outputs[0])
 
 
-def _mean_squares(tagged: TaggedModel, values: Sequence[ir.Value], samples: Samples) -> dict[ir.Value, float]:
+def _mean_squares(
+    tagged: TaggedModel, values: Sequence[ir.Value], samples: Samples
+) -> dict[ir.Value, float]:
     """The mean squares of tensors of the main graph."""
     from htp_export.capabilities.quantize.work import activations
 
-    known = {*tagged.model.graph.inputs, *(value for node in tagged.model.graph for value in node.outputs)}
+    known = {
+        *tagged.model.graph.inputs,
+        *(value for node in tagged.model.graph for value in node.outputs),
+    }
     read = {str(value.name): value for value in values if value in known}
     sums, counts = dict.fromkeys(read.values(), 0.0), dict.fromkeys(read.values(), 0)
     with activations(tagged.model, "the model", samples, list(read)) as runs:
@@ -86,7 +96,9 @@ def _mean_squares(tagged: TaggedModel, values: Sequence[ir.Value], samples: Samp
     return {value: sums[value] / counts[value] if counts[value] else 0.0 for value in sums}
 
 
-def _relative_change(use: Product, precision: Precision, squares: Mapping[ir.Value, float]) -> float:
+def _relative_change(
+    use: Product, precision: Precision, squares: Mapping[ir.Value, float]
+) -> float:
     weight = np.asarray(numbers_of(use.value).numpy(), np.float32)
     wide = weight.astype(np.float64)
     change = float(np.square(wide - rounded(weight, precision, use.reduced, use.channels)).sum())
@@ -115,7 +127,11 @@ def rounded(weight: Array, precision: Precision, reduced: int = 0, channels: int
     if precision.method == "weights":
         return _in_blocks(weight, precision, reduced % weight.ndim)
     bits = precision.bits - (1 if precision.reduce_range and precision.bits == 8 else 0)
-    axes = tuple(axis for axis in range(weight.ndim) if not precision.per_channel or axis != channels % weight.ndim)
+    axes = tuple(
+        axis
+        for axis in range(weight.ndim)
+        if not precision.per_channel or axis != channels % weight.ndim
+    )
     scale = np.abs(weight).max(axis=axes, keepdims=True) / (2 ** (bits - 1) - 1)
     return _scaled(weight, scale, bits)
 
@@ -148,7 +164,9 @@ _Rows: TypeAlias = Mapping[tuple[str, str], ModuleSensitivity]
 """Module path and precision → what is known."""
 
 ESTIMATE_NOTE = "these are estimates: by net, their ranking had a correlation of -0.10 to 1.00 with the measured one"
-RANDOM_NOTE = "the inputs are random: errors on real data may be others, and an accuracy means nothing"
+RANDOM_NOTE = (
+    "the inputs are random: errors on real data may be others, and an accuracy means nothing"
+)
 
 
 @names_model_faults("model")
@@ -174,26 +192,35 @@ def sensitivity(
 ) -> Sensitivity:
     """Measure how much the outputs of a model change if single modules are quantized.
 
-    Every module is quantized alone, and then all modules but this one. The original runs once, and every quantized
-    model once on each of the inputs; with ``results``, runs that were finished before are not repeated.
+    Every module is quantized alone, and then all modules but this one. The original runs once, and
+    every quantized model once on each of the inputs; with ``results``, runs that were finished
+    before are not repeated.
 
     Thread-safe, also for calls on the same model, but not with the same ``results``.
 
     Args:
         model: A file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s. ``auto`` is one for all modules.
-        data: Inputs, as for ``quantize``; None for random ones, whose errors say little about those on real data.
-        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other sizes are refused.
+        precisions: Precisions, as in a plan of ``quantize``: names, or `Precision`s. ``auto`` is
+            one for all modules.
+        data: Inputs, as for ``quantize``; None for random ones, whose errors say little about those
+            on real data.
+        dims: Name of an open dimension → size. Random inputs have 1 without; ``data`` of other
+            sizes are refused.
         shapes: For random inputs: input name → shape.
-        select: These modules; see ``TaggedModel.select``. None for the innermost modules with weights.
-        depth: In place of ``select``: the modules at this level below the root, and those above it that hold weights.
-        metric: A number of your own, as the accuracy: called with the outputs, name → array, for each of the inputs.
+        select: These modules; see ``TaggedModel.select``. None for the innermost modules with
+            weights.
+        depth: In place of ``select``: the modules at this level below the root, and those above it
+            that hold weights.
+        metric: A number of your own, as the accuracy: called with the outputs, name → array, for
+            each of the inputs.
         all_but: Measure all modules but one, too.
-        estimate: Quantize nothing: estimate errors from weights and inputs (squared change of a weight times the mean
-            square of what it is multiplied with).
-        by_module: Compare all modules with the original, too, in every model with one quantized module.
+        estimate: Quantize nothing: estimate errors from weights and inputs (squared change of a
+            weight times the mean square of what it is multiplied with).
+        by_module: Compare all modules with the original, too, in every model with one quantized
+            module.
         runs: Runs that are timed for each model, each beside one of the original; 0 for no times.
-        repeats: How often each model is measured, 2 or more, for noisy numbers: ``alone`` has medians and ``spread``.
+        repeats: How often each model is measured, 2 or more, for noisy numbers: ``alone`` has
+            medians and ``spread``.
         results: A file in which finished runs are kept, a journal of Optuna.
         calibration: Inputs for calibration; None for ``data``.
         seed: Seed of random inputs.
@@ -221,9 +248,17 @@ def sensitivity(
 
     check_whole("runs", runs, 0, MOST_RUNS)
     check_repeats(repeats)
-    idle = {"runs": runs, "repeats": repeats, "results": results, "by_module": by_module, "metric": metric}
+    idle = {
+        "runs": runs,
+        "repeats": repeats,
+        "results": results,
+        "by_module": by_module,
+        "metric": metric,
+    }
     if estimate and (given := next((name for name, value in idle.items() if value), None)):
-        raise InputError(f"{given} has no effect on an estimate, for which nothing is quantized; leave it out")
+        raise InputError(
+            f"{given} has no effect on an estimate, for which nothing is quantized; leave it out"
+        )
     tagged = read_flat(model)
     serving = Serving(tagged, dims, shapes)
     chosen = _precisions(precisions, serving)
@@ -233,10 +268,14 @@ def sensitivity(
     samples = CalibrationData.of(data, tagged.model, dims=dims, shapes=shapes, seed=seed, passes=2)
     settings = SessionSettings(tuple(providers))
     settings.check()
-    measurer = Measurer(tagged, samples, metric, runs, settings, results, calibration, repeats=repeats)
+    measurer = Measurer(
+        tagged, samples, metric, runs, settings, results, calibration, repeats=repeats
+    )
     estimates = estimated_errors(tagged, paths, chosen.values(), samples)
     rows: _Rows = {
-        (path, name): ModuleSensitivity(path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, name])
+        (path, name): ModuleSensitivity(
+            path, tagged.hierarchy[path].class_name, name, estimate=estimates[path, name]
+        )
         for path in paths
         for name in chosen
     }
@@ -246,9 +285,19 @@ def sensitivity(
     for (path, name), row in rows.items():
         by_path[path][name] = row
     original = None if estimate else measurer.original
-    notes = [*serving.notes, *[RANDOM_NOTE] * samples.random, *([ESTIMATE_NOTE] if estimate else measurer.remarks)]
-    notes += [f"{path or '(root)'} in {name}: {row.problem}" for (path, name), row in rows.items() if row.problem]
-    return Sensitivity(dict(by_path), original, _blocks(tagged, rows), not estimate, tuple(notes), tagged.tag_facts)
+    notes = [
+        *serving.notes,
+        *[RANDOM_NOTE] * samples.random,
+        *([ESTIMATE_NOTE] if estimate else measurer.remarks),
+    ]
+    notes += [
+        f"{path or '(root)'} in {name}: {row.problem}"
+        for (path, name), row in rows.items()
+        if row.problem
+    ]
+    return Sensitivity(
+        dict(by_path), original, _blocks(tagged, rows), not estimate, tuple(notes), tagged.tag_facts
+    )
 
 
 def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Precision]:
@@ -267,7 +316,12 @@ def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Preci
 
 
 def _measured(
-    measurer: Measurer, rows: _Rows, precisions: Mapping[str, Precision], *, all_but: bool, by_module: bool
+    measurer: Measurer,
+    rows: _Rows,
+    precisions: Mapping[str, Precision],
+    *,
+    all_but: bool,
+    by_module: bool,
 ) -> _Rows:
     """Rows with what was measured; one of which something cannot be measured has the reason."""
     from htp_export.capabilities.quantize.precisions import PRECISIONS
@@ -278,9 +332,13 @@ def _measured(
         if number < len(rows):
             found[key] = _with_alone(measurer, found[key], precisions[name], by_module)
             continue
-        others = [other for other, each in rows if each == name and found[other, each].alone is not None]
+        others = [
+            other for other, each in rows if each == name and found[other, each].alone is not None
+        ]
         if len(others) > 1 and path in others:
-            plan = {other or ".": precisions[name] for other in others} | {path or ".": PRECISIONS["fp32"]}
+            plan = {other or ".": precisions[name] for other in others} | {
+                path or ".": PRECISIONS["fp32"]
+            }
             try:
                 found[key] = replace(found[key], all_but=measurer.measure(plan))
             except (InputError, ToolError) as error:
@@ -288,7 +346,9 @@ def _measured(
     return found
 
 
-def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision, by_module: bool) -> ModuleSensitivity:
+def _with_alone(
+    measurer: Measurer, row: ModuleSensitivity, precision: Precision, by_module: bool
+) -> ModuleSensitivity:
     from htp_export.capabilities.verify.file_comparing import compare
 
     plan, original = {row.path or ".": precision}, measurer.original
@@ -304,7 +364,10 @@ def _with_alone(measurer: Measurer, row: ModuleSensitivity, precision: Precision
     if made is None:
         return row
     compared = compare(measurer.tagged, made, measurer.feeds[0]).modules
-    return replace(row, by_module={path: each.cosine for path, each in compared.items() if each.cosine is not None})
+    return replace(
+        row,
+        by_module={path: each.cosine for path, each in compared.items() if each.cosine is not None},
+    )
 
 
 def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
@@ -323,5 +386,7 @@ def _blocks(tagged: TaggedModel, rows: _Rows) -> tuple[BlockSensitivity, ...]:
             worst = members[errors.index(max(errors))]
             mean = sum(errors) / len(errors)
             paths = tuple(member.path for member in members)
-            found.append(BlockSensitivity(block.name, part, name, mean, max(errors), worst.path, paths))
+            found.append(
+                BlockSensitivity(block.name, part, name, mean, max(errors), worst.path, paths)
+            )
     return tuple(found)

@@ -25,7 +25,11 @@ EXAMPLE = "bert.onnx --precision int8,int4 --data inputs.npz --depth 3"
 PLACE = ("Compress", 2)
 _ESTIMATE = "--estimate quantizes nothing"
 IDLE = (
-    Idle(("runs", "repeats", "all_but", "by_module", "metric", "results"), lambda given: given["estimate"], _ESTIMATE),
+    Idle(
+        ("runs", "repeats", "all_but", "by_module", "metric", "results"),
+        lambda given: given["estimate"],
+        _ESTIMATE,
+    ),
     Idle(("by_module",), lambda given: not given["as_json"], "it is for --json"),
     DATA_HAS_VALUES,
 )
@@ -40,17 +44,22 @@ def sensitivity_command(
     metric: MetricOption = None,
     results: Annotated[Path | None, "A file for finished runs, which are not repeated."] = None,
     estimate: Annotated[bool, "Quantize nothing: estimate from weights and inputs."] = False,
-    all_but: Annotated[bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")] = True,
+    all_but: Annotated[
+        bool, typer.Option("--all-but/--alone", help="Measure all modules but one, too.")
+    ] = True,
     by_module: Annotated[bool, "Compare all modules in each quantized model; for --json."] = False,
     runs: Annotated[int, count_option("Timed runs of each model.", 0)] = 0,
-    repeats: Annotated[int, count_option("Measure each model so often, for medians and a spread (0).", 0)] = 0,
+    repeats: Annotated[
+        int, count_option("Measure each model so often, for medians and a spread (0).", 0)
+    ] = 0,
     seed: Annotated[int, seed_option("Of random inputs.")] = 0,
     as_json: JsonOption = False,
     as_csv: Annotated[bool, "Write CSV."] = False,
 ) -> None:
     """Measure which modules can be quantized.
 
-    Modules are quantized one by one. The one that changes the outputs of the model most comes first.
+    Modules are quantized one by one. The one that changes the outputs of the model most comes
+    first.
     """
     from htp_export.capabilities.search.drawing import render_sensitivity, sensitivity_csv
     from htp_export.capabilities.search.sensitivities import sensitivity

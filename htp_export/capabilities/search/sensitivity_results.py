@@ -23,12 +23,15 @@ class ModuleSensitivity(PlainData):
         precision: The precision.
         alone: The model in which it alone has the precision; None if this was not measured.
         all_but: The model in which all other modules have it; None if this was not measured.
-        estimate: Squared change of its weights times the mean square of its inputs; see ``estimated_errors``.
-        saved_bytes: Bytes by which the model with this module quantized is smaller; None if it was not measured.
+        estimate: Squared change of its weights times the mean square of its inputs; see
+            ``estimated_errors``.
+        saved_bytes: Bytes by which the model with this module quantized is smaller; None if it was
+            not measured.
         saved_ms: Milliseconds by which it is faster; None if times were not measured.
-        by_module: Module path → cosine between its outputs and those in the original, with this module quantized alone;
-            empty if it was not asked for.
-        problem: Why the module, or all modules but it, cannot have the precision; ``""`` if they can.
+        by_module: Module path → cosine between its outputs and those in the original, with this
+            module quantized alone; empty if it was not asked for.
+        problem: Why the module, or all modules but it, cannot have the precision; ``""`` if they
+            can.
     """
 
     path: str
@@ -50,7 +53,10 @@ class ModuleSensitivity(PlainData):
     def data(self) -> dict[str, Any]:
         """What `to_dict` has."""
         details = ("alone", "all_but", "by_module", "problem")
-        return {**record(SENSITIVITY_COLUMNS, self), **{name: getattr(self, name) for name in details}}
+        return {
+            **record(SENSITIVITY_COLUMNS, self),
+            **{name: getattr(self, name) for name in details},
+        }
 
 
 def _short(value: float) -> str:
@@ -69,7 +75,12 @@ SENSITIVITY_COLUMNS: tuple[Column[ModuleSensitivity], ...] = (
     Column("cosine", "cosine", lambda row: row.alone and row.alone.cosine, text="{:.6f}".format),
     Column("kl", "KL", lambda row: row.alone and row.alone.kl, text=_short),
     Column("metric", "metric", lambda row: row.alone and row.alone.metric, text="{:.4f}".format),
-    Column("all_but_sqnr_db", "all but", lambda row: row.all_but and row.all_but.sqnr_db, text=_decibels),
+    Column(
+        "all_but_sqnr_db",
+        "all but",
+        lambda row: row.all_but and row.all_but.sqnr_db,
+        text=_decibels,
+    ),
     Column("saved_bytes", "saved", unit="B"),
     Column("saved_ms", "faster", unit="ms"),
     Column("estimate", "estimate", text=_short),
@@ -125,7 +136,9 @@ class Sensitivity(Result):
     @property
     def ranking(self) -> tuple[ModuleSensitivity, ...]:
         """Every module in every precision that it can have, the largest error first."""
-        rows = [row for rows in self.modules.values() for row in rows.values() if row.error is not None]
+        rows = [
+            row for rows in self.modules.values() for row in rows.values() if row.error is not None
+        ]
         return tuple(sorted(rows, key=lambda row: -(row.error if row.error is not None else 0.0)))
 
     @property
@@ -139,7 +152,10 @@ class Sensitivity(Result):
 
     def data(self) -> dict[str, Any]:
         """What `to_dict` has."""
-        ranking = [{"module": row.path, "precision": row.precision, "error": row.error} for row in self.ranking]
+        ranking = [
+            {"module": row.path, "precision": row.precision, "error": row.error}
+            for row in self.ranking
+        ]
         return {**super().data(), "ranking": ranking}
 
     def table(self) -> Table:

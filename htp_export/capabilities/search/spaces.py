@@ -64,7 +64,9 @@ class ModuleChoice:
         precision = _written(self.precision)
         if self.sparsity is None:
             return precision
-        return self.name if isinstance(precision, str) else {"prune": str(self.sparsity), **precision}
+        return (
+            self.name if isinstance(precision, str) else {"prune": str(self.sparsity), **precision}
+        )
 
 
 def choice_of(value: Any) -> ModuleChoice:
@@ -82,13 +84,21 @@ def choice_of(value: Any) -> ModuleChoice:
         fields = dict(value)
         removed = fields.pop("prune", None)
         sparsity = None if removed is None else sparsity_of(removed)
-        choice = ModuleChoice(sparsity, precision_of(fields) if fields or removed is None else kept_precision())
+        choice = ModuleChoice(
+            sparsity, precision_of(fields) if fields or removed is None else kept_precision()
+        )
     elif isinstance(value, str):
         choice = _joined(value)
     else:
-        choice = ModuleChoice(None, value) if isinstance(value, Precision) else ModuleChoice(sparsity_of(value))
+        choice = (
+            ModuleChoice(None, value)
+            if isinstance(value, Precision)
+            else ModuleChoice(sparsity_of(value))
+        )
     if choice.is_dropped and choice.is_quantized:
-        raise InputError(f"choice {choice.name!r}: nothing is left to quantize of a module that is dropped")
+        raise InputError(
+            f"choice {choice.name!r}: nothing is left to quantize of a module that is dropped"
+        )
     return choice
 
 
@@ -105,9 +115,13 @@ def _joined(text: str) -> ModuleChoice:
             sparsities.append(sparsity_of(part))
         else:
             others = "values of prune such as 0.5, 2:4, channels:0.25, rank:25% and drop"
-            raise InputError(f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and {others}")
+            raise InputError(
+                f"there is no precision {part!r}; there are {', '.join(PRECISIONS)}, and {others}"
+            )
     if len(precisions) > 1 or len(sparsities) > 1:
-        raise InputError(f"choice {text!r}: write one value of prune and one precision, such as '2:4+int8'")
+        raise InputError(
+            f"choice {text!r}: write one value of prune and one precision, such as '2:4+int8'"
+        )
     return ModuleChoice(next(iter(sparsities), None), next(iter(precisions), kept_precision()))
 
 
@@ -123,11 +137,17 @@ def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import PRECISIONS
 
-    listed: Iterable[Any] = [values] if isinstance(values, str | int | float | Precision | Mapping) else values
+    listed: Iterable[Any] = (
+        [values] if isinstance(values, str | int | float | Precision | Mapping) else values
+    )
     read = [choice_of(value) for value in listed]
-    names = named_apart((replace(each, precision=serving.precision(each.precision)) for each in read), known)
+    names = named_apart(
+        (replace(each, precision=serving.precision(each.precision)) for each in read), known
+    )
     if not names:
-        raise InputError(f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune")
+        raise InputError(
+            f"give precisions to choose from, of {', '.join(PRECISIONS)}, or values of prune"
+        )
     return names
 
 
@@ -150,7 +170,9 @@ def _written(precision: Precision) -> Any:
             return precision.name
     same = (each for each in PRECISIONS.values() if each.method == precision.method)
     base = PRECISIONS.get(precision.name) or next(same)
-    fields = {key: value for key, value in vars(precision).items() if key not in ("bits", "options")}
+    fields = {
+        key: value for key, value in vars(precision).items() if key not in ("bits", "options")
+    }
     changed = {key: value for key, value in fields.items() if getattr(base, key) != value}
     return {"precision": base.name, **changed, **precision.options}
 
@@ -191,7 +213,11 @@ class SearchSpace:
     def frames(self) -> list[str]:
         """The modules that are dropped or stay, and that have modules inside which are decided, too."""
         paths = list(self.variables)
-        return [path for path in paths if any(other != path and tags.is_under(other, path) for other in paths)]
+        return [
+            path
+            for path in paths
+            if any(other != path and tags.is_under(other, path) for other in paths)
+        ]
 
     def without(self, path: str, name: str, reason: object) -> SearchSpace:
         """The space in which a module does not have a choice."""
@@ -223,11 +249,16 @@ class SearchSpace:
 
 
 def read_space(
-    tagged: TaggedModel, space: Space, select: str | Sequence[str] | None, depth: int | None, serving: Serving
+    tagged: TaggedModel,
+    space: Space,
+    select: str | Sequence[str] | None,
+    depth: int | None,
+    serving: Serving,
 ) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 
-    ``select`` or ``depth`` say which modules, for choices alone; ``serving`` knows what ``auto`` is.
+    ``select`` or ``depth`` say which modules, for choices alone; ``serving`` knows what ``auto``
+    is.
     """
     choices: dict[str, ModuleChoice] = {}
     if not isinstance(space, Mapping):
@@ -239,18 +270,32 @@ def read_space(
             raise InputError("a space by selector says which modules; give no select or depth")
         if not space:
             raise InputError("the space is empty; give selectors and precisions")
-        given = {selector: _choices_of(values, choices, serving) for selector, values in space.items()}
-        last = {path: selector for selector in given for path in tags.innermost(deciding_modules(tagged, selector))}
+        given = {
+            selector: _choices_of(values, choices, serving) for selector, values in space.items()
+        }
+        last = {
+            path: selector
+            for selector in given
+            for path in tags.innermost(deciding_modules(tagged, selector))
+        }
         deciding = {path: last[path] for path in tagged if path in last}
         found = {path: given[selector] for path, selector in deciding.items()}
-    stays = {name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()}
+    stays = {
+        name for name, choice in choices.items() if choice.is_dropped or choice == ModuleChoice()
+    }
     frames = [path for path, names in found.items() if stays.issuperset(names)]
     whole = [path for path in found if path not in frames]
     for path in whole:  # else a weight would have two precisions
-        above = next((other for other in whole if other != path and tags.is_under(path, other)), None)
+        above = next(
+            (other for other in whole if other != path and tags.is_under(path, other)), None
+        )
         if above is not None:
             raise InputError(f"module {path!r} lies in {above or '(root)'!r}; choose one of them")
-    return _possible(tagged, SearchSpace({path: tuple(names) for path, names in found.items()}, choices), deciding)
+    return _possible(
+        tagged,
+        SearchSpace({path: tuple(names) for path, names in found.items()}, choices),
+        deciding,
+    )
 
 
 def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, str]) -> SearchSpace:
@@ -258,11 +303,17 @@ def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, st
     from htp_export.capabilities.prune.pruning import PlanChecks
 
     checks = PlanChecks(tagged)
-    for selector, name in dict.fromkeys((deciding[path], name) for path in deciding for name in space.variables[path]):
+    for selector, name in dict.fromkeys(
+        (deciding[path], name) for path in deciding for name in space.variables[path]
+    ):
         sparsity = space.choices[name].sparsity
         if sparsity is None:
             continue
-        having = [path for path, names in space.variables.items() if deciding[path] == selector and name in names]
+        having = [
+            path
+            for path, names in space.variables.items()
+            if deciding[path] == selector and name in names
+        ]
         reasons = {path: checks.why_not(path, sparsity) for path in having}
         if all(reasons.values()):
             where = f" of {selector!r}" if selector else ""
@@ -271,7 +322,9 @@ def _possible(tagged: TaggedModel, space: SearchSpace, deciding: Mapping[str, st
             if reason:
                 space = space.without(path, name, reason)
     variables = space.variables.items()
-    checks.check_coupled({path: {space.choices[name].sparsity for name in names} for path, names in variables})
+    checks.check_coupled(
+        {path: {space.choices[name].sparsity for name in names} for path, names in variables}
+    )
     return space
 
 
@@ -280,10 +333,12 @@ def deciding_modules(
 ) -> list[str]:
     """The modules whose precision is chosen one by one.
 
-    Modules that own the same nodes, as a Conv and its BatchNorm, are one decision: the module that keeps the weight.
+    Modules that own the same nodes, as a Conv and its BatchNorm, are one decision: the module that
+    keeps the weight.
 
-    ``select``: of these, those with weights. ``depth``: the modules at this level below the root, as ``tree`` draws it,
-    and those above it that hold weights themselves. With neither, the innermost modules with weights.
+    ``select``: of these, those with weights. ``depth``: the modules at this level below the root,
+    as ``tree`` draws it, and those above it that hold weights themselves. With neither, the
+    innermost modules with weights.
 
     Examples:
         >>> import torch, htp_export
@@ -306,7 +361,9 @@ def deciding_modules(
             raise InputError(f"depth counts levels from 0, not {depth}")
         modules = {path: content.facts for path, content in contents_of(tagged).modules.items()}
         levels = drawn_levels(drawn_parents(modules))
-        above = {path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding}
+        above = {
+            path: [up for up in tags.ancestors(path) if levels.get(up) == depth] for path in holding
+        }
         at_depth = {ups[0] if ups else path for path, ups in above.items()}
         found = [path for path in tagged if path in at_depth]
     if not found:

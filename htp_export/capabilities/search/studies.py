@@ -1,7 +1,8 @@
 """Optuna studies, which several processes and machines work on, and which survive processes that die.
 
-Every process that opens a storage takes the next trial until all are finished: there is no main process. What one that
-died has begun is measured again: Optuna's heartbeats find it in databases; elsewhere it is what is left in the end.
+Every process that opens a storage takes the next trial until all are finished: there is no main
+process. What one that died has begun is measured again: Optuna's heartbeats find it in databases;
+elsewhere it is what is left in the end.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ from htp_export.process.interrupts import stems_from_interrupt
 if TYPE_CHECKING:
     import optuna
 
-SAMPLERS = {"tpe": "TPESampler", "nsga2": "NSGAIISampler", "random": "RandomSampler", "grid": "GridSampler"}
+SAMPLERS = {
+    "tpe": "TPESampler",
+    "nsga2": "NSGAIISampler",
+    "random": "RandomSampler",
+    "grid": "GridSampler",
+}
 """Name → class in ``optuna.samplers``."""
 _RUN = "run "
 _TAKEN_UP = "taken up again"
@@ -41,7 +47,9 @@ def _need_optuna() -> Any:
     try:
         import optuna
     except ImportError as error:
-        raise InputError('this needs Optuna; install it with: pip install "htp-export[compress]"') from error
+        raise InputError(
+            'this needs Optuna; install it with: pip install "htp-export[compress]"'
+        ) from error
     return optuna
 
 
@@ -59,12 +67,15 @@ def _quiet() -> Iterator[None]:
         optuna.logging.set_verbosity(before)
 
 
-def open_study(storage: Any, name: str, directions: Sequence[str], grace: float = 60.0) -> optuna.Study:
+def open_study(
+    storage: Any, name: str, directions: Sequence[str], grace: float = 60.0
+) -> optuna.Study:
     """A study in a storage; a new one if it has none of this name.
 
-    ``storage``: a database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port`` of a proxy
-    (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna storage, or None for one in
-    memory. A database takes a process to be dead after ``grace`` seconds without a heartbeat.
+    ``storage``: a database URL (``sqlite:///study.db``, ``postgresql://...``), ``grpc://host:port``
+    of a proxy (``optuna.storages.run_grpc_proxy_server``), the path of a journal file, an Optuna
+    storage, or None for one in memory. A database takes a process to be dead after ``grace``
+    seconds without a heartbeat.
     """
     library = _need_optuna()
     is_file = isinstance(storage, str | os.PathLike) and "://" not in os.fspath(storage)
@@ -79,7 +90,8 @@ def open_study(storage: Any, name: str, directions: Sequence[str], grace: float 
             study: optuna.Study = library.create_study(
                 storage=opened, study_name=name, directions=list(directions), load_if_exists=True
             )
-        except Exception as error:  # of SQLAlchemy, its drivers and gRPC, whose errors have the text apart
+        except Exception as error:
+            # of SQLAlchemy, its drivers and gRPC, whose errors have the text apart
             details = getattr(error, "details", None)
             said = str(details()) if callable(details) else first_line(error)
             if is_file:
@@ -95,7 +107,8 @@ def _check_journal(file: Path) -> None:
         raise FileError(file, f"its folder does not exist: {file.absolute().parent}")
     if os.path.lexists(file) and not file.is_file():
         raise FileError(file, "is no file; name a file for the journal")
-    with contextlib.suppress(OSError), opened_plain(file) as stream:  # Optuna says why it cannot be read
+    # Optuna says why it cannot be read
+    with contextlib.suppress(OSError), opened_plain(file) as stream:
         first = stream.readline()
         if first and b'"op_code"' not in first:
             raise FileError(file, "is no journal of Optuna; name another file")
@@ -127,7 +140,11 @@ class KeptRuns:
     def get(self, key: str) -> dict[str, Any] | None:
         """The result of a run that any process has finished; None if it is still to be made."""
         if _short(key) not in self._runs and self._study is not None:
-            self._runs = {name: value for name, value in self._study.user_attrs.items() if name.startswith(_RUN)}
+            self._runs = {
+                name: value
+                for name, value in self._study.user_attrs.items()
+                if name.startswith(_RUN)
+            }
         return self._runs.get(_short(key))
 
     def add(self, key: str, result: dict[str, Any]) -> None:
@@ -145,13 +162,19 @@ def _short(key: str) -> str:
 class SharedStudy:
     """A study with a number of trials that all processes together work off; ``storage`` as for `open_study`.
 
-    What a process has begun is taken up by another one after ``grace`` seconds: without a heartbeat, in a database;
-    elsewhere, without any change of the study while nothing else is left to do. ``facts`` say what the trials measure:
-    a study with other facts is refused.
+    What a process has begun is taken up by another one after ``grace`` seconds: without a
+    heartbeat, in a database; elsewhere, without any change of the study while nothing else is left
+    to do. ``facts`` say what the trials measure: a study with other facts is refused.
     """
 
     def __init__(
-        self, storage: Any, name: str, directions: Sequence[str], *, grace: float, facts: Mapping[str, Any]
+        self,
+        storage: Any,
+        name: str,
+        directions: Sequence[str],
+        *,
+        grace: float,
+        facts: Mapping[str, Any],
     ) -> None:
         self._space: dict[str, list[str]] = {}
         self._grace = grace
@@ -171,8 +194,8 @@ class SharedStudy:
     def choose_from(self, space: Mapping[str, Sequence[str]], sampler: str, seed: int) -> None:
         """Set what trials choose from, parameter → its choices, and the sampler, one of `SAMPLERS`.
 
-        A process that joins has another seed, so that it does not repeat the trials of the others. A study that chooses
-        from something else is refused.
+        A process that joins has another seed, so that it does not repeat the trials of the others.
+        A study that chooses from something else is refused.
         """
         self._space = {key: list(choices) for key, choices in space.items()}
         self._check_facts({"space": self._space})
@@ -189,8 +212,8 @@ class SharedStudy:
     def work(self, measure: Measure, trials: int, report: Callable[[int], None]) -> None:
         """Run trials until the study has as many finished ones as asked for, also those of processes that died.
 
-        It ends earlier if all combinations of choices are measured. ``report`` is called with the number of finished
-        trials.
+        It ends earlier if all combinations of choices are measured. ``report`` is called with the
+        number of finished trials.
         """
         optuna = _need_optuna()
         seen: list[Any] = []
@@ -199,7 +222,9 @@ class SharedStudy:
             while True:
                 optuna.storages.fail_stale_trials(self.study)
                 all_trials = self.study.get_trials(deepcopy=False)
-                again = {number for trial in all_trials for number in trial.user_attrs.get(_TAKEN_UP, ())}
+                again = {
+                    number for trial in all_trials for number in trial.user_attrs.get(_TAKEN_UP, ())
+                }
                 running = [trial for trial in self._of("RUNNING") if trial.number not in again]
                 waiting, finished = self._of("WAITING"), len(self._of("COMPLETE")) + self.failed
                 report(finished)
@@ -226,7 +251,8 @@ class SharedStudy:
 
         try:
             self.study.optimize(values, n_trials=1, catch=(HtpExportError,))
-        except BaseException as error:  # Optuna makes another one of an interrupt while it holds the lock of a journal
+        except BaseException as error:
+            # Optuna makes another one of an interrupt while it holds the lock of a journal
             if stems_from_interrupt(error):
                 with contextlib.suppress(Exception):
                     self._take_up([trial for trial in self._of("RUNNING") if trial.number in begun])
@@ -275,7 +301,10 @@ class SharedStudy:
         return list(dict.fromkeys(reason for reason in reasons if reason is not None))
 
     def _values(self, trial: optuna.Trial, measure: Measure) -> Sequence[float]:
-        plan = {key: str(trial.suggest_categorical(key, choices)) for key, choices in self._space.items()}
+        plan = {
+            key: str(trial.suggest_categorical(key, choices))
+            for key, choices in self._space.items()
+        }
         try:
             values, facts = measure(plan)
         except HtpExportError as error:

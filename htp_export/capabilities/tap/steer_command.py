@@ -17,10 +17,13 @@ PLACE = ("Cut", 5)
 def steer_command(
     file: FileArgument,
     places: Annotated[
-        list[str], typer.Argument(help="Tensors: PATH:in, PATH:out; PATH is a selector.", metavar="PLACE...")
+        list[str],
+        typer.Argument(help="Tensors: PATH:in, PATH:out; PATH is a selector.", metavar="PLACE..."),
     ],
     output: OutputOption,
-    name: Annotated[str | None, "One input of this name for all places; without it, one for each."] = None,
+    name: Annotated[
+        str | None, "One input of this name for all places; without it, one for each."
+    ] = None,
     share_weights: ShareOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -31,5 +34,7 @@ def steer_command(
     from htp_export.capabilities.tap.steering import steer
 
     with Steps(quiet=as_json).step(f"steering {file}"):
-        result = steer(file, places if name is None else {name: places}, output, share_weights=share_weights)
+        result = steer(
+            file, places if name is None else {name: places}, output, share_weights=share_weights
+        )
     report(result, as_json, output=output)

@@ -25,21 +25,26 @@ from htp_export.runtime.declared_inputs import check_elements
 
 @names_model_faults("model")
 def steer(
-    model: ModelSource, places: Places, output: str | os.PathLike[str] | None = None, *, share_weights: bool = False
+    model: ModelSource,
+    places: Places,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    share_weights: bool = False,
 ) -> Tapped:
     """Add a vector, an optional input of the file, to inputs and outputs of modules, as a hook in PyTorch would.
 
-    The vector has the size of the tensor's last axis, and is added to all its rows. A run that does not give it adds
-    zero. A vector at ``PATH:out`` is what a forward hook of the module adds: what reads its result reads the sum.
-    One at ``PATH:in`` is what a forward pre-hook adds: the module and what is inside of it read the sum, others do not.
-    The sum is computed by the module. See ``docs/taps.md``.
+    The vector has the size of the tensor's last axis, and is added to all its rows. A run that does
+    not give it adds zero. A vector at ``PATH:out`` is what a forward hook of the module adds: what
+    reads its result reads the sum. One at ``PATH:in`` is what a forward pre-hook adds: the module
+    and what is inside of it read the sum, others do not. The sum is computed by the module. See
+    ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         model: The model, as for `tap`.
-        places: Places as for `tap`, for inputs that are called ``<place>.steer``; or name of an input → one place or
-            several.
+        places: Places as for `tap`, for inputs that are called ``<place>.steer``; or name of an
+            input → one place or several.
         output: The file to write.
         share_weights: As for `tap`.
 
@@ -48,8 +53,8 @@ def steer(
 
     Raises:
         SelectorError: A place cannot be read, or matches no module, call or tensor.
-        InputError: The file has no such tensor; it is not of floating point; its last size is open; or it cannot be
-            told apart from another one, and the message says which.
+        InputError: The file has no such tensor; it is not of floating point; its last size is open;
+            or it cannot be told apart from another one, and the message says which.
         UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -78,14 +83,20 @@ class _Steering:
         self._values = dict(edit.tagged.values)
 
     def add(self, name: str, tensors: Sequence[ModuleTensor]) -> TappedTensor:
-        known = [self._tagged.inferred.described(value) for tensor in tensors for value in tensor.values]
+        known = [
+            self._tagged.inferred.described(value) for tensor in tensors for value in tensor.values
+        ]
         kinds = {(value.dtype, value.shape[-1] if value.shape else None) for value in known}
         [(dtype, size)] = kinds if len(kinds) == 1 else [(None, None)]
         if not isinstance(size, int) or dtype is None or not dtype.is_floating_point():
             listed = ", ".join(f"{value.name!r} is {type_and_shape(value)}" for value in known)
-            raise InputError(f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}")
+            raise InputError(
+                f"{name!r}: a vector needs floating-point tensors of one type and last size; {listed}"
+            )
         check_elements(name, [size])
-        vector = add_zeros_input(self._edit.graph, self._edit.names.tensors.unused(name), dtype, [size])
+        vector = add_zeros_input(
+            self._edit.graph, self._edit.names.tensors.unused(name), dtype, [size]
+        )
         for tensor in tensors:
             self._add_at(tensor, Instance(tensor.path, tensor.call or 0), vector)
         return TappedTensor.of(vector, tensors)
@@ -116,10 +127,18 @@ class _Steering:
             why = "the file has no signature of this call: it runs in a branch or a loop body, or a library exported it"
             raise InputError(f"{tensor.place}: a vector cannot be added: {why}")
         signature = self._edit.signatures[call.path][call.call]
-        name = signature.inputs[tensor.name] if tensor.side == IN else signature.outputs[int(tensor.name)]
+        name = (
+            signature.inputs[tensor.name]
+            if tensor.side == IN
+            else signature.outputs[int(tensor.name)]
+        )
         sides = ((IN, signature.inputs.items()), (OUT, enumerate(signature.outputs)))
-        places = [(side, str(key)) for side, listed in sides for key, each in listed if each == name]
-        same = [f":{side}[{key}]" for side, key in places if (side, key) != (tensor.side, tensor.name)]
+        places = [
+            (side, str(key)) for side, listed in sides for key, each in listed if each == name
+        ]
+        same = [
+            f":{side}[{key}]" for side, key in places if (side, key) != (tensor.side, tensor.name)
+        ]
         if tensor.side == OUT:
             same += [f"{path}:out" for path in self._merged_with(call, str(name))]
         if same and not (tensor.side == IN and not call.path):
@@ -156,4 +175,6 @@ class _Steering:
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)
                 if (other != call or itself) and call in self._tagged.calls.chain(other):
-                    signatures[number] = signature.renamed(lambda name: new if name == old else name)
+                    signatures[number] = signature.renamed(
+                        lambda name: new if name == old else name
+                    )

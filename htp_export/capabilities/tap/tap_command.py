@@ -14,7 +14,9 @@ EXAMPLE = 'bert.onnx "encoder.layer.*:out" -o layers.onnx'
 PLACE = ("Cut", 4)
 IDLE = (
     Idle(("concat",), lambda given: given["undo"], "--undo removes outputs"),
-    Idle(("name",), lambda given: given["undo"], "with --undo, PLACE... are the names of the outputs"),
+    Idle(
+        ("name",), lambda given: given["undo"], "with --undo, PLACE... are the names of the outputs"
+    ),
 )
 
 
@@ -22,11 +24,16 @@ def tap_command(
     file: FileArgument,
     places: Annotated[
         list[str] | None,
-        typer.Argument(help="Tensors: PATH:in, PATH:out[1], PATH#2:in[x]; PATH is a selector.", metavar="PLACE..."),
+        typer.Argument(
+            help="Tensors: PATH:in, PATH:out[1], PATH#2:in[x]; PATH is a selector.",
+            metavar="PLACE...",
+        ),
     ] = None,
     *,
     output: OutputOption,
-    name: Annotated[str | None, "Name of the output; without it, each place has one of its own name."] = None,
+    name: Annotated[
+        str | None, "Name of the output; without it, each place has one of its own name."
+    ] = None,
     concat: Annotated[int | None, "Put the tensors of --name together along this axis."] = None,
     undo: Annotated[bool, "Remove such outputs, all without PLACE."] = False,
     share_weights: ShareOption = False,
@@ -48,6 +55,10 @@ def tap_command(
             raise typer.BadParameter("--concat needs the --name of the output")
         with Steps(quiet=as_json).step(f"tapping {file}"):
             result = tap(
-                file, places if name is None else {name: places}, output, concat=concat, share_weights=share_weights
+                file,
+                places if name is None else {name: places},
+                output,
+                concat=concat,
+                share_weights=share_weights,
             )
     report(result, as_json, output=output)

@@ -93,29 +93,31 @@ def tap(
 ) -> Tapped:
     """Make inputs and outputs of modules outputs of the file; nothing else of it changes.
 
-    A place is ``PATH:in`` or ``PATH:out``: what the module's call took or gave in PyTorch, exactly, as the export wrote
-    it down. ``PATH`` is a selector; ``PATH:in[hidden_states]`` and ``PATH:out[1]`` name an argument of ``forward`` and
-    a position among its results, without which it is the first; ``PATH#2:out`` is the third call, without which each
-    call has an output. See ``docs/taps.md``.
+    A place is ``PATH:in`` or ``PATH:out``: what the module's call took or gave in PyTorch, exactly,
+    as the export wrote it down. ``PATH`` is a selector; ``PATH:in[hidden_states]`` and
+    ``PATH:out[1]`` name an argument of ``forward`` and a position among its results, without which
+    it is the first; ``PATH#2:out`` is the third call, without which each call has an output. See
+    ``docs/taps.md``.
 
     Thread-safe, also for calls on the same model.
 
     Args:
-        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
-        places: Places, for outputs that are called as they are; or name of an output → one place, or with ``concat``
-            several.
+        model: The model: a file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``;
+            not changed.
+        places: Places, for outputs that are called as they are; or name of an output → one place,
+            or with ``concat`` several.
         output: The file to write.
         concat: The axis along which the tensors of a name are put together.
-        share_weights: Leave external weights in the data file of another model in the folder of ``output``, and write
-            no copy. If that file changes, ``output`` cannot be read any more.
+        share_weights: Leave external weights in the data file of another model in the folder of
+            ``output``, and write no copy. If that file changes, ``output`` cannot be read any more.
 
     Returns:
         The model, and its new outputs.
 
     Raises:
         SelectorError: A place cannot be read, or matches no module, call or tensor.
-        InputError: The file has no such tensor, and the message says which module took it and what to do; a name is
-            there already; or tensors cannot be put together.
+        InputError: The file has no such tensor, and the message says which module took it and what
+            to do; a name is there already; or tensors cannot be put together.
         UntaggedModelError: The model has no tags of htp_export.
         FileError: A file cannot be read or written; existing files are unchanged.
 
@@ -135,7 +137,9 @@ def tap(
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
     taps, added = dict(tagged.taps), list[TappedTensor]()
     with Edit(tagged) as edit:
-        sources = {name: [_source(edit, tensor) for tensor in listed] for name, listed in wanted.items()}
+        sources = {
+            name: [_source(edit, tensor) for tensor in listed] for name, listed in wanted.items()
+        }
         for name, listed in wanted.items():
             values = [value for value, _ in sources[name]]
             if len(values) == 1:
@@ -194,13 +198,19 @@ def untap(
     values = {value.name: value for value in tagged.model.graph.outputs}
     removed = [TappedTensor(name, taps[name].places, type_and_shape(values[name])) for name in gone]
     kept = {name for other, tap in taps.items() if other not in gone for name in tap.made}
-    remove_outputs(tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept])
-    write_taps(tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone})
+    remove_outputs(
+        tagged.model, gone, [name for each in gone for name in taps[each].made if name not in kept]
+    )
+    write_taps(
+        tagged.model.metadata_props, {name: tap for name, tap in taps.items() if name not in gone}
+    )
     said = f"{many(len(removed), 'output')} removed"
     return written(tagged, removed, said, output, share_weights=share_weights)
 
 
-def named_places(tagged: TaggedModel, places: Places, suffix: str = "") -> dict[str, list[ModuleTensor]]:
+def named_places(
+    tagged: TaggedModel, places: Places, suffix: str = ""
+) -> dict[str, list[ModuleTensor]]:
     """Name → the tensors of its places; a name that was not given is the place itself, and the suffix.
 
     Raises:
@@ -227,7 +237,9 @@ def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, j
     for name, tensors in wanted.items():
         if len(tensors) > 1 and not joins:
             listed = ", ".join(tensor.place for tensor in tensors[:3])
-            raise InputError(f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each")
+            raise InputError(
+                f"{name!r} names {len(tensors)} tensors ({listed}); give concat, or a name for each"
+            )
 
 
 def _source(edit: Edit, tensor: ModuleTensor) -> tuple[ir.Value, list[str]]:
@@ -239,7 +251,11 @@ def _source(edit: Edit, tensor: ModuleTensor) -> tuple[ir.Value, list[str]]:
 
 
 def _typed(tagged: TaggedModel, value: ir.Value) -> ir.Value:
-    known = value if value.dtype is not None and value.shape is not None else tagged.inferred.described(value)
+    known = (
+        value
+        if value.dtype is not None and value.shape is not None
+        else tagged.inferred.described(value)
+    )
     if known.dtype is None:
         raise InputError(f"the type of tensor {value.name!r} is not known")
     return known
@@ -251,14 +267,22 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
     typed = [_typed(tagged, value) for value in values]
     kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
     shapes = [value.shape for value in typed if value.shape is not None]
-    if len({len(shape) for shape in shapes}) != 1 or len(shapes) < len(typed) or len({v.dtype for v in typed}) > 1:
-        raise InputError(f"{name!r}: tensors of different type or rank cannot be put together: {kinds}")
+    if (
+        len({len(shape) for shape in shapes}) != 1
+        or len(shapes) < len(typed)
+        or len({v.dtype for v in typed}) > 1
+    ):
+        raise InputError(
+            f"{name!r}: tensors of different type or rank cannot be put together: {kinds}"
+        )
     rank = len(shapes[0])
     if not -rank <= axis < rank:
         raise InputError(f"concat {axis}: the tensors of {name!r} have {rank} axes ({kinds})")
     for place, sizes in enumerate(zip(*shapes, strict=True)):
         if place != axis % rank and len({size for size in sizes if isinstance(size, int)}) > 1:
-            raise InputError(f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}")
+            raise InputError(
+                f"{name!r}: tensors differ in axis {place} too, and cannot be put together: {kinds}"
+            )
     result = ir.Value(name=name, type=typed[0].type)
     node = edit.node("Concat", values, ROOT, name, {"axis": axis}, outputs=[result])
     edit.graph.append(node)

@@ -29,7 +29,8 @@ Tolerances = Callable[[str], Tolerance | None]
 class Pair:
     """A tensor of a call, by argument or by position among the outputs, and the tensors of the file that may match it.
 
-    There is one candidate if the file names it; otherwise there are all tensors with its type and shape.
+    There is one candidate if the file names it; otherwise there are all tensors with its type and
+    shape.
     """
 
     name: str
@@ -42,7 +43,8 @@ class Pair:
 class PairedCall:
     """A call with those of its tensors that the file has, and the number of outputs that it does not have.
 
-    ``reason``: How its tensors were found if the file does not name them, or why there are none; ``""`` otherwise.
+    ``reason``: How its tensors were found if the file does not name them, or why there are none;
+    ``""`` otherwise.
     """
 
     call: ModuleCall
@@ -55,16 +57,23 @@ class PairedCall:
 def input_arguments(tagged: TaggedModel) -> dict[str, str]:
     """Return input of a file → argument of ``forward``; the same name if the file does not say which."""
     signature = tagged.signature("")
-    arguments = {} if signature is None else {tensor: argument for argument, tensor in signature.inputs.items()}
-    return {declared.name: arguments.get(declared.name, declared.name) for declared in Inputs.of(tagged.model)}
+    arguments = (
+        {}
+        if signature is None
+        else {tensor: argument for argument, tensor in signature.inputs.items()}
+    )
+    return {
+        declared.name: arguments.get(declared.name, declared.name)
+        for declared in Inputs.of(tagged.model)
+    }
 
 
 def pair_call(tagged: TaggedModel, call: ModuleCall) -> PairedCall:
     """Find the tensors of one call in a file.
 
-    The outputs of the model are those of the graph, in order. Those of other modules are in ``htp.signatures``. If a
-    tool has renamed or removed these tensors, or there are no signatures, the outputs of the module's region are taken
-    whose type and shape match.
+    The outputs of the model are those of the graph, in order. Those of other modules are in
+    ``htp.signatures``. If a tool has renamed or removed these tensors, or there are no signatures,
+    the outputs of the module's region are taken whose type and shape match.
     """
     signature = tagged.signature(call.path, call.number)
     inputs = () if signature is None else tuple(_inputs(tagged, call, signature))
@@ -86,7 +95,9 @@ def named_results(tagged: TaggedModel, path: str, number: int) -> Iterator[list[
     if not path:
         yield list(tagged.results)
     signature = tagged.signature(path, number)
-    if signature is not None and all(name is None or name in tagged.values for name in signature.outputs):
+    if signature is not None and all(
+        name is None or name in tagged.values for name in signature.outputs
+    ):
         yield [None if name is None else tagged.values[name] for name in signature.outputs]
 
 
@@ -99,13 +110,21 @@ def _of_tensors(call: ModuleCall, listed: list[ir.Value | None]) -> list[ir.Valu
     return None
 
 
-def _in_order(call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]) -> PairedCall:
+def _in_order(
+    call: ModuleCall, values: Sequence[ir.Value | None], inputs: tuple[Pair, ...]
+) -> PairedCall:
     known = enumerate(zip(call.outputs, values, strict=True))
-    pairs = [_pair(call, k, array, (value,)) for k, (array, value) in known if array and value is not None]
+    pairs = [
+        _pair(call, k, array, (value,))
+        for k, (array, value) in known
+        if array and value is not None
+    ]
     return PairedCall(call, tuple(pairs), inputs, len(values) - len(pairs))
 
 
-def _pair(call: ModuleCall, place: int, array: StoredArray, candidates: tuple[ir.Value, ...]) -> Pair:
+def _pair(
+    call: ModuleCall, place: int, array: StoredArray, candidates: tuple[ir.Value, ...]
+) -> Pair:
     return Pair(str(place), array, candidates, call.computed_in[place] if call.computed_in else "")
 
 
@@ -132,7 +151,11 @@ def _by_region(tagged: TaggedModel, call: ModuleCall, inputs: tuple[Pair, ...]) 
     if not pairs:
         nodes = tagged[call.path].nodes
         inside = nodes and not any(node.graph is tagged.model.graph for node in nodes)
-        reason = "its nodes lie inside a branch or a loop" if inside else "the file has none of its tensors"
+        reason = (
+            "its nodes lie inside a branch or a loop"
+            if inside
+            else "the file has none of its tensors"
+        )
     return PairedCall(call, tuple(pairs), inputs, len(call.outputs) - len(pairs), reason)
 
 
@@ -140,7 +163,9 @@ def leaving_tensors(tagged: TaggedModel, path: str, number: int) -> list[ir.Valu
     """The outputs of a call's region in the main graph, without those of nodes that other modules share by fusion."""
     region = tagged[path]
     region = region.call(number) if region.calls > 1 else region
-    values = (value for value in region.outputs if value.name and tagged.values.get(value.name) is value)
+    values = (
+        value for value in region.outputs if value.name and tagged.values.get(value.name) is value
+    )
     tensors = (value for value in values if is_tensor(tagged, value))
     return [value for value in tensors if not _is_of_others(tagged, path, value.producer())]
 
@@ -171,14 +196,18 @@ def _fits(tagged: TaggedModel, value: ir.Value, stored: StoredArray) -> bool:
     if value.shape is None:
         return True
     dims = zip(value.shape, shape, strict=False)
-    return len(value.shape) == len(shape) and all(not isinstance(dim, int) or dim == size for dim, size in dims)
+    return len(value.shape) == len(shape) and all(
+        not isinstance(dim, int) or dim == size for dim, size in dims
+    )
 
 
-def unmatched_calls(tagged: TaggedModel, ran: Mapping[str, int], in_branches: Mapping[str, int]) -> dict[str, str]:
+def unmatched_calls(
+    tagged: TaggedModel, ran: Mapping[str, int], in_branches: Mapping[str, int]
+) -> dict[str, str]:
     """Return the modules whose number of calls differs from that in the export, with the reason.
 
-    ``ran``: Module path → how often it ran now. ``in_branches``: Module with nodes in branches → how many of its calls
-    are outside, or in branches taken now.
+    ``ran``: Module path → how often it ran now. ``in_branches``: Module with nodes in branches →
+    how many of its calls are outside, or in branches taken now.
     """
     reasons = {}
     for path, info in tagged.hierarchy.items():
@@ -228,7 +257,9 @@ class CheckedCall:
         return bool(self.failed) or any(not result.difference.agrees for _, result in self.outputs)
 
 
-def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances) -> list[CheckedCall]:
+def check_calls(
+    run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerances
+) -> list[CheckedCall]:
     """Run a file, and compare the tensors of calls with those of the file that belong to them."""
     wanted: defaultdict[ir.Value, dict[_Key, None]] = defaultdict(dict)
     for paired in calls:
@@ -254,7 +285,12 @@ def check_calls(run: FileRun, calls: Sequence[PairedCall], tolerances: Tolerance
             paired = _each_once(paired, tolerance, differences)
         outputs, inputs = (
             tuple(
-                (value, TensorResult(pair.name, str(value.name), differences[_key(pair, value, tolerance)]))
+                (
+                    value,
+                    TensorResult(
+                        pair.name, str(value.name), differences[_key(pair, value, tolerance)]
+                    ),
+                )
                 for pair in pairs
                 for value in pair.candidates
             )
@@ -268,7 +304,9 @@ def _key(pair: Pair, value: ir.Value, tolerance: Tolerance | None) -> _Key:
     return pair.expected, value, tolerance, pair.computed_in
 
 
-def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]) -> PairedCall:
+def _each_once(
+    paired: PairedCall, tolerance: Tolerance | None, differences: Mapping[_Key, Difference]
+) -> PairedCall:
     """For a call whose tensors the file does not name, match each tensor with one output, the nearest first."""
     options = [
         (_rank(differences[_key(pair, value, tolerance)]), pair.name, value)
@@ -280,8 +318,14 @@ def _each_once(paired: PairedCall, tolerance: Tolerance | None, differences: Map
     for _, name, value in sorted(options, key=lambda option: option[0]):
         if name not in chosen and value not in chosen.values():
             chosen[name] = value
-    outputs = tuple(replace(pair, candidates=(chosen[pair.name],)) for pair in paired.outputs if pair.name in chosen)
-    return replace(paired, outputs=outputs, missing=paired.missing + len(paired.outputs) - len(outputs))
+    outputs = tuple(
+        replace(pair, candidates=(chosen[pair.name],))
+        for pair in paired.outputs
+        if pair.name in chosen
+    )
+    return replace(
+        paired, outputs=outputs, missing=paired.missing + len(paired.outputs) - len(outputs)
+    )
 
 
 def _rank(result: Difference) -> tuple[bool, float]:

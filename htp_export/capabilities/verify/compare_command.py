@@ -11,7 +11,13 @@ from htp_export.capabilities.verify.verify_command import (
     parse_tolerances,
     report_runs,
 )
-from htp_export.command.options import DATA_HAS_VALUES, DataOptions, JsonOption, SelectOption, seed_option
+from htp_export.command.options import (
+    DATA_HAS_VALUES,
+    DataOptions,
+    JsonOption,
+    SelectOption,
+    seed_option,
+)
 from htp_export.command.terminal import Steps
 
 EXAMPLE = "bert.onnx int8.onnx --dims batch=1,sequence=16"
@@ -37,5 +43,7 @@ def compare_command(
 
     tolerances = parse_tolerances(tolerance or ())
     with Steps(quiet=as_json).step("comparing"):
-        result = compare(file, other, **runs_on.keywords, select=select or None, seed=seed, tolerances=tolerances)
+        result = compare(
+            file, other, **runs_on.keywords, select=select or None, seed=seed, tolerances=tolerances
+        )
     report_runs({"": result}, everything=everything, as_json=as_json)

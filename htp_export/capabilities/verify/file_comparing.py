@@ -54,18 +54,20 @@ def compare(
 ) -> Comparison:
     """Compare two ONNX files of one model, module by module: before and after an optimiser, float and quantized.
 
-    Both run on the same inputs, and the outputs of each module are compared. A module without a tensor of its own in
-    one of the files, because it was fused, is compared at the nearest module around it that has one in both. Floats of
-    different widths are compared with the tolerance of the narrower.
+    Both run on the same inputs, and the outputs of each module are compared. A module without a
+    tensor of its own in one of the files, because it was fused, is compared at the nearest module
+    around it that has one in both. Floats of different widths are compared with the tolerance of
+    the narrower.
 
     Thread-safe, also for calls on the same model.
 
     Args:
         a: The reference: a file, or a model in memory.
         b: The model to compare with it.
-        data: The inputs of one run, as for `quantize`, with the names of ``a``; None for random inputs.
-        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 without; ``data`` of other sizes are
-            refused.
+        data: The inputs of one run, as for `quantize`, with the names of ``a``; None for random
+            inputs.
+        dims: Name of an open dimension of ``a`` → size. Random inputs have 1 without; ``data`` of
+            other sizes are refused.
         shapes: For random inputs: input name → shape.
         select: Only these modules; see ``TaggedModel.select``.
         seed: Seed of the random inputs.
@@ -75,7 +77,8 @@ def compare(
         session_options: As for ``verify``.
 
     Returns:
-        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
+        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``,
+        ``.modules[path].status``.
 
     Raises:
         InputError: The files are not of one model, or cannot run on these inputs.
@@ -100,7 +103,10 @@ def compare(
     other_feed = _other_feed(ours, theirs, feed, second_name)
     settings = SessionSettings(tuple(providers), session_options)
     runs = (ours, first_name, feed.arrays), (theirs, second_name, other_feed)
-    first, second = (with_taken_branches(with_sorted_results(FileRun(*run, settings, portion_bytes))) for run in runs)
+    first, second = (
+        with_taken_branches(with_sorted_results(FileRun(*run, settings, portion_bytes)))
+        for run in runs
+    )
     with ArrayStore.opened(portion_bytes) as store:
         calls = calls_in_file(first, store)
         wanted = [call for call in calls if call.path in chosen and call.path in second.tagged]
@@ -113,17 +119,20 @@ def compare(
     return Comparison(modules, wrong, tags=(ours.tag_facts, theirs.tag_facts), assumed=feed.notes)
 
 
-def _check_one_model(ours: TaggedModel, theirs: TaggedModel, first_name: str, second_name: str) -> None:
+def _check_one_model(
+    ours: TaggedModel, theirs: TaggedModel, first_name: str, second_name: str
+) -> None:
     shared = [path for path in ours if path in theirs]
     for path in shared:
         first, second = ours.hierarchy[path], theirs.hierarchy[path]
         if not first.may_be(second):
-            problem = (
-                f"module {path or '(root)'!r} is a {first.simple_class} in one and a {second.simple_class} in the other"
-            )
+            classes = f"a {first.simple_class} in one and a {second.simple_class} in the other"
+            problem = f"module {path or '(root)'!r} is {classes}"
             raise InputError(f"{first_name} and {second_name} are not of one model: {problem}")
     if len(shared) <= 1 < min(len(ours), len(theirs)):
-        raise InputError(f"{first_name} and {second_name} are not of one model: they have no module in common")
+        raise InputError(
+            f"{first_name} and {second_name} are not of one model: they have no module in common"
+        )
 
 
 def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -> dict[str, Array]:
@@ -131,10 +140,17 @@ def _other_feed(ours: TaggedModel, theirs: TaggedModel, feed: Feed, name: str) -
     signature, other_signature = ours.signature(""), theirs.signature("")
     renamed: dict[str, str] = {}
     if signature is not None and other_signature is not None:
-        pairs = ((tensor, other_signature.inputs.get(argument)) for argument, tensor in signature.inputs.items())
-        renamed = {first: second for first, second in pairs if first is not None and second is not None}
+        pairs = (
+            (tensor, other_signature.inputs.get(argument))
+            for argument, tensor in signature.inputs.items()
+        )
+        renamed = {
+            first: second for first, second in pairs if first is not None and second is not None
+        }
     known = Inputs.of(theirs.model)
-    arrays = {key if key in known else renamed.get(key, key): array for key, array in feed.arrays.items()}
+    arrays = {
+        key if key in known else renamed.get(key, key): array for key, array in feed.arrays.items()
+    }
     try:
         return dict(known.feed_again(arrays).arrays)
     except InputError as error:
@@ -162,11 +178,17 @@ def _with_reasons(
     return {path: _around(results, result, lacking(path)) for path, result in results.items()}
 
 
-def _around(results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str) -> ModuleResult:
+def _around(
+    results: Mapping[str, ModuleResult], result: ModuleResult, lacking: str
+) -> ModuleResult:
     """For a module without a tensor in one of the files, add the nearest compared module around it."""
     if result.compared or not (result.status == NOT_COMPARED or result.fate.is_merged):
         return result
-    around = (up for up in tags.ancestors(result.path) if up != result.path and up in results and results[up].compared)
+    around = (
+        up
+        for up in tags.ancestors(result.path)
+        if up != result.path and up in results and results[up].compared
+    )
     at = next(around, None)
     where = f"; compared at {at or '(root)'}" if at is not None else ""
     return replace(result, status=NOT_COMPARED, reason=lacking + where, compared_at=at)
@@ -179,13 +201,17 @@ def calls_in_file(run: FileRun, store: ArrayStore) -> list[ModuleCall]:
     """Return every call of every module that a file knows of, with its tensors, in the order in which they end."""
     tensors = _tensors_of_calls(run.tagged)
     known = infer_bound(run.tagged.model, {name: array.shape for name, array in run.feed.items()})
-    wanted = dict.fromkeys(value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value)
+    wanted = dict.fromkeys(
+        value for _, _, entered, back in tensors for value in (*entered.values(), *back) if value
+    )
     arrays = run.stored({str(value.name): known.bytes_of(value) or 0 for value in wanted}, store)
     calls, halves = [], half_precisions(run.tagged)
     for path, number, entered, back in tensors:
         outputs = tuple(arrays[str(value.name)] if value is not None else None for value in back)
         inputs = {argument: arrays[str(value.name)] for argument, value in entered.items()}
-        computed_in = tuple(halves.get(str(value.name), "") if value is not None else "" for value in back)
+        computed_in = tuple(
+            halves.get(str(value.name), "") if value is not None else "" for value in back
+        )
         calls.append(ModuleCall(path, number, inputs, outputs, computed_in=computed_in))
     return calls
 
@@ -202,7 +228,9 @@ def _tensors_of_calls(tagged: TaggedModel) -> list[_CallTensors]:
             signature = tagged.signature(path, number)
             names = {} if signature is None else signature.inputs
             inputs = {
-                arg: tagged.values[name] for arg, name in names.items() if name is not None and name in tagged.values
+                arg: tagged.values[name]
+                for arg, name in names.items()
+                if name is not None and name in tagged.values
             }
             calls.append((path, number, inputs, _results(tagged, path, number)))
 
@@ -217,7 +245,10 @@ def _tensors_of_calls(tagged: TaggedModel) -> list[_CallTensors]:
 def _results(tagged: TaggedModel, path: str, number: int) -> list[ir.Value | None]:
     named = next(named_results(tagged, path, number), None)
     if named is not None or tagged.source == "none":
-        return [value if value is not None and is_tensor(tagged, value) else None for value in named or ()]
+        return [
+            value if value is not None and is_tensor(tagged, value) else None
+            for value in named or ()
+        ]
     try:
         return list(leaving_tensors(tagged, path, number))
     except InputError:

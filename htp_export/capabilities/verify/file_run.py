@@ -24,8 +24,8 @@ from htp_export.shapes.operator_kinds import is_standard
 class FileRun:
     """A file, its name in errors, and how its tensors are computed from its inputs, ``feed``.
 
-    ``portion_bytes`` of tensors are fetched in one run. With ``use_up``, the model may be changed instead of copied,
-    because nothing else needs it.
+    ``portion_bytes`` of tensors are fetched in one run. With ``use_up``, the model may be changed
+    instead of copied, because nothing else needs it.
     """
 
     tagged: TaggedModel
@@ -53,7 +53,9 @@ class FileRun:
                 use(name, _weight(value, value.const_value))
             else:
                 computed[name] = size
-        for names in counted(list(portions(computed, self.portion_bytes)), "portions of the tensors"):
+        for names in counted(
+            list(portions(computed, self.portion_bytes)), "portions of the tensors"
+        ):
             arrays = self._runner.run(self.feed, names)
             for name in names:
                 use(name, arrays.pop(name))
@@ -87,7 +89,9 @@ def with_sorted_results(run: FileRun) -> FileRun:
     """A copy in which nodes sort their results where ``sorted=0`` leaves the order open; itself if it has no such."""
 
     def unsorted(model: ir.Model) -> Iterator[ir.Node]:
-        return (node for node in model.graph.all_nodes() if is_standard(node) and _is_unsorted(node))
+        return (
+            node for node in model.graph.all_nodes() if is_standard(node) and _is_unsorted(node)
+        )
 
     if not any(unsorted(run.tagged.model)):
         return run
@@ -105,12 +109,15 @@ def _is_unsorted(node: ir.Node) -> bool:
 def with_taken_branches(run: FileRun) -> FileRun:
     """A copy with the nodes of the taken branch in place of each ``If``; the file itself if its main graph has none.
 
-    The file runs once for each level of ``If`` inside ``If``. Branches in loop bodies stay as they are.
+    The file runs once for each level of ``If`` inside ``If``. Branches in loop bodies stay as they
+    are.
     """
     current, not_inlined = run, set[str | None]()
     while True:
         model = current.tagged.model
-        branching = [node for node in model.graph if is_standard(node, "If") and node.name not in not_inlined]
+        branching = [
+            node for node in model.graph if is_standard(node, "If") and node.name not in not_inlined
+        ]
         if not branching:
             return current
         if current is run:
@@ -119,9 +126,13 @@ def with_taken_branches(run: FileRun) -> FileRun:
         conditions: dict[str, Array] = {}
         current.fetch({_condition(node): 0 for node in branching}, conditions.__setitem__)
         for node in branching:
-            if not _inline(model, node, "then_branch" if conditions[_condition(node)].all() else "else_branch"):
+            if not _inline(
+                model, node, "then_branch" if conditions[_condition(node)].all() else "else_branch"
+            ):
                 not_inlined.add(node.name)
-        current = replace(current, tagged=TaggedModel(model, run.tagged.hierarchy, run.tagged.source))
+        current = replace(
+            current, tagged=TaggedModel(model, run.tagged.hierarchy, run.tagged.source)
+        )
 
 
 def _condition(node: ir.Node) -> str:
@@ -133,7 +144,11 @@ def _inline(model: ir.Model, node: ir.Node, branch: str) -> bool:
     from htp_export.capabilities.optimize.passes.inline_branches import inline_branch
 
     graph = node.attributes[branch].as_graph()
-    results = {value: old for old, value in zip(node.outputs, graph.outputs, strict=True) if value.graph is graph}
+    results = {
+        value: old
+        for old, value in zip(node.outputs, graph.outputs, strict=True)
+        if value.graph is graph
+    }
     names = {value: old.name for value, old in results.items()}
     if not inline_branch(model, model.graph, node, branch):
         return False
@@ -147,13 +162,17 @@ def numbered_as_in_file(
 ) -> tuple[list[ModuleCall], Mapping[str, int]]:
     """Renumber PyTorch's calls as in a file, which counts the calls of a module in all branches.
 
-    ``taken`` is the file `with_taken_branches`. Also returned is, for each module with nodes in branches, the number of
-    its calls outside or in taken branches. If this differs from the number of calls in PyTorch, its calls are not
-    renumbered.
+    ``taken`` is the file `with_taken_branches`. Also returned is, for each module with nodes in
+    branches, the number of its calls outside or in taken branches. If this differs from the number
+    of calls in PyTorch, its calls are not renumbered.
     """
     main = tagged.model.graph
     inside = dict.fromkeys(
-        path for node in tagged.nodes if node.graph is not main for path in tagged.work_of(node).modules if path
+        path
+        for node in tagged.nodes
+        if node.graph is not main
+        for path in tagged.work_of(node).modules
+        if path
     )
     if taken is tagged or not inside:
         return list(calls), {}
@@ -161,7 +180,8 @@ def numbered_as_in_file(
     ran = Counter(call.path for call in calls)
     numbers = {path: known for path, known in numbers_of.items() if len(known) == ran[path]}
     renumbered = [
-        replace(call, number=numbers[call.path][call.number]) if call.path in numbers else call for call in calls
+        replace(call, number=numbers[call.path][call.number]) if call.path in numbers else call
+        for call in calls
     ]
     return renumbered, {path: len(known) for path, known in numbers_of.items()}
 
@@ -176,7 +196,8 @@ def _calls_with_nodes(tagged: TaggedModel, path: str) -> list[int]:
 # --- precision ---
 
 _BITS = {ir.DataType.FLOAT16: 1, ir.DataType.BFLOAT16: 2}
-_NAMES = {1: "float16", 2: "bfloat16", 3: "bfloat16"}  # the coarser one, where it is computed from both
+# the coarser one, where it is computed from both
+_NAMES = {1: "float16", 2: "bfloat16", 3: "bfloat16"}
 
 
 def half_precisions(tagged: TaggedModel) -> Mapping[str, str]:
@@ -197,4 +218,6 @@ def half_precisions(tagged: TaggedModel) -> Mapping[str, str]:
 def _has_halves(tagged: TaggedModel) -> bool:
     """Whether a tensor has such a type, as far as the file says so: then types are inferred."""
     casts = (node.attributes.get_int("to", 0) for node in tagged.nodes if is_standard(node, "Cast"))
-    return any(value.dtype in _BITS for value in tagged.values.values()) or any(to in list(_BITS) for to in casts)
+    return any(value.dtype in _BITS for value in tagged.values.values()) or any(
+        to in list(_BITS) for to in casts
+    )

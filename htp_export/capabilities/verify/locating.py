@@ -1,7 +1,8 @@
 """Finds which of the modules whose outputs differ are wrong themselves.
 
-A tensor is an *origin* if it differs although all compared tensors from which it is computed agree. The first module
-whose call ends with an origin, the innermost, is wrong itself. See ``docs/verify.md``.
+A tensor is an *origin* if it differs although all compared tensors from which it is computed agree.
+The first module whose call ends with an origin, the innermost, is wrong itself. See
+``docs/verify.md``.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _SUDDEN = 4
 class Blame:
     """The modules that are wrong themselves, in the order in which their calls ended.
 
-    ``calls`` are indices of calls; ``modules``, path → what is wrong, also has modules without a tensor of their own.
+    ``calls`` are indices of calls; ``modules``, path → what is wrong, also has modules without a
+    tensor of their own.
     """
 
     calls: tuple[int, ...]
@@ -59,11 +61,14 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
         inputs = {value for value, _ in call.inputs}
         for value, result in call.inputs:
             if value in origins - explained and not _is_given_back(value, calls):
-                modules.setdefault(_maker(tagged, value), f"makes {result.tensor!r}: {result.difference.problem}")
+                modules.setdefault(
+                    _maker(tagged, value), f"makes {result.tensor!r}: {result.difference.problem}"
+                )
                 explained.add(value)
         for value, result in call.outputs:
             is_origin = value not in inputs and value in origins
-            is_another = excess[value] <= 1 and not result.difference.agrees  # it is the tensor of another
+            # it is the tensor of another
+            is_another = excess[value] <= 1 and not result.difference.agrees
             if (is_origin and value not in explained) or is_another:
                 explained.add(value)
                 blamed.append(index)
@@ -73,7 +78,8 @@ def blame_by_graph(tagged: TaggedModel, calls: Sequence[CheckedCall]) -> Blame:
 
 def _is_given_back(value: ir.Value, calls: Sequence[CheckedCall]) -> bool:
     return any(
-        value in (output for output, _ in call.outputs) and value not in (argument for argument, _ in call.inputs)
+        value in (output for output, _ in call.outputs)
+        and value not in (argument for argument, _ in call.inputs)
         for call in calls
     )
 
@@ -87,7 +93,9 @@ def _maker(tagged: TaggedModel, value: ir.Value) -> str:
 
 def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Value]:
     """The tensors that differ although the tensors from which they are computed agree."""
-    worst_inputs = {value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1}
+    worst_inputs = {
+        value: _worst_read(tagged, value, excess) for value, size in excess.items() if size > 1
+    }
     origins = {value for value, most in worst_inputs.items() if most <= 1}
     sudden = {value for value in origins if excess[value] > _SUDDEN * worst_inputs[value]}
     return sudden or origins
@@ -95,10 +103,15 @@ def _origins(tagged: TaggedModel, excess: Mapping[ir.Value, float]) -> set[ir.Va
 
 def _worst_read(tagged: TaggedModel, value: ir.Value, excess: Mapping[ir.Value, float]) -> float:
     """The largest excess of the nearest compared tensors from which a tensor is computed."""
-    return max((excess.get(each, 0.0) for each in computed_from(tagged, _sources(tagged, value), excess)), default=0.0)
+    return max(
+        (excess.get(each, 0.0) for each in computed_from(tagged, _sources(tagged, value), excess)),
+        default=0.0,
+    )
 
 
-def computed_from(tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()) -> set[ir.Value]:
+def computed_from(
+    tagged: TaggedModel, values: Iterable[ir.Value], stops: Container[ir.Value] = ()
+) -> set[ir.Value]:
     """Tensors, and all that they are computed from, up to the nearest ``stops``, which are among them."""
     seen, queue = set[ir.Value](), [*values]
     while queue:
@@ -138,14 +151,18 @@ def with_missing_outputs(tagged: TaggedModel, blame: Blame, root: ModuleCall) ->
 
 # --- tags that contradict the graph, whatever the values of the tensors ---
 
-# A tensor with the right values may still be computed by nodes of another module. The graph shows this, together with
-# the names of the inputs and outputs of modules in PyTorch (`htp.signatures`).
+# A tensor with the right values may still be computed by nodes of another module. The graph shows
+# this, together with the names of the inputs and outputs of modules in PyTorch (`htp.signatures`).
 
 
 def with_contradictions(tagged: TaggedModel, blame: Blame, paths: Collection[str]) -> Blame:
     """Add the modules whose tags contradict the graph, after those whose values are wrong."""
     known = blame.modules
-    contradicting = {path: why for path, why in contradictions(tagged).items() if path in paths and path not in known}
+    contradicting = {
+        path: why
+        for path, why in contradictions(tagged).items()
+        if path in paths and path not in known
+    }
     return replace(blame, modules={**known, **contradicting}) if contradicting else blame
 
 
@@ -156,13 +173,18 @@ def contradictions(tagged: TaggedModel) -> Mapping[str, str]:
     - A computed module returns a tensor that no node of its region computes.
     - A call of it has an input that nodes of this call compute, and that is none of its outputs.
 
-    Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are left out.
+    Modules whose boundary differs from PyTorch according to the export (``htp.contamination``) are
+    left out.
     """
     if tagged.source != "htp" or not tagged.signatures:
         return {}
     excused = {path for path, *_ in read_contamination(tagged.model.metadata_props)}
     facts = _Facts(tagged)
-    reasons = ((path, next(facts.reasons(path), "")) for path in tagged.paths if path and path not in excused)
+    reasons = (
+        (path, next(facts.reasons(path), ""))
+        for path in tagged.paths
+        if path and path not in excused
+    )
     return {path: reason for path, reason in reasons if reason}
 
 
@@ -177,7 +199,11 @@ class _Facts:
         calls = self._tagged.signatures.get(path, ())
         outputs = self._values([name for call in calls for name in call.outputs])
         taken = [self._values(list(call.inputs.values())) for call in calls]
-        new = [value for value in outputs if not any(value in inputs_of_call for inputs_of_call in taken)]
+        new = [
+            value
+            for value in outputs
+            if not any(value in inputs_of_call for inputs_of_call in taken)
+        ]
         if fate.is_folded or fate.is_needless:
             leads = "depends on the inputs" if fate.is_folded else "leads to a result"
             for value in new:
@@ -187,18 +213,28 @@ class _Facts:
             for value in new:
                 work = self._work(value)
                 if path not in work.modules:
-                    owners = ", ".join(repr(owner) if owner else "the model itself" for owner in work.owners)
+                    owners = ", ".join(
+                        repr(owner) if owner else "the model itself" for owner in work.owners
+                    )
                     yield f"{value.name!r}, which it gives back, is computed by {owners}"
             for number, values in enumerate(taken):
                 inside = Instance(path, number)
                 for value in values:
-                    if value not in outputs and all(inside in part.running for part in self._work(value).parts):
+                    if value not in outputs and all(
+                        inside in part.running for part in self._work(value).parts
+                    ):
                         yield f"{value.name!r}, which it is given, is computed by its own nodes"
 
     def _values(self, names: Sequence[str | None]) -> list[ir.Value]:
         """The tensors with these names that nodes compute from the inputs."""
-        values = (self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None)
-        return [value for value in values if value in self._varying and value is not None and self._work(value).parts]
+        values = (
+            self._tagged.values.get(name) for name in dict.fromkeys(names) if name is not None
+        )
+        return [
+            value
+            for value in values
+            if value in self._varying and value is not None and self._work(value).parts
+        ]
 
     def _work(self, value: ir.Value) -> NodeCalls:
         producer = value.producer()
@@ -229,7 +265,9 @@ def check_tolerances(tolerances: Mapping[str, tuple[float, float]]) -> None:
     """Refuse tolerances that are no numbers from 0 up."""
     for selector, (absolute, relative) in tolerances.items():
         if not (absolute >= 0 and relative >= 0):
-            raise InputError(f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up")
+            raise InputError(
+                f"tolerance of {selector!r}: {absolute}, {relative} are not two numbers from 0 up"
+            )
 
 
 def module_results(
@@ -249,19 +287,24 @@ def module_results(
     call_reasons |= {call.path: call.failed for call in calls if call.failed}
     call_reasons |= {path: reason for path, reason in blame.modules.items() if reason}
     return {
-        path: _module_result(tagged, path, by_module[path], reasons.get(path) or call_reasons.get(path, ""), blame)
+        path: _module_result(
+            tagged, path, by_module[path], reasons.get(path) or call_reasons.get(path, ""), blame
+        )
         for path in tagged.paths
         if path in chosen
     }
 
 
-def _call_result(tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolated: bool) -> CallResult:
+def _call_result(
+    tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolated: bool
+) -> CallResult:
     agreeing = NAN if any(result.difference.nan for _, result in call.outputs) else AGREES
     status = DIFFERS if blamed else INHERITS if call.wrong else agreeing
     if not call.outputs and not call.failed:
         status = NOT_COMPARED
     elif not isolated and not blamed and tagged.hierarchy[call.path].fate.passes_on:
-        status = str(tagged.hierarchy[call.path].fate)  # its tensor is another's, who answers for it
+        # its tensor is another's, who answers for it
+        status = str(tagged.hierarchy[call.path].fate)
     return CallResult(
         call.paired.call.number,
         status,
@@ -271,7 +314,9 @@ def _call_result(tagged: TaggedModel, call: CheckedCall, blamed: bool, *, isolat
     )
 
 
-def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reason: str, blame: Blame) -> ModuleResult:
+def _module_result(
+    tagged: TaggedModel, path: str, calls: list[CallResult], reason: str, blame: Blame
+) -> ModuleResult:
     info = tagged.hierarchy[path]
     calls = sorted(calls, key=lambda call: call.number)
     statuses = {call.status for call in calls}
@@ -287,8 +332,14 @@ def _module_result(tagged: TaggedModel, path: str, calls: list[CallResult], reas
         elif status == NOT_COMPARED and not calls:
             reason = reason or "its calls were not seen: its forward was not called as a module"
         elif status == NOT_COMPARED:
-            reason = reason or ("the file has none of its tensors" if missing else "it gives back no tensor")
+            reason = reason or (
+                "the file has none of its tensors" if missing else "it gives back no tensor"
+            )
     else:
-        reason = reason or merged or (f"{missing} of its outputs are not in the file" if missing else "")
-    shown = tuple(call for call in calls if call.outputs and not (info.fate.passes_on and status == info.fate))
+        reason = (
+            reason or merged or (f"{missing} of its outputs are not in the file" if missing else "")
+        )
+    shown = tuple(
+        call for call in calls if call.outputs and not (info.fate.passes_on and status == info.fate)
+    )
     return ModuleResult(path, info.class_name, info.fate, status, shown, reason)

@@ -1,8 +1,9 @@
 """Packed sequences in PyTorch, and what a file of the TorchScript exporter has in their place.
 
-A ``PackedSequence`` has the steps of all sequences one after another, ``data``, and how many sequences each step has,
-``batch_sizes``. The recurrent operators of ONNX take padded sequences and their lengths: the exporter leaves ``data``
-padded, ``[step, sequence, ...]``, and has the lengths in place of ``batch_sizes``.
+A ``PackedSequence`` has the steps of all sequences one after another, ``data``, and how many
+sequences each step has, ``batch_sizes``. The recurrent operators of ONNX take padded sequences and
+their lengths: the exporter leaves ``data`` padded, ``[step, sequence, ...]``, and has the lengths
+in place of ``batch_sizes``.
 """
 
 from __future__ import annotations
@@ -28,16 +29,27 @@ class PackedArray(StoredArray):
         """The tensor as a file has it: zeros after the end of a sequence, or the lengths."""
         if not self.is_data:
             return self._lengths
-        padded = np.zeros((len(self.batch_sizes), int(self.batch_sizes[0]), *self.array.shape[1:]), self.array.dtype)
+        padded = np.zeros(
+            (len(self.batch_sizes), int(self.batch_sizes[0]), *self.array.shape[1:]),
+            self.array.dtype,
+        )
         padded[self._is_step] = self.array
         return padded
 
     def compared_with(self, actual: Array) -> tuple[Array, Array]:
         """As of `StoredArray`. What lies after the end of a sequence is open, and is not compared."""
         if not self.is_data:
-            return (self._lengths, actual) if actual.shape == self._lengths.shape else (self.array, actual)
+            return (
+                (self._lengths, actual)
+                if actual.shape == self._lengths.shape
+                else (self.array, actual)
+            )
         steps, sequences = self._is_step.shape
-        is_padded = actual.ndim == self.array.ndim + 1 and actual.shape[0] >= steps and actual.shape[1] == sequences
+        is_padded = (
+            actual.ndim == self.array.ndim + 1
+            and actual.shape[0] >= steps
+            and actual.shape[1] == sequences
+        )
         return self.array, actual[:steps][self._is_step] if is_padded else actual
 
     @property

@@ -15,7 +15,11 @@ from htp_export.errors import InputError, described
 from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
 from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mode
-from htp_export.exporter.capture.torch_internals import gives_what_a_body_gives, has_bodies, turn_compilation_off
+from htp_export.exporter.capture.torch_internals import (
+    gives_what_a_body_gives,
+    has_bodies,
+    turn_compilation_off,
+)
 from htp_export.format.hierarchy import module_paths
 from htp_export.format.leaves import named_leaves, named_tensors_in, tensors_in
 from htp_export.process.restoring import Changes, restored, turn_attention_fast_path_off
@@ -30,10 +34,11 @@ if TYPE_CHECKING:
 class ModuleCall:
     """One call of a module: ``inputs`` at entry, only wanted ones, and ``outputs`` in order, None for unknown values.
 
-    ``began`` is its position among all calls in the order in which they began: calls that began later and ended earlier
-    ran inside this one. ``tensors`` says of each tensor and number that ``forward`` returned whether it is a tensor:
-    TorchScript lists sizes among the results. ``computed_in`` is for each output the type of half precision in which a
-    file computes it, ``""`` for none. ``draws`` says whether random numbers were drawn in it.
+    ``began`` is its position among all calls in the order in which they began: calls that began
+    later and ended earlier ran inside this one. ``tensors`` says of each tensor and number that
+    ``forward`` returned whether it is a tensor: TorchScript lists sizes among the results.
+    ``computed_in`` is for each output the type of half precision in which a file computes it,
+    ``""`` for none. ``draws`` says whether random numbers were drawn in it.
     """
 
     path: str
@@ -50,9 +55,9 @@ class ModuleCall:
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Use eval mode without gradients, fused attention kernels and compilation inside the block.
 
-    Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the modules inside.
-    Compilation is a setting of the whole process, and exports compile branches: the block waits until no other thread
-    exports or evaluates, and others wait for it.
+    Without compilation, ``torch.cond`` and loops call their functions, so that hooks see the
+    modules inside. Compilation is a setting of the whole process, and exports compile branches: the
+    block waits until no other thread exports or evaluates, and others wait for it.
     """
     import torch
 
@@ -60,7 +65,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         running.wait_alone(changes)
         keep_training_modes(changes, model)
         turn_attention_fast_path_off(changes)
-        changes.will_undo(functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), of_thread=True)
+        changes.will_undo(
+            functools.partial(torch.set_grad_enabled, torch.is_grad_enabled()), of_thread=True
+        )
         torch.set_grad_enabled(False)
         set_eval_mode(model)
         turn_compilation_off(changes)
@@ -78,8 +85,9 @@ def record_calls(
 ) -> list[ModuleCall]:
     """Run a model once, and return every call of every module, in the order in which they ended.
 
-    Values go into ``store``, those that several modules see once. ``wanted``: whether to record an argument, by module
-    path, number of the call, and name. An `InputError` if the model fails on these arguments.
+    Values go into ``store``, those that several modules see once. ``wanted``: whether to record an
+    argument, by module path, number of the call, and name. An `InputError` if the model fails on
+    these arguments.
     """
     from torch.utils._pytree import tree_map
 
@@ -87,7 +95,8 @@ def record_calls(
     handles: list[Any] = []
     try:
         for path, _, module in module_paths(model):
-            with contextlib.suppress(RuntimeError):  # scripted modules take no hooks; they have no calls of their own
+            # scripted modules take no hooks; they have no calls of their own
+            with contextlib.suppress(RuntimeError):
                 handles += recorder.watch(path, module)
         try:
             # New containers of the same tensors: a model adds to the cache that it is given.
@@ -96,7 +105,9 @@ def record_calls(
                 model(*args, **kwargs)
         except Exception as error:  # whatever the user's own code raises
             where = f" in module {recorder.running!r}" if recorder.running else ""
-            raise InputError(f"{type(model).__name__} cannot run on these inputs{where}: {described(error)}") from error
+            raise InputError(
+                f"{type(model).__name__} cannot run on these inputs{where}: {described(error)}"
+            ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -128,7 +139,11 @@ class _Recorder:
             self._counts[path] += 1
             arguments = arguments_by_name(module.forward, args, kwargs)
             named, packed = named_tensors_in(arguments), packed_by(arguments)
-            held = {name: self._hold(tensor, packed) for name, tensor in named if self._wanted(path, number, name)}
+            held = {
+                name: self._hold(tensor, packed)
+                for name, tensor in named
+                if self._wanted(path, number, name)
+            }
             inputs = {name: stored for name, stored in held.items() if stored is not None}
             self._open.append((path, number, self._begun, inputs, torch.get_rng_state()))
             self._begun += 1
@@ -140,16 +155,24 @@ class _Recorder:
                 self._open.pop()
             _, number, began, inputs, generator = self._open.pop()
             draws = not torch.equal(generator, torch.get_rng_state())
-            returned = [leaf for _, leaf in named_leaves(output) if isinstance(leaf, torch.Tensor | int | float)]
+            returned = [
+                leaf
+                for _, leaf in named_leaves(output)
+                if isinstance(leaf, torch.Tensor | int | float)
+            ]
             packed = packed_by(output)
-            outputs = tuple(self._hold(leaf, packed) for leaf in returned if isinstance(leaf, torch.Tensor))
+            outputs = tuple(
+                self._hold(leaf, packed) for leaf in returned if isinstance(leaf, torch.Tensor)
+            )
             places = tuple(isinstance(leaf, torch.Tensor) for leaf in returned)
             self.calls.append(ModuleCall(path, number, inputs, outputs, began, places, draws=draws))
 
         yield module.register_forward_pre_hook(enter, with_kwargs=True)
         yield module.register_forward_hook(leave, with_kwargs=True)
 
-    def _hold(self, tensor: torch.Tensor, packed: Mapping[int, tuple[Array, bool]]) -> StoredArray | None:
+    def _hold(
+        self, tensor: torch.Tensor, packed: Mapping[int, tuple[Array, bool]]
+    ) -> StoredArray | None:
         """Store the current values of a tensor once; None if it is sparse, or inside of ``torch.vmap``.
 
         ``packed``: ``id`` of a tensor of a packed sequence → see `packed_by`.
@@ -183,9 +206,9 @@ class _Recorder:
 def stable_sorting() -> Iterator[None]:
     """Let sorts be stable and ``sorted=False`` be sorted in a block, where PyTorch leaves the order open.
 
-    A mixture of experts sorts tokens by expert. In which order those of one expert follow each other is open, and every
-    module between the two sorts would differ. Its router takes the best experts of a token, unsorted as a rule; of
-    equal ones, ``TopK`` takes those that come first.
+    A mixture of experts sorts tokens by expert. In which order those of one expert follow each
+    other is open, and every module between the two sorts would differ. Its router takes the best
+    experts of a token, unsorted as a rule; of equal ones, ``TopK`` takes those that come first.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -199,7 +222,11 @@ def stable_sorting() -> Iterator[None]:
 
     class Stable(TorchFunctionMode):
         def __torch_function__(
-            self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            self,
+            function: Any,
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
         ) -> Any:
             given = dict(kwargs or {})
             if function in best and "out" not in given and (args or list(given.values()))[0].ndim:
@@ -209,7 +236,11 @@ def stable_sorting() -> Iterator[None]:
             if function in sorting and "stable" not in given and len(args) <= 3:
                 # With `stable`, the others are keywords alone.
                 given |= dict(zip(("dim", "descending"), args[1:], strict=False))
-                return function(args[0], stable=True, **given) if args else function(stable=True, **given)
+                return (
+                    function(args[0], stable=True, **given)
+                    if args
+                    else function(stable=True, **given)
+                )
             return function(*args, **given)
 
     with Stable():
@@ -229,12 +260,14 @@ def named_tensors(model: nn.Module, *, recurse: bool = True) -> Iterator[tuple[s
 def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]]:
     """Record the modules to which each parameter and buffer belongs while a model runs inside the block.
 
-    A parameter belongs to the module that holds it, to those that return it, and to the innermost running module that
-    passes it to an operation: ``nn.MultiheadAttention`` reads the weight of its ``out_proj``, which never runs. A
-    tensor with several names belongs to the modules of all of them. Branches of ``torch.cond`` and loop bodies that did
-    not run in the block run once at its end: torch does not allow them to have side effects.
+    A parameter belongs to the module that holds it, to those that return it, and to the innermost
+    running module that passes it to an operation: ``nn.MultiheadAttention`` reads the weight of its
+    ``out_proj``, which never runs. A tensor with several names belongs to the modules of all of
+    them. Branches of ``torch.cond`` and loop bodies that did not run in the block run once at its
+    end: torch does not allow them to have side effects.
 
-    Yielded is name → module paths, complete after the block. The model runs without compilation; its hooks are removed.
+    Yielded is name → module paths, complete after the block. The model runs without compilation;
+    its hooks are removed.
 
     Examples:
         >>> import torch
@@ -276,7 +309,9 @@ def parameter_readers(model: nn.Module) -> Iterator[Mapping[str, frozenset[str]]
     finally:
         for handle in handles:
             handle.remove()
-    readers.update({name: frozenset(readers_of[key]) for key, listed in names.items() for name in listed})
+    readers.update(
+        {name: frozenset(readers_of[key]) for key, listed in names.items() for name in listed}
+    )
 
 
 def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
@@ -291,10 +326,13 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
     class Watch(TorchFunctionMode):
         def __init__(self) -> None:
             super().__init__()
-            self._others: list[tuple[list[str], Any, list[Any]]] = []  # running modules, body, its arguments
+            # running modules, body, its arguments
+            self._others: list[tuple[list[str], Any, list[Any]]] = []
             self._each_once = False
 
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             if has_bodies(func):
                 return self._run_bodies(func, args, kwargs or {})
             for tensor in tree_leaves((args, kwargs)):
@@ -315,10 +353,18 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                 return run
 
             bodies = [argument for argument in args if is_body(argument)]
-            arguments = [argument for several in args if isinstance(several, list | tuple) for argument in several]
+            arguments = [
+                argument
+                for several in args
+                if isinstance(several, list | tuple)
+                for argument in several
+            ]
             if self._each_once and gives_what_a_body_gives(func):
                 return [watched(body)(*arguments) for body in bodies][-1]
-            result = func(*(watched(argument) if is_body(argument) else argument for argument in args), **kwargs)
+            result = func(
+                *(watched(argument) if is_body(argument) else argument for argument in args),
+                **kwargs,
+            )
             self._others += [(list(running), body, arguments) for body in bodies if body not in ran]
             return result
 
@@ -327,7 +373,8 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
             self._each_once = True
             for modules, body, arguments in self._others:
                 running[:] = modules
-                with contextlib.suppress(Exception), self:  # no other run has to succeed than the model's own
+                # no other run has to succeed than the model's own
+                with contextlib.suppress(Exception), self:
                     body(*arguments)
 
     return Watch()

@@ -16,7 +16,13 @@ from htp_export.reporting.tables import ModuleTable
 from htp_export.reporting.tag_facts import TagFacts, tag_lines
 from htp_export.runtime.comparing import Difference
 
-AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = "agrees", "nan", "differs", "inherits", "not compared"
+AGREES, NAN, DIFFERS, INHERITS, NOT_COMPARED = (
+    "agrees",
+    "nan",
+    "differs",
+    "inherits",
+    "not compared",
+)
 AGREEING = (AGREES, NAN)
 COMPARED = (DIFFERS, INHERITS, NAN, AGREES)
 """The worst first."""
@@ -65,7 +71,13 @@ class CallResult(PlainData):
     def data(self) -> dict[str, Any]:
         """What `to_dict` has."""
         missing = {"missing": self.missing} if self.missing else {}
-        return {"call": self.number, "status": self.status, "outputs": self.outputs, "inputs": self.inputs, **missing}
+        return {
+            "call": self.number,
+            "status": self.status,
+            "outputs": self.outputs,
+            "inputs": self.inputs,
+            **missing,
+        }
 
 
 @dataclass(frozen=True)
@@ -76,13 +88,13 @@ class ModuleResult(PlainData):
         path: The module.
         class_name: Its fully qualified class.
         fate: Its fate in the export.
-        status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides; ``differs``: it is wrong
-            itself; ``inherits``: its inputs or a module below it are wrong;
-            for a module without a tensor to compare its fate, or ``not compared``.
+        status: ``agrees``; ``nan``: it agrees, and has NaN at the same places on both sides;
+            ``differs``: it is wrong itself; ``inherits``: its inputs or a module below it are
+            wrong; for a module without a tensor to compare its fate, or ``not compared``.
         calls: Its compared calls.
         reason: Why it was not compared, or a remark on how it was compared; usually ``""``.
-        compared_at: For a module without a tensor of its own in one of two files, the nearest module around it that
-            was compared in its place; None otherwise.
+        compared_at: For a module without a tensor of its own in one of two files, the nearest
+            module around it that was compared in its place; None otherwise.
     """
 
     path: str
@@ -132,12 +144,16 @@ class ModuleResult(PlainData):
     @property
     def problem(self) -> str:
         """The problem of the first output that differs."""
-        return next((difference.problem for difference in self.differences if difference.problem), "")
+        return next(
+            (difference.problem for difference in self.differences if difference.problem), ""
+        )
 
     def data(self) -> dict[str, Any]:
         """What `to_dict` has: missing numbers are null, and missing texts are left out."""
         known = record(COMPARISON_COLUMNS, self).items()
-        texts_and_numbers = {name: value for name, value in known if value is not None or name in _NUMBERS}
+        texts_and_numbers = {
+            name: value for name, value in known if value is not None or name in _NUMBERS
+        }
         return {**texts_and_numbers, "calls": self.calls}
 
 
@@ -160,7 +176,9 @@ def short_number(value: float) -> str:
 
 
 def _status_style(module: ModuleResult) -> str:
-    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(module.status, "dim")
+    return {AGREES: "green", DIFFERS: "bold red", INHERITS: "yellow", NAN: "yellow"}.get(
+        module.status, "dim"
+    )
 
 
 COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
@@ -179,7 +197,9 @@ COMPARISON_COLUMNS: tuple[Column[ModuleResult], ...] = (
 """The columns of a comparison."""
 
 _DRAWN = ("class_name", "status", "max_abs", "mean_abs", "max_rel", "cosine")
-_SAID: Column[ModuleResult] = Column("said", "", lambda m: m.reason or m.problem, style="dim", right=False)
+_SAID: Column[ModuleResult] = Column(
+    "said", "", lambda m: m.reason or m.problem, style="dim", right=False
+)
 
 
 @dataclass(frozen=True)
@@ -188,10 +208,12 @@ class Comparison(ModuleTable):
 
     Attributes:
         modules: Module path → result, in the order of ``named_modules()``.
-        wrong: The modules that are wrong themselves, in the order in which their calls ended: innermost first.
+        wrong: The modules that are wrong themselves, in the order in which their calls ended:
+            innermost first.
         isolated: Whether each module ran alone, on the inputs of the reference.
         tags: The tags of the compared files: source, reasons, untagged nodes.
-        assumed: A line for each open dimension whose size was not given, with the size that was used.
+        assumed: A line for each open dimension whose size was not given, with the size that was
+            used.
     """
 
     columns = COMPARISON_COLUMNS
@@ -223,8 +245,12 @@ class Comparison(ModuleTable):
         differences = {module.path: module.max_abs for module in self._compared}
         if not differences:
             return None
-        strange = [path for path, value in differences.items() if value is not None and math.isnan(value)]
-        return strange[0] if strange else max(differences, key=lambda path: differences[path] or 0.0)
+        strange = [
+            path for path, value in differences.items() if value is not None and math.isnan(value)
+        ]
+        return (
+            strange[0] if strange else max(differences, key=lambda path: differences[path] or 0.0)
+        )
 
     @property
     def score(self) -> str:
@@ -252,14 +278,20 @@ class Comparison(ModuleTable):
             count = sum(module.status in (DIFFERS, INHERITS) for module in self.modules.values())
             return f"{many(count, 'module')} differ{'s' * (count == 1)}"
         inherit = sum(module.status == INHERITS for module in self.modules.values())
-        others = f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}" if len(self.wrong) > 1 else ""
+        others = (
+            f"; also wrong: {', '.join(map(_shown, self.wrong[1:4]))}"
+            if len(self.wrong) > 1
+            else ""
+        )
         others += f" and {len(self.wrong) - 4} more" if len(self.wrong) > 4 else ""
         after = f"{many(inherit, 'module')} after it inherit{'s' * (inherit == 1)} the error"
         if self.isolated:
             around = "them" if others else "it"
             after = f"{many(inherit, 'module')} around {around} differ{'s' * (inherit == 1)} too"
         merged = self.modules[self.first_wrong].reason
-        who = _shown(self.first_wrong) + (f" ({merged})" if merged.startswith("merged with") else "")
+        who = _shown(self.first_wrong) + (
+            f" ({merged})" if merged.startswith("merged with") else ""
+        )
         return f"first wrong: {who}: {self._how_wrong(self.first_wrong)}{others}; {after}"
 
     @property
@@ -267,7 +299,11 @@ class Comparison(ModuleTable):
         """The largest difference and its module, in brackets."""
         worst = self.worst
         value = None if worst is None else self.modules[worst].max_abs
-        return "" if worst is None or value is None else f" (worst {short_number(value)}, {_shown(worst)})"
+        return (
+            ""
+            if worst is None or value is None
+            else f" (worst {short_number(value)}, {_shown(worst)})"
+        )
 
     @property
     def _nan_on_both_sides(self) -> str:
@@ -276,7 +312,9 @@ class Comparison(ModuleTable):
         if not listed:
             return ""
         [path, *_] = innermost(listed)
-        tensor = next(o.tensor for call in self.modules[path].calls for o in call.outputs if o.difference.nan)
+        tensor = next(
+            o.tensor for call in self.modules[path].calls for o in call.outputs if o.difference.nan
+        )
         return f"; of these, {len(listed)} have NaN at the same places on both sides: {_shown(path)} in {tensor!r}"
 
     def _how_wrong(self, path: str) -> str:
@@ -306,7 +344,10 @@ class Comparison(ModuleTable):
     @property
     def _precisions(self) -> tuple[str, ...]:
         """How modules whose precision differs were compared, a line each way."""
-        modules = [{each.note for each in module.differences if each.note} for module in self.modules.values()]
+        modules = [
+            {each.note for each in module.differences if each.note}
+            for module in self.modules.values()
+        ]
         counts = Counter(note for notes in modules for note in notes)
         return tuple(f"{note}: {many(count, 'module')}" for note, count in sorted(counts.items()))
 
@@ -320,11 +361,14 @@ class Verification(Comparison):
     """The result of `verify`, by module.
 
     Attributes:
-        parameters: Number of initializers that are known parameters or buffers, by name or, for matrices, by value.
-        misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node' of other"``.
-        next_outputs: With ``outputs_from``, the tensors of the file to ask the engine for next; none where the first
-            wrong module is known, or nothing differs.
-        training: Nodes of wrong modules that compute as in training, such as active dropout, a line each.
+        parameters: Number of initializers that are known parameters or buffers, by name or, for
+            matrices, by value.
+        misplaced: The parameters that nodes of other modules read: ``"fc.weight is read by 'node'
+            of other"``.
+        next_outputs: With ``outputs_from``, the tensors of the file to ask the engine for next;
+            none where the first wrong module is known, or nothing differs.
+        training: Nodes of wrong modules that compute as in training, such as active dropout, a line
+            each.
     """
 
     parameters: int = 0
@@ -352,7 +396,11 @@ class Verification(Comparison):
     @property
     def notes(self) -> tuple[str, ...]:
         """The same, nodes in training mode, parameters that nodes of other modules read, and tensors to ask for."""
-        asked = [f"next, ask the engine for: {', '.join(self.next_outputs)}"] if self.next_outputs else []
+        asked = (
+            [f"next, ask the engine for: {', '.join(self.next_outputs)}"]
+            if self.next_outputs
+            else []
+        )
         return (*super().notes, *self.training[1:], *self.misplaced, *asked)
 
 

@@ -24,9 +24,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_SAMPLE = 256  # elements of each parameter that are compared: weights of another model differ from the first one on
+# elements of each parameter that are compared: weights of another model differ from the first one
+# on
+_SAMPLE = 256
 _TURNED = {"transposed", "reshaped"}
-_FEWEST = 3  # parameters with other values: fewer are a fault of this file, which the comparison finds
+# parameters with other values: fewer are a fault of this file, which the comparison finds
+_FEWEST = 3
 
 
 def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
@@ -35,7 +38,8 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
     A single changed weight is accepted: the comparison finds it.
     """
     modules = Hierarchy.from_module(model)
-    exact = tagged.source != "torch"  # torch's own scopes name modules wrongly, and do not tell what was fused
+    # torch's own scopes name modules wrongly, and do not tell what was fused
+    exact = tagged.source != "torch"
     inserted = lora_modules(tagged.model.metadata_props)
     for path, info in tagged.hierarchy.items() if exact else ():
         if path not in modules and (path in inserted or _is_in_traced(modules, path)):
@@ -44,16 +48,28 @@ def check_same_model(tagged: TaggedModel, model: nn.Module, name: str) -> None:
             _refuse(name, model, f"it has a module {path!r}, and the model has none")
         ours = modules[path]
         if not info.may_be(ours):
-            _refuse(name, model, f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}")
+            _refuse(
+                name,
+                model,
+                f"its module {path or '(root)'!r} is a {info.simple_class}, not a {ours.simple_class}",
+            )
     parameters = dict(named_tensors(model))
     stored = tagged.model.graph.initializers.items()
-    shared = [(value, parameters[key]) for key, value in stored if value.const_value is not None and key in parameters]
+    shared = [
+        (value, parameters[key])
+        for key, value in stored
+        if value.const_value is not None and key in parameters
+    ]
     for value, tensor in shared:
         shape = list(value.const_value.shape.numpy())  # type: ignore[union-attr]
         wanted = [*tensor.shape, *([2] * tensor.is_complex())]  # real and imaginary parts
-        if shape == wanted or (math.prod(shape) == math.prod(wanted) and _done_to(value) & {*_TURNED, "computed"}):
+        if shape == wanted or (
+            math.prod(shape) == math.prod(wanted) and _done_to(value) & {*_TURNED, "computed"}
+        ):
             continue
-        _refuse(name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}")
+        _refuse(
+            name, model, f"its {value.name!r} has the shape {shape}, and the model's has {wanted}"
+        )
     if exact:
         _check_values(tagged, shared, name, model)
 
@@ -68,11 +84,15 @@ def _is_in_traced(modules: Hierarchy, path: str) -> bool:
     return any(modules[up].is_generated for up in tags.ancestors(path) if up in modules)
 
 
-def check_same_modules_ran(tagged: TaggedModel, model: nn.Module, ran: Mapping[str, int], name: str) -> None:
+def check_same_modules_ran(
+    tagged: TaggedModel, model: nn.Module, ran: Mapping[str, int], name: str
+) -> None:
     """Refuse a file that lacks modules which ran and have parameters; ``ran``: module path → how often it ran."""
     modules = {path: module for path, _, module in module_paths(model)}
     for path in ran:
-        if path not in tagged.hierarchy and any(True for _ in modules[path].parameters(recurse=False)):
+        if path not in tagged.hierarchy and any(
+            True for _ in modules[path].parameters(recurse=False)
+        ):
             _refuse(name, model, f"the model's module {path!r} ran, and the file has none")
 
 
@@ -87,18 +107,27 @@ def _check_values(
     different = looked_at = 0
     for value, tensor in shared:
         owner = str(value.name).rpartition(".")[0]
-        fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged  # then a neighbour's were worked into it
+        # then a neighbour's were worked into it
+        fused = owner in tagged and tagged.hierarchy[owner].fate.is_merged
         floats = value.const_value.dtype.is_floating_point()  # type: ignore[union-attr] # see check_same_model
         if fused or not floats or not tensor.is_floating_point() or _done_to(value) & _TURNED:
             continue
         looked_at += 1
         try:
             stored = _sample(value.const_value.numpy())  # type: ignore[union-attr] # see check_same_model
-            different += stored.tobytes() != from_torch(_sample(tensor)).astype(stored.dtype).tobytes()
+            different += (
+                stored.tobytes() != from_torch(_sample(tensor)).astype(stored.dtype).tobytes()
+            )
         except (OSError, ValueError) as error:
-            raise InputError(f"{name}: its weight {value.name!r} cannot be read: {error}") from error
+            raise InputError(
+                f"{name}: its weight {value.name!r} cannot be read: {error}"
+            ) from error
     if different >= _FEWEST and different > looked_at / 2:
-        _refuse(name, model, f"{different} of {looked_at} parameters have other values: it has other weights")
+        _refuse(
+            name,
+            model,
+            f"{different} of {looked_at} parameters have other values: it has other weights",
+        )
 
 
 def _sample(values: Any) -> Any:
@@ -116,7 +145,9 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
 
     Exporters fold the transposition of a Linear's weight into the weight, which loses its name.
     """
-    initializers = [value for graph in tagged.model.graphs() for value in graph.initializers.values()]
+    initializers = [
+        value for graph in tagged.model.graphs() for value in graph.initializers.values()
+    ]
     tensors = dict(named_tensors(model))
     names = {value: str(value.name) for value in initializers if value.name in tensors}
     weights: defaultdict[tuple[str, frozenset[int]], list[tuple[str, Array]]] = defaultdict(list)
@@ -126,9 +157,16 @@ def known_parameters(tagged: TaggedModel, model: nn.Module) -> dict[ir.Value, st
             weights[str(array.dtype), frozenset(array.shape)].append((name, array))
     for value in initializers:
         tensor = value.const_value
-        if value in names or tensor is None or len(tensor.shape) != 2 or tensor.dtype == ir.DataType.STRING:
+        if (
+            value in names
+            or tensor is None
+            or len(tensor.shape) != 2
+            or tensor.dtype == ir.DataType.STRING
+        ):
             continue
-        listed = weights.get((str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())), [])
+        listed = weights.get(
+            (str(np.dtype(tensor.dtype.numpy())), frozenset(tensor.shape.numpy())), []
+        )
         stored = tensor.numpy() if listed else None
         for name, weight in listed:
             if _is_same(stored, weight) or _is_same(stored, weight.T):
@@ -143,25 +181,39 @@ def _is_same(one: Any, other: Array) -> bool:
 
 
 def misplaced_parameters(
-    tagged: TaggedModel, known: Mapping[ir.Value, str], readers: Mapping[str, frozenset[str]], model: nn.Module
+    tagged: TaggedModel,
+    known: Mapping[ir.Value, str],
+    readers: Mapping[str, frozenset[str]],
+    model: nn.Module,
 ) -> tuple[str, ...]:
     """Return the parameters that are read by a node of a module that does not read them in PyTorch.
 
-    Every node that reads a parameter must have an owner at or below a module that holds the tensor or that read it
-    when PyTorch ran (``readers``); tied parameters are one tensor. Each is a line for a node: ``"fc.weight is read by
-    Gemm 'node_3' of 'other'"``.
+    Every node that reads a parameter must have an owner at or below a module that holds the tensor
+    or that read it when PyTorch ran (``readers``); tied parameters are one tensor. Each is a line
+    for a node: ``"fc.weight is read by Gemm 'node_3' of 'other'"``.
     """
-    return tuple(line for value, name in known.items() for line in _misplaced(tagged, value, name, readers, model))
+    return tuple(
+        line
+        for value, name in known.items()
+        for line in _misplaced(tagged, value, name, readers, model)
+    )
 
 
 def _misplaced(
-    tagged: TaggedModel, initializer: ir.Value, name: str, readers: Mapping[str, frozenset[str]], model: nn.Module
+    tagged: TaggedModel,
+    initializer: ir.Value,
+    name: str,
+    readers: Mapping[str, frozenset[str]],
+    model: nn.Module,
 ) -> Iterator[str]:
     right = readers[name]
     if any(path in tagged and _gives_constants(tagged, path) for path in right):
         return  # what it was folded into is read wherever the module's result is
-    outside_readers = [use.node for use in initializer.uses() if not _reads(tagged, use.node, right)]
-    if outside_readers:  # exporters merge equal tensors under one name: then it may be read wherever any of them is
+    outside_readers = [
+        use.node for use in initializer.uses() if not _reads(tagged, use.node, right)
+    ]
+    # exporters merge equal tensors under one name: then it may be read wherever any of them is
+    if outside_readers:
         merged = [*_merged_into(initializer), *_equal_tensors(model, name)]
         right = right.union(*(readers[tied] for tied in merged if tied in readers))
     for node in outside_readers:
@@ -193,6 +245,8 @@ def _equal_tensors(model: nn.Module, name: str) -> list[str]:
     every = dict(named_tensors(model))
     this = every[name]
     alike = (
-        candidate for candidate, tensor in every.items() if tensor.shape == this.shape and tensor.dtype == this.dtype
+        candidate
+        for candidate, tensor in every.items()
+        if tensor.shape == this.shape and tensor.dtype == this.dtype
     )
     return [candidate for candidate in alike if torch.equal(every[candidate], this)]

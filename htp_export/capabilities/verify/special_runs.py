@@ -1,7 +1,7 @@
 """Runs that are no run of the whole file: of each module alone, and of another engine, of which some tensors are known.
 
-Of another engine, the first wrong module is found as ``git bisect`` finds a commit: the tensor that halves what is in
-doubt comes next.
+Of another engine, the first wrong module is found as ``git bisect`` finds a commit: the tensor that
+halves what is in doubt comes next.
 """
 
 from __future__ import annotations
@@ -26,7 +26,12 @@ from htp_export.capabilities.verify.checking import (
     pair_call,
 )
 from htp_export.capabilities.verify.file_run import FileRun
-from htp_export.capabilities.verify.locating import Blame, blame_by_graph, blame_by_nesting, computed_from
+from htp_export.capabilities.verify.locating import (
+    Blame,
+    blame_by_graph,
+    blame_by_nesting,
+    computed_from,
+)
 from htp_export.capabilities.verify.pytorch_run import ModuleCall
 from htp_export.editing.cut_models import cut_model
 from htp_export.errors import InputError
@@ -61,8 +66,12 @@ class DumpedRun(FileRun):
             raise InputError(f"{name}: has no tensor that {run.name} computes; it has {listed}")
         for tensor, fed in run.feed.items():
             if tensor in dumped and not _is_same(dumped[tensor], fed):
-                raise InputError(f"{name}: was made of another input {tensor!r} than PyTorch is run on; give that one")
-        return cls(run.tagged, run.name, run.feed, run.settings, run.portion_bytes, run.use_up, dumped)
+                raise InputError(
+                    f"{name}: was made of another input {tensor!r} than PyTorch is run on; give that one"
+                )
+        return cls(
+            run.tagged, run.name, run.feed, run.settings, run.portion_bytes, run.use_up, dumped
+        )
 
     def fetch(self, sizes: Mapping[str, int], use: Callable[[str, Array], None]) -> None:
         """As of `FileRun`, for tensors in the dump and weights."""
@@ -76,7 +85,9 @@ class DumpedRun(FileRun):
 
 
 def _is_same(one: Array, other: Array) -> bool:
-    return one.shape == other.shape and np.allclose(one, other, rtol=1e-5, atol=1e-6, equal_nan=one.dtype.kind == "f")
+    return one.shape == other.shape and np.allclose(
+        one, other, rtol=1e-5, atol=1e-6, equal_nan=one.dtype.kind == "f"
+    )
 
 
 def _resolved(tagged: TaggedModel, arrays: Mapping[str, Any]) -> dict[str, Array]:
@@ -102,7 +113,9 @@ def _parts(tagged: TaggedModel, node: ir.Node, array: Array) -> list[Array]:
     if node.op_type == "Identity":
         return [array]
     shapes = [tagged.inferred.shape(value) for value in node.inputs]
-    if node.op_type != "Concat" or any(shape is None or len(shape) != array.ndim for shape in shapes):
+    if node.op_type != "Concat" or any(
+        shape is None or len(shape) != array.ndim for shape in shapes
+    ):
         return []
     axis = node.attributes["axis"].as_int()
     sizes = [shape[axis] for shape in shapes if shape is not None]
@@ -119,10 +132,15 @@ def _plain(name: str) -> str:
 
 def _with_dumped_tensors(run: DumpedRun, calls: Sequence[PairedCall]) -> list[PairedCall]:
     def known(pairs: Iterable[Pair]) -> tuple[Pair, ...]:
-        listed = (replace(pair, candidates=tuple(filter(run.knows, pair.candidates))) for pair in pairs)
+        listed = (
+            replace(pair, candidates=tuple(filter(run.knows, pair.candidates))) for pair in pairs
+        )
         return tuple(pair for pair in listed if pair.candidates)
 
-    return [replace(call, outputs=known(call.outputs), inputs=known(call.inputs), missing=0) for call in calls]
+    return [
+        replace(call, outputs=known(call.outputs), inputs=known(call.inputs), missing=0)
+        for call in calls
+    ]
 
 
 def _narrowed(
@@ -130,14 +148,18 @@ def _narrowed(
 ) -> tuple[Blame, tuple[str, ...]]:
     """Say where the first wrong module is, as far as a dump tells, and which tensor to ask for next.
 
-    ``calls`` are all, with all tensors that the file names, and ``blame`` has the modules that return the first tensors
-    that differ. Returned are the module that is wrong, or that holds all that may be; and the next tensor, none if that
-    is the module.
+    ``calls`` are all, with all tensors that the file names, and ``blame`` has the modules that
+    return the first tensors that differ. Returned are the module that is wrong, or that holds all
+    that may be; and the next tensor, none if that is the module.
     """
     if not blame.calls:
         return blame, ()
     excess = excesses(checked)
-    [bad, *_] = [value for value, r in checked[blame.calls[0]].outputs if excess[value] > 1 or not r.difference.agrees]
+    [bad, *_] = [
+        value
+        for value, r in checked[blame.calls[0]].outputs
+        if excess[value] > 1 or not r.difference.agrees
+    ]
     fine = computed_from(run.tagged, (value for value, size in excess.items() if size <= 1))
     doubtful = computed_from(run.tagged, [bad], fine) - fine
     homes: dict[ir.Value, str] = {}
@@ -148,7 +170,10 @@ def _narrowed(
     open_tensors = [value for value in homes if value is not bad and value not in excess]
     if not open_tensors:
         return blame, ()
-    sizes = {value: len((computed_from(run.tagged, [value], fine) - fine) & homes.keys()) for value in open_tensors}
+    sizes = {
+        value: len((computed_from(run.tagged, [value], fine) - fine) & homes.keys())
+        for value in open_tensors
+    }
     chosen = max(open_tensors, key=lambda value: min(sizes[value], len(homes) - sizes[value]))
     around = tags.common_ancestor(homes.values())
     why = f"{len(homes)} modules that lead to {bad.name!r} are in doubt: it is one of them, or {around or 'the root'!r}"
@@ -169,7 +194,9 @@ class _Task:
     @property
     def outside(self) -> list[str]:
         """The tensors at its other inputs."""
-        return [str(value.name) for name, value in self.cut.inputs.items() if name not in self.expected]
+        return [
+            str(value.name) for name, value in self.cut.inputs.items() if name not in self.expected
+        ]
 
 
 def _check_isolated(
@@ -177,9 +204,9 @@ def _check_isolated(
 ) -> tuple[list[CheckedCall], dict[str, str]]:
     """Run every call alone, and compare its results.
 
-    Tensors that a module needs and PyTorch did not give it, since they are computed outside for several modules at
-    once, are taken from a run of the whole file. Returned are the calls that ran, in the same order, and why others did
-    not: module path → reason.
+    Tensors that a module needs and PyTorch did not give it, since they are computed outside for
+    several modules at once, are taken from a run of the whole file. Returned are the calls that
+    ran, in the same order, and why others did not: module path → reason.
     """
     tasks, constant, reasons = _tasks(run.tagged, [pair_call(run.tagged, call) for call in calls])
     outside = run.stored({name: 0 for task in tasks for name in task.outside}, store)
@@ -193,7 +220,9 @@ def _check_isolated(
     return sorted(checked, key=lambda call: ended[id(call.paired.call)]), reasons
 
 
-def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task], list[PairedCall], dict[str, str]]:
+def _tasks(
+    tagged: TaggedModel, calls: Sequence[PairedCall]
+) -> tuple[list[_Task], list[PairedCall], dict[str, str]]:
     """The calls that run alone, those whose results are constants, and why others do not run: module path → reason."""
     cutter = Cutter(tagged)
     tasks: list[_Task] = []
@@ -215,7 +244,9 @@ def _tasks(tagged: TaggedModel, calls: Sequence[PairedCall]) -> tuple[list[_Task
 
 def _is_constant(tagged: TaggedModel, pair: Pair) -> bool:
     """Whether a tensor does not depend on the inputs of the model."""
-    return all(value.is_initializer() or value in tagged.index.constant for value in pair.candidates)
+    return all(
+        value.is_initializer() or value in tagged.index.constant for value in pair.candidates
+    )
 
 
 def _task(tagged: TaggedModel, cutter: Cutter, paired: PairedCall) -> _Task:
@@ -234,7 +265,8 @@ def _fused_task(
 ) -> Iterator[_Task]:
     """The modules with which one was merged, cut out together; none if the file does not have the module's result."""
     path = paired.call.path
-    # What PyTorch gave to any of them, and what modules inside them returned, is known: only merged work runs.
+    # What PyTorch gave to any of them, and what modules inside them returned, is known: only merged
+    # work runs.
     group = [module for module in (path, *tagged.hierarchy[path].fused_with) if module in tagged]
     if not paired.outputs or any(tagged.hierarchy[module].calls > 1 for module in group):
         return
@@ -242,37 +274,69 @@ def _fused_task(
     arrays: dict[ir.Value, StoredArray] = {}
     for partner in calls:
         if any(tags.is_under(partner.call.path, module) for module in group):
-            known = (pair for pair in (*partner.inputs, *partner.outputs) if len(pair.candidates) == 1)
+            known = (
+                pair for pair in (*partner.inputs, *partner.outputs) if len(pair.candidates) == 1
+            )
             arrays.update((pair.candidates[0], pair.expected) for pair in known)
     for value in outputs.values():
         arrays.pop(value, None)
     graph = tagged.model.graph
-    members = {node for module in group for node in tagged.index.below.get(module, ()) if node.graph is graph}
+    members = {
+        node
+        for module in group
+        for node in tagged.index.below.get(module, ())
+        if node.graph is graph
+    }
     part = replace(cutter.cut_nodes(members, outputs, stops=arrays), path=path)
     if not any(value in part.inputs.values() for value in outputs.values()):
-        yield _Task(paired, part, {name: arrays[value] for name, value in part.inputs.items() if value in arrays})
+        yield _Task(
+            paired,
+            part,
+            {name: arrays[value] for name, value in part.inputs.items() if value in arrays},
+        )
 
 
-def _check(run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances) -> CheckedCall:
+def _check(
+    run: FileRun, task: _Task, outside: Mapping[str, StoredArray], tolerances: Tolerances
+) -> CheckedCall:
     tagged, inputs = run.tagged, task.cut.inputs.items()
     part = TaggedModel(cut_model(tagged, task.cut), tagged.hierarchy, tagged.source)
-    known = {name: (task.expected.get(name) or outside[str(value.name)]).in_file for name, value in inputs}
-    feed = {wanted.name: in_precision_of(wanted, known[wanted.name]) for wanted in Inputs.of(part.model)}
+    known = {
+        name: (task.expected.get(name) or outside[str(value.name)]).in_file
+        for name, value in inputs
+    }
+    feed = {
+        wanted.name: in_precision_of(wanted, known[wanted.name]) for wanted in Inputs.of(part.model)
+    }
     name = f"module {task.paired.call.path!r} alone"
     # The cut has the same tensors, perhaps under other names.
-    counterparts = dict(zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True))
+    counterparts = dict(
+        zip(dict.fromkeys(task.cut.outputs.values()), part.model.graph.outputs, strict=True)
+    )
     outputs = tuple(
-        replace(pair, candidates=tuple(counterparts[value] for value in pair.candidates if value in counterparts))
+        replace(
+            pair,
+            candidates=tuple(
+                counterparts[value] for value in pair.candidates if value in counterparts
+            ),
+        )
         for pair in task.paired.outputs
         if any(value in counterparts for value in pair.candidates)
     )
     paired = replace(task.paired, outputs=outputs, inputs=())
-    (checked,) = check_calls(FileRun(part, name, feed, run.settings, _ONE_RUN, use_up=True), [paired], tolerances)
+    (checked,) = check_calls(
+        FileRun(part, name, feed, run.settings, _ONE_RUN, use_up=True), [paired], tolerances
+    )
     return checked
 
 
 def check_run(
-    run: FileRun, calls: Sequence[ModuleCall], store: ArrayStore, tolerances: Tolerances, *, isolated: bool
+    run: FileRun,
+    calls: Sequence[ModuleCall],
+    store: ArrayStore,
+    tolerances: Tolerances,
+    *,
+    isolated: bool,
 ) -> tuple[list[CheckedCall], Blame, dict[str, str], tuple[str, ...]]:
     """The compared calls, the modules that are wrong themselves, why others were not compared, and `next_outputs`."""
     if isolated:

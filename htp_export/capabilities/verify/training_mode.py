@@ -11,15 +11,19 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import RANDOM, is_standard
 
 
-def training_nodes(tagged: TaggedModel, wrong: Collection[str], drawing: Collection[str]) -> tuple[str, ...]:
+def training_nodes(
+    tagged: TaggedModel, wrong: Collection[str], drawing: Collection[str]
+) -> tuple[str, ...]:
     """Describe the nodes of wrong modules that compute as in training, a line each.
 
-    These normalise by the batch, drop elements or draw random numbers. ``drawing``: the modules that drew random
-    numbers in PyTorch, in eval mode; in these, a file does so, too.
+    These normalise by the batch, drop elements or draw random numbers. ``drawing``: the modules
+    that drew random numbers in PyTorch, in eval mode; in these, a file does so, too.
     """
     facts, found = GraphFacts(tagged), []
     for node in tagged.nodes:
-        owners = [owner for owner in tagged.owners_of(node) if owner in wrong and owner not in drawing]
+        owners = [
+            owner for owner in tagged.owners_of(node) if owner in wrong and owner not in drawing
+        ]
         what = _in_training(node, facts) if owners else ""
         if what:
             found.append(f"{node.op_type} {node.name!r} of {owners[0] or '(root)'} {what}")

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeGuard
 import typer
 
 from htp_export.command.model_options import ModelOptions, SourceCall
-from htp_export.command.options import DimsOption, FileArgument, JsonOption, SelectOption, parse_dims, read_shapes
+from htp_export.command.options import (
+    DimsOption,
+    FileArgument,
+    JsonOption,
+    SelectOption,
+    parse_dims,
+    read_shapes,
+)
 from htp_export.command.terminal import CheckFailed, Steps, print_json, show
 from htp_export.errors import InputError
 from htp_export.plans.plan_options import typed_pairs
@@ -23,7 +30,10 @@ if TYPE_CHECKING:
 
 ToleranceOption = Annotated[
     list[str] | None,
-    typer.Option(metavar="SELECTOR=ABS,REL", help="Absolute and relative, for these modules. May be repeated."),
+    typer.Option(
+        metavar="SELECTOR=ABS,REL",
+        help="Absolute and relative, for these modules. May be repeated.",
+    ),
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="Show every module, not only what differs.")]
 
@@ -37,7 +47,9 @@ def report_runs(results: Mapping[str, Comparison], *, everything: bool, as_json:
     from htp_export.capabilities.verify.drawing import render
 
     several = len(results) > 1
-    failures = [f"{run}: " * several + result.summary for run, result in results.items() if not result.ok]
+    failures = [
+        f"{run}: " * several + result.summary for run, result in results.items() if not result.ok
+    ]
     if as_json:
         runs = {run: result.to_dict() for run, result in results.items()}
         print_json({"ok": not failures, "runs": runs} if several else runs[""])
@@ -54,7 +66,10 @@ def verified_runs(call: SourceCall, file: Path, **options: Any) -> dict[str, Ver
     from htp_export.capabilities.verify.verifying import verify
 
     with call.adapted():
-        return {run: verify(call.model, file, call.args, kwargs, **options) for run, kwargs in call.runs.items()}
+        return {
+            run: verify(call.model, file, call.args, kwargs, **options)
+            for run, kwargs in call.runs.items()
+        }
 
 
 def parse_tolerances(settings: Sequence[str]) -> dict[str, tuple[float, float]]:
@@ -81,7 +96,8 @@ def verify_command(
     dims: DimsOption = None,
     isolated: Annotated[bool, "Run each module alone, on what PyTorch gives it."] = False,
     outputs_from: Annotated[
-        Path | None, "Tensors by name that another engine computed (.npz), in place of a run of ONNX Runtime."
+        Path | None,
+        "Tensors by name that another engine computed (.npz), in place of a run of ONNX Runtime.",
     ] = None,
     select: SelectOption = None,
     tolerance: ToleranceOption = None,
@@ -96,7 +112,9 @@ def verify_command(
 
     options.check()
     if options.entry is not None and dims:
-        raise InputError("--dims is for a SOURCE; with --entry, the factory decides what sizes the inputs have")
+        raise InputError(
+            "--dims is for a SOURCE; with --entry, the factory decides what sizes the inputs have"
+        )
     sizes, tolerances = parse_dims(dims or []), parse_tolerances(tolerance or ())
     steps = Steps(quiet=as_json, count=2)
     tagged = load(file)
@@ -109,18 +127,26 @@ def verify_command(
     assumed = _assumed(tagged, call, sizes) if call.example is None else ()
     with steps.step("verifying"):
         results = verified_runs(
-            call, file, isolated=isolated, outputs_from=outputs_from, select=select or None, tolerances=tolerances
+            call,
+            file,
+            isolated=isolated,
+            outputs_from=outputs_from,
+            select=select or None,
+            tolerances=tolerances,
         )
     results = {run: replace(result, assumed=assumed) for run, result in results.items()}
     report_runs(results, everything=everything, as_json=as_json)
 
 
-def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]) -> SourceCall | None:
+def _call_by_task(
+    tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str, int]
+) -> SourceCall | None:
     """The call of the task that the file was exported from: the one whose inputs it has; None without a task."""
     from htp_export.capabilities.huggingface.tasks import split_task
 
     names = {str(value.name) for value in tagged.model.graph.inputs if not value.is_initializer()}
-    by_transformers = any(name.endswith((".keys", ".values")) for name in names)  # optimum's end in .key and .value
+    # optimum's end in .key and .value
+    by_transformers = any(name.endswith((".keys", ".values")) for name in names)
     by_optimum = any(name.startswith("past_key_values.") for name in names)
     is_cached = by_transformers or by_optimum or "encoder_hidden_states" in names
     if not (is_cached or split_task(options.task)[1] or (options.task is not None and not sizes)):
@@ -129,13 +155,19 @@ def _call_by_task(tagged: TaggedModel, options: ModelOptions, sizes: Mapping[str
     known: dict[str, str] = {}
     for two_files in (None, False, True) if is_cached else (None,):
         calls = options.calls_by_task(two_files=two_files, cache_names=cache_names, sizes=sizes)
-        inputs = {name: call.example.input_names for name, call in calls.items() if call.example is not None}
+        inputs = {
+            name: call.example.input_names
+            for name, call in calls.items()
+            if call.example is not None
+        }
         found = [calls[name] for name, given in inputs.items() if set(given) == names]
         if found:
             return found[0]
         known |= {name: f"{name} takes {', '.join(given)}" for name, given in inputs.items()}
     if known and is_cached:
-        raise InputError(f"the file has the inputs of none of the task's files: {'; '.join(known.values())}")
+        raise InputError(
+            f"the file has the inputs of none of the task's files: {'; '.join(known.values())}"
+        )
     return None
 
 
@@ -148,9 +180,15 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     from htp_export.format.leaves import named_tensors_in
 
     arrays = NpzArrays(dump)
-    given = {argument: arrays[name] for name, argument in input_arguments(tagged).items() if name in arrays}
+    given = {
+        argument: arrays[name]
+        for name, argument in input_arguments(tagged).items()
+        if name in arrays
+    }
     if not given:
-        raise InputError(f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too")
+        raise InputError(
+            f"{dump}: has none of the file's inputs; write the inputs of the run into the dump, too"
+        )
 
     def unlike(kwargs: dict[str, Any]) -> int:
         shapes = {name: tuple(leaf.shape) for name, leaf in named_tensors_in(kwargs)}
@@ -163,22 +201,38 @@ def _call_of_dump(tagged: TaggedModel, call: SourceCall, dump: Path) -> SourceCa
     return replace(call, kwargs=kwargs, example=call.example and replace(call.example, runs={}))
 
 
-def _shapes(tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, list[int | None]]:
+def _shapes(
+    tagged: TaggedModel, dims: Mapping[str, int], given: Mapping[str, Any]
+) -> dict[str, list[int | None]]:
     """Argument of the model → the shape that a file wants of it; None in place of a size that stays open.
 
-    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of ``--shapes``.
+    ``dims`` and ``given`` (argument → shape) are those of ``--dims`` and of the file of
+    ``--shapes``.
     """
     from htp_export.capabilities.verify.checking import input_arguments
     from htp_export.runtime.inputs import Inputs
 
     arguments = input_arguments(tagged)
-    plain = {name: shape.get("shape") if isinstance(shape, Mapping) else shape for name, shape in given.items()}
-    whole = {name: shape for name, argument in arguments.items() if _is_whole(shape := plain.get(argument))}
+    plain = {
+        name: shape.get("shape") if isinstance(shape, Mapping) else shape
+        for name, shape in given.items()
+    }
+    whole = {
+        name: shape
+        for name, argument in arguments.items()
+        if _is_whole(shape := plain.get(argument))
+    }
     bound = Inputs.of(tagged.model).bind(dims=dims, shapes=whole)
     if bound.conflicts:
         raise InputError(bound.conflicts[0])
-    shapes = {arguments[name]: list(shape) for name, shape in bound.shapes.items() if shape is not None}
-    return {argument: shape for argument, shape in shapes.items() if any(size is not None for size in shape)}
+    shapes = {
+        arguments[name]: list(shape) for name, shape in bound.shapes.items() if shape is not None
+    }
+    return {
+        argument: shape
+        for argument, shape in shapes.items()
+        if any(size is not None for size in shape)
+    }
 
 
 def _is_whole(shape: object) -> TypeGuard[list[int]]:
@@ -195,4 +249,6 @@ def _assumed(tagged: TaggedModel, call: SourceCall, dims: Mapping[str, int]) -> 
     bound = Inputs.of(tagged.model).bind(dims=dims, shapes=shapes)
     if dims:
         bound.check()
-    return tuple(f"size {name!r} is {size}" for name, size in bound.sizes.items() if name not in dims)
+    return tuple(
+        f"size {name!r} is {size}" for name, size in bound.sizes.items() if name not in dims
+    )

@@ -69,12 +69,13 @@ def verify(
 ) -> Verification:
     """Compare a PyTorch model with its ONNX file, module by module.
 
-    PyTorch runs once, in eval mode, with hooks on every module. ONNX Runtime runs the file without optimisation and
-    returns the tensors that modules return. ``docs/verify.md`` describes how they are compared. The model and the
-    arguments are restored afterwards, also on errors.
+    PyTorch runs once, in eval mode, with hooks on every module. ONNX Runtime runs the file without
+    optimisation and returns the tensors that modules return. ``docs/verify.md`` describes how they
+    are compared. The model and the arguments are restored afterwards, also on errors.
 
-    What `htp_export.export` returned knows its model and example inputs while they are alive: ``verify(program)``.
-    Without arguments, a file that this process exported from the model is verified with those of its export.
+    What `htp_export.export` returned knows its model and example inputs while they are alive:
+    ``verify(program)``. Without arguments, a file that this process exported from the model is
+    verified with those of its export.
 
     Not thread-safe for one PyTorch model: it has hooks while it runs.
 
@@ -83,27 +84,29 @@ def verify(
         onnx: The exported model: a file, or a model in memory.
         args: Positional arguments of the model.
         kwargs: Keyword arguments of the model.
-        isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module, so that an error is
-            reported for the module that causes it.
-        outputs_from: Tensors of the file that another engine computed on the same arguments: an ``.npz`` file, or name
-            → array. ONNX Runtime is not run; modules without a tensor there are not compared, and the result's
-            ``next_outputs`` names the tensor that halves what may be wrong.
+        isolated: Run the nodes of each module alone, on the inputs that PyTorch gave to the module,
+            so that an error is reported for the module that causes it.
+        outputs_from: Tensors of the file that another engine computed on the same arguments: an
+            ``.npz`` file, or name → array. ONNX Runtime is not run; modules without a tensor there
+            are not compared, and the result's ``next_outputs`` names the tensor that halves what
+            may be wrong.
         select: Only these modules; see ``TaggedModel.select``.
-        tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the last selector that
-            matches applies.
-        portion_bytes: Bytes of tensors that are fetched in one run, and of PyTorch's tensors that stay in memory; the
-            rest goes into temporary files.
+        tolerances: Selector → absolute and relative tolerance of the outputs of these modules; the
+            last selector that matches applies.
+        portion_bytes: Bytes of tensors that are fetched in one run, and of PyTorch's tensors that
+            stay in memory; the rest goes into temporary files.
         providers: ONNX Runtime's execution providers, in order of preference.
-        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on. Optimisation is off
-            whatever it says; it is restored afterwards.
+        session_options: An ``onnxruntime.SessionOptions``: threads, custom operators and so on.
+            Optimisation is off whatever it says; it is restored afterwards.
 
     Returns:
-        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``, ``.modules[path].status``.
+        The result for every module: ``.ok``, ``.first_wrong``, ``.modules[path].max_abs``,
+        ``.modules[path].status``.
 
     Raises:
-        InputError: The file is of another model, the model or the file cannot run on these arguments, a selector
-            matches nothing, the model or the inputs that an export was made of are gone, or ``outputs_from`` has none
-            of its tensors, or was made of other inputs.
+        InputError: The file is of another model, the model or the file cannot run on these
+            arguments, a selector matches nothing, the model or the inputs that an export was made
+            of are gone, or ``outputs_from`` has none of its tensors, or was made of other inputs.
         FileError: The file cannot be read.
         UntaggedModelError: The file has no module tags.
 
@@ -118,18 +121,31 @@ def verify(
         True
     """
     if isolated and outputs_from is not None:
-        raise InputError("isolated runs parts of the file, and outputs_from has what was computed: give one of them")
+        raise InputError(
+            "isolated runs parts of the file, and outputs_from has what was computed: give one of them"
+        )
     model, onnx, args, kwargs = _what_was_exported(model, onnx, args, kwargs)
-    prepare_caches(args, kwargs, None)  # a model adds to its cache: `record_calls` copies what torch takes apart
+    # a model adds to its cache: `record_calls` copies what torch takes apart
+    prepare_caches(args, kwargs, None)
     tagged, name = read_flat(onnx), name_of(onnx, "the ONNX model")
     check_has_modules(tagged, name)
     chosen = set(tagged.paths if select is None else tagged.select(select))
     with attention_as_in(tagged.hierarchy, model):
         check_same_model(tagged, model, name)
         feed = feed_of_call(tagged, model, args, kwargs, name)
-        run = FileRun(tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes)
+        run = FileRun(
+            tagged, name, feed, SessionSettings(tuple(providers), session_options), portion_bytes
+        )
         run = with_sorted_results(run) if outputs_from is None else DumpedRun.of(run, outputs_from)
-        return _verified(run, model, args, kwargs, chosen, tolerance_of(tagged, tolerances or {}), isolated=isolated)
+        return _verified(
+            run,
+            model,
+            args,
+            kwargs,
+            chosen,
+            tolerance_of(tagged, tolerances or {}),
+            isolated=isolated,
+        )
 
 
 def _what_was_exported(
@@ -144,7 +160,9 @@ def _what_was_exported(
     known = None
     if isinstance(model, ONNXProgram):
         if onnx is not None:
-            raise InputError("a program knows the model that it was made of: give verify(program), or that model")
+            raise InputError(
+                "a program knows the model that it was made of: give verify(program), or that model"
+            )
         onnx = model
         model, known = model_and_call(onnx)
     elif onnx is None:
@@ -172,10 +190,13 @@ def _verified(
 
     def wanted(path: str, number: int, argument: str) -> bool:
         signature = tagged.signature(path, number)
-        return path in chosen and signature is not None and signature.inputs.get(argument) is not None
+        return (
+            path in chosen and signature is not None and signature.inputs.get(argument) is not None
+        )
 
     with ArrayStore.opened(run.portion_bytes) as store:
-        with evaluating(model), unchanged(model, (args, kwargs)):  # what changes while it waits for others stays
+        # what changes while it waits for others stays
+        with evaluating(model), unchanged(model, (args, kwargs)):
             with parameter_readers(model) as readers:
                 calls = record_calls(model, args, kwargs, store, wanted)
             ran = Counter(call.path for call in calls)
@@ -185,13 +206,19 @@ def _verified(
         calls, calls_taken = numbered_as_in_file(tagged, taken.tagged, calls)
         unmatched = unmatched_calls(tagged, ran, calls_taken)
         compared = [call for call in calls if call.path in chosen and call.path not in unmatched]
-        unmatched |= dict.fromkeys((call.path for call in compared if None in call.outputs), _NO_VALUES)
-        checked, blame, reasons, following = check_run(taken, compared, store, allowed, isolated=isolated)
+        unmatched |= dict.fromkeys(
+            (call.path for call in compared if None in call.outputs), _NO_VALUES
+        )
+        checked, blame, reasons, following = check_run(
+            taken, compared, store, allowed, isolated=isolated
+        )
     blame = with_contradictions(tagged, with_missing_outputs(tagged, blame, calls[-1]), chosen)
     known = known_parameters(tagged, model) if exact else {}
     drawing = {call.path for call in calls if call.draws}
     training = training_nodes(tagged, blame.modules, drawing) if blame.modules else ()
-    modules = module_results(tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated)
+    modules = module_results(
+        tagged, chosen, checked, blame, {**reasons, **unmatched}, isolated=isolated
+    )
     return Verification(
         modules=modules,
         wrong=tuple(path for path in blame.modules if path in modules),
@@ -212,8 +239,8 @@ def feed_of_call(
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the arguments of a call of the model as inputs of the file; what does not fit is an `InputError`.
 
-    They are matched by the signature in the file, otherwise by name, otherwise in order. A number, also a default of
-    ``forward``, is an input if the exporter made it one, as TorchScript's does.
+    They are matched by the signature in the file, otherwise by name, otherwise in order. A number,
+    also a default of ``forward``, is an input if the exporter made it one, as TorchScript's does.
     """
     inputs = Inputs.of(tagged.model)
     call = arguments_by_name(model.forward, tuple(args), kwargs)
@@ -221,10 +248,14 @@ def feed_of_call(
     names = input_arguments(tagged)
     leaves = named_leaves({**defaults_of(model.forward), **call})
     numbers = {name: leaf for name, leaf in leaves if isinstance(leaf, int | float)}
-    values.update((argument, numbers[argument]) for argument in names.values() if argument in numbers)
+    values.update(
+        (argument, numbers[argument]) for argument in names.values() if argument in numbers
+    )
     if not all(argument in values for argument in names.values()):
         if len(inputs) != len(values):
-            raise InputError(f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors")
+            raise InputError(
+                f"{name}: takes {len(inputs)} inputs, and the call has {len(values)} tensors"
+            )
         names = dict(zip(names, values, strict=True))
     try:
         wanted = {each.name: each for each in inputs}
@@ -232,4 +263,5 @@ def feed_of_call(
         fed = inputs.feed_again(given).arrays
     except InputError as error:
         raise InputError(f"{name}: {error}") from error
-    return {key: array.copy() for key, array in fed.items()}  # a model may change its arguments in place
+    # a model may change its arguments in place
+    return {key: array.copy() for key, array in fed.items()}

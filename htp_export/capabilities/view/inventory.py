@@ -31,15 +31,20 @@ from htp_export.reporting.tag_facts import TagFacts
 from htp_export.shapes.operator_kinds import operator_of
 
 _AT_ONCE = 1 << 20  # elements that are converted to float64 at a time
-_NOT_NUMBERS = (ir.DataType.STRING, ir.DataType.COMPLEX64, ir.DataType.COMPLEX128, ir.DataType.UNDEFINED)
+_NOT_NUMBERS = (
+    ir.DataType.STRING,
+    ir.DataType.COMPLEX64,
+    ir.DataType.COMPLEX128,
+    ir.DataType.UNDEFINED,
+)
 
 
 @dataclass(frozen=True)
 class WeightStatistics:
     """The values of one tensor.
 
-    Mean, standard deviation (of the whole population) and range are those of its finite values; 0 where it has none.
-    ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
+    Mean, standard deviation (of the whole population) and range are those of its finite values; 0
+    where it has none. ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
     """
 
     elements: int
@@ -51,7 +56,9 @@ class WeightStatistics:
     not_finite: int
 
 
-def weight_statistics(model: ir.Model, constants: Iterable[ir.Value] = ()) -> dict[str, WeightStatistics]:
+def weight_statistics(
+    model: ir.Model, constants: Iterable[ir.Value] = ()
+) -> dict[str, WeightStatistics]:
     """Stored tensor of numbers → its statistics, of quantized ones as they are stored; every weight is read.
 
     These are the initializers, and ``constants``: weights that are results of ``Constant`` nodes.
@@ -65,7 +72,9 @@ def weight_statistics(model: ir.Model, constants: Iterable[ir.Value] = ()) -> di
         try:
             statistics[name] = _statistics(tensor)
         except (OSError, ValueError) as error:  # a data file that is missing, or too short
-            raise InputError(f"the values of the weight {name!r} cannot be read: {error}") from error
+            raise InputError(
+                f"the values of the weight {name!r} cannot be read: {error}"
+            ) from error
     return statistics
 
 
@@ -79,11 +88,14 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
         not_finite += part.size - finite.size
         if not finite.size:
             continue
-        # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample Variances", 1979.
+        # Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+        # Variances", 1979.
         part_mean = float(finite.mean())
         away = part_mean - mean
         total = count + finite.size
-        squares += float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / total
+        squares += (
+            float(((finite - part_mean) ** 2).sum()) + away * away * count * finite.size / total
+        )
         mean += away * finite.size / total
         count = total
         least, most = min(least, float(finite.min())), max(most, float(finite.max()))
@@ -122,8 +134,8 @@ class TensorEntry:
 class NodeEntry:
     """One node, with the tags of its file as written; ``""`` where it does not say.
 
-    ``module`` is the owner, or the deepest module above all owners. After ``inputs`` stand the outputs of subgraphs.
-    ``parameters`` counts the elements of the weights that it reads.
+    ``module`` is the owner, or the deepest module above all owners. After ``inputs`` stand the
+    outputs of subgraphs. ``parameters`` counts the elements of the weights that it reads.
     """
 
     name: str
@@ -143,9 +155,10 @@ class NodeEntry:
 class ModuleEntry(ModuleFacts):
     """One module: ``own_nodes`` are positions in ``Inventory.nodes`` of the nodes that no module below it computes.
 
-    ``tied`` maps parameters that an earlier module holds, too, to their full names there; ``counted_parameters`` and
-    ``counted_bytes`` are without them, so that siblings add up. ``source`` are the lines of its ``forward``,
-    ``modeling_bert.py:140-172``; ``failure`` says why it could not be exported.
+    ``tied`` maps parameters that an earlier module holds, too, to their full names there;
+    ``counted_parameters`` and ``counted_bytes`` are without them, so that siblings add up.
+    ``source`` are the lines of its ``forward``, ``modeling_bert.py:140-172``; ``failure`` says why
+    it could not be exported.
     """
 
     own_nodes: tuple[int, ...] = ()
@@ -165,7 +178,8 @@ class ModuleEntry(ModuleFacts):
 class Inventory:
     """A model, ready to be drawn: modules in the order of ``named_modules()``, the root alone where there are no tags.
 
-    Nodes of subgraphs stand after the node that holds them. ``called`` are the modules that ran: others are no level.
+    Nodes of subgraphs stand after the node that holds them. ``called`` are the modules that ran:
+    others are no level.
     """
 
     name: str
@@ -191,7 +205,8 @@ class Inventory:
 def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False) -> Inventory:
     """Everything that a drawing of a model shows; without a name, it has that of the graph.
 
-    Weights are read only for their statistics. A model without tags is one module, its root, which owns every node.
+    Weights are read only for their statistics. A model without tags is one module, its root, which
+    owns every node.
     """
     contents = contents_of(tagged).modules
     reader = _Reader(tagged, contents)
@@ -207,7 +222,9 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
         external_data=has_external_data(model),
         inputs=reader.tensors(model.graph.inputs),
         outputs=reader.tensors(model.graph.outputs),
-        constants=reader.tensors([value for graph in model.graphs() for value in graph.initializers.values()]),
+        constants=reader.tensors(
+            [value for graph in model.graphs() for value in graph.initializers.values()]
+        ),
         statistics=weight_statistics(model, reader.weights_of_nodes) if statistics else {},
     )
 
@@ -215,12 +232,19 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 class _Reader:
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged, self._tied = tagged, tied_parameters(tagged)
-        self._weights = dict.fromkeys(weight for content in contents.values() for weight in content.own_weights)
-        self.weights_of_nodes = [weight for weight in self._weights if weight.producer() is not None]
+        self._weights = dict.fromkeys(
+            weight for content in contents.values() for weight in content.own_weights
+        )
+        self.weights_of_nodes = [
+            weight for weight in self._weights if weight.producer() is not None
+        ]
         self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
         for path in sorted(contents, key=len, reverse=True):  # a parent's is shorter
             facts, above = contents[path].facts, tagged.hierarchy.parent(path)
-            for sums, own in ((self._parameters, facts.self_parameters), (self._bytes, facts.self_weight_bytes)):
+            for sums, own in (
+                (self._parameters, facts.self_parameters),
+                (self._bytes, facts.self_weight_bytes),
+            ):
                 sums[path] += own
                 sums[above] += sums[path]
         self._place = tagged.index.place
@@ -252,7 +276,9 @@ class _Reader:
         return tuple(map(self._tensor, values))
 
     def _tensor(self, value: ir.Value) -> TensorEntry:
-        is_typed = value.const_value is not None or (value.dtype is not None and value.shape is not None)
+        is_typed = value.const_value is not None or (
+            value.dtype is not None and value.shape is not None
+        )
         text = _type_text(value if is_typed else self._tagged.inferred.described(value))
         return TensorEntry(value.name or "", text, _value_text(value.const_value))
 
@@ -269,7 +295,9 @@ class _Reader:
             module=tags.common_ancestor(owners),
             inputs=tuple(self._links(node)),
             outputs=self.tensors(node.outputs),
-            attributes={name: _attribute_text(attribute) for name, attribute in node.attributes.items()},
+            attributes={
+                name: _attribute_text(attribute) for name, attribute in node.attributes.items()
+            },
             parameters=sum(map(elements_of, weights)),
             source=next(reversed(source_lines(node)), None),
         )

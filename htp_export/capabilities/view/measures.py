@@ -72,18 +72,30 @@ _KINDS = {
 _OWN = {"total_ms": "self_ms"}
 """What the module itself has, where that is not called ``self_…``."""
 _NAMED = ("precision", "device")
-_WORK = ("macs", "flops", "other_flops")  # of nodes that are not counted, these are unknown, and written as 0
+# of nodes that are not counted, these are unknown, and written as 0
+_WORK = ("macs", "flops", "other_flops")
 # These are in every drawing, or parts of other numbers.
 _KNOWN_ANYWAY = frozenset(
-    ("path", "class_name", "calls", "fate", "nodes", "own_nodes", "parameters", "weight_bytes", "share", "number")
+    (
+        "path",
+        "class_name",
+        "calls",
+        "fate",
+        "nodes",
+        "own_nodes",
+        "parameters",
+        "weight_bytes",
+        "share",
+        "number",
+    )
 )
 
 
 def measures_of(result: object) -> list[Measure]:
     """The numbers by module of a result, or of what its command writes with ``--json``; the main ones first.
 
-    A module may have several rows, by name, as each precision of ``sensitivity`` is one. Without ``modules``:
-    `InputError`.
+    A module may have several rows, by name, as each precision of ``sensitivity`` is one. Without
+    ``modules``: `InputError`.
     """
     data = plain(result)
     modules = data.get("modules") if isinstance(data, Mapping) else None
@@ -93,12 +105,18 @@ def measures_of(result: object) -> list[Measure]:
             "or the JSON that their commands write"
         )
     rows = {path: row for path, row in modules.items() if isinstance(row, Mapping)}
-    if rows and all(row and all(isinstance(value, Mapping) for value in row.values()) for row in rows.values()):
+    if rows and all(
+        row and all(isinstance(value, Mapping) for value in row.values()) for row in rows.values()
+    ):
         names = dict.fromkeys(name for row in rows.values() for name in row)
         measures = [
-            replace(measure, key=f"{measure.key}:{name}", title=f"{measure.title}, {name}", nodes={})
+            replace(
+                measure, key=f"{measure.key}:{name}", title=f"{measure.title}, {name}", nodes={}
+            )
             for name in names
-            for measure in _numbered(data, {path: row[name] for path, row in rows.items() if name in row})
+            for measure in _numbered(
+                data, {path: row[name] for path, row in rows.items() if name in row}
+            )
         ]
     else:
         measures = [*_named(rows), *_numbered(data, rows)]
@@ -107,7 +125,11 @@ def measures_of(result: object) -> list[Measure]:
 
 def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
     for name in _NAMED:
-        words = {path: word for path, row in rows.items() if isinstance(word := row.get(name), str) and word}
+        words = {
+            path: word
+            for path, row in rows.items()
+            if isinstance(word := row.get(name), str) and word
+        }
         if words:
             yield Measure(name, name, main=True, words=words, named=True)
 
@@ -115,7 +137,9 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
 def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
     numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
     words = {
-        path: ": ".join(str(text) for name in ("status", "problem", "reason") if (text := row.get(name)))
+        path: ": ".join(
+            str(text) for name in ("status", "problem", "reason") if (text := row.get(name))
+        )
         for path, row in rows.items()
     }
     for name in dict.fromkeys(name for values in numbers.values() for name in values):
@@ -142,7 +166,9 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
     """Values of single nodes: the nodes of a cost, the kernels of a profile."""
-    entries, field_name = (data.get("kernels"), "ms") if name == "total_ms" else (data.get("nodes"), name)
+    entries, field_name = (
+        (data.get("kernels"), "ms") if name == "total_ms" else (data.get("nodes"), name)
+    )
     values: dict[str, float] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, Mapping) or (name in _WORK and entry.get("counted") is False):
@@ -156,12 +182,15 @@ def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
 def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
     """A value for each node of ``inventory.nodes``, from the values of modules; None where nothing is known.
 
-    Of a measure that adds up, nodes sum up to what their module has: what the result says of single nodes, and the rest
-    in equal parts. Of any other measure, a node has the value of its owner.
+    Of a measure that adds up, nodes sum up to what their module has: what the result says of single
+    nodes, and the rest in equal parts. Of any other measure, a node has the value of its owner.
     """
     if not measure.additive:
         return [
-            max((measure.total[owner] for owner in node.owners if owner in measure.total), default=None)
+            max(
+                (measure.total[owner] for owner in node.owners if owner in measure.total),
+                default=None,
+            )
             for node in inventory.nodes
         ]
     known = [measure.nodes.get(node.name) if node.name else None for node in inventory.nodes]
@@ -170,7 +199,9 @@ def spread(measure: Measure, inventory: Inventory) -> list[float | None]:
         own_value = measure.own.get(path)
         if own_value is None or not module.own_nodes:
             continue
-        known_sum = sum((known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes)
+        known_sum = sum(
+            (known[k] or 0.0) / max(len(inventory.nodes[k].owners), 1) for k in module.own_nodes
+        )
         open_nodes = [k for k in module.own_nodes if known[k] is None] or list(module.own_nodes)
         left = own_value - known_sum
         if left > 0:

@@ -29,7 +29,11 @@ PLACE = ("Look", 4)
 IDLE = (
     Idle(("port",), lambda given: not given["serve"], "it is for --serve"),
     Idle(("output",), lambda given: given["serve"], "--serve writes no file"),
-    Idle(("explorer", "weights"), lambda given: given["netron"] or given["overlay"], "it is for the page"),
+    Idle(
+        ("explorer", "weights"),
+        lambda given: given["netron"] or given["overlay"],
+        "it is for the page",
+    ),
     FILE_IDLE,
     Idle(
         ("shapes",),
@@ -37,7 +41,11 @@ IDLE = (
         "it is for a model without a file, or for --measure",
     ),
     Idle(("data", "dims"), lambda given: not given["measure"], "it is for --measure"),
-    Idle(("data", "dims"), lambda given: not names_file(given), "a PyTorch model has the inputs of its example"),
+    Idle(
+        ("data", "dims"),
+        lambda given: not names_file(given),
+        "a PyTorch model has the inputs of its example",
+    ),
 )
 
 
@@ -55,13 +63,18 @@ _MEASURES = {
 def view_command(
     model: LookOptions,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page.", show_default="FILE.html"), Writes()
+        Path | None,
+        typer.Option("-o", "--output", help="The page.", show_default="FILE.html"),
+        Writes(),
     ] = None,
     profile: Annotated[Path | None, "What `profile --json` wrote: latency by module."] = None,
     cost: Annotated[Path | None, "What `cost --json` wrote: FLOPs and memory by module."] = None,
-    verify: Annotated[Path | None, "What `verify --json` or `compare --json` wrote: errors."] = None,
+    verify: Annotated[
+        Path | None, "What `verify --json` or `compare --json` wrote: errors."
+    ] = None,
     result: Annotated[
-        list[Path] | None, "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable."
+        list[Path] | None,
+        "What another command wrote with `--json`: `quantize`, `prune`, `sensitivity`; repeatable.",
     ] = None,
     measure: Annotated[
         str | None, "Measure it first: time (as `profile` does), cost, or both by comma: time,cost."
@@ -71,20 +84,32 @@ def view_command(
     explorer: Annotated[
         bool | None,
         typer.Option(
-            "--explorer/--no-explorer", help="Put Model Explorer into the page.", show_default="up to 20,000 nodes"
+            "--explorer/--no-explorer",
+            help="Put Model Explorer into the page.",
+            show_default="up to 20,000 nodes",
         ),
     ] = None,
-    weights: Annotated[bool, "Read the weights: show mean, spread, range and zeros of each."] = False,
-    overlay: Annotated[_Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."] = None,
-    netron: Annotated[bool, "Write Netron's sidecar, to be dropped onto the open model, not a page."] = False,
-    serve: Annotated[bool, "Serve the page on this machine, at an address that is printed; no file."] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Where --serve listens; 0 for any free port.")] = 0,
+    weights: Annotated[
+        bool, "Read the weights: show mean, spread, range and zeros of each."
+    ] = False,
+    overlay: Annotated[
+        _Overlay | None, "Write one overlay for Model Explorer (node data JSON), not a page."
+    ] = None,
+    netron: Annotated[
+        bool, "Write Netron's sidecar, to be dropped onto the open model, not a page."
+    ] = False,
+    serve: Annotated[
+        bool, "Serve the page on this machine, at an address that is printed; no file."
+    ] = False,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Where --serve listens; 0 for any free port.")
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Draw a model as one offline page.
 
-    Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree, a map of it and the
-    graph, and loads nothing from elsewhere.
+    Of an ONNX file, or of a PyTorch model, which need not export to ONNX. It shows the module tree,
+    a map of it and the graph, and loads nothing from elsewhere.
     """
     from htp_export.capabilities.view.viewing import measured_kinds
     from htp_export.files.text_files import write_text
@@ -93,7 +118,9 @@ def view_command(
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     kinds = measured_kinds(measure or ())
     given = runs_on(data, dims, model.shapes if model.is_file else None)
-    results: list[Any] = [path for path in (profile, cost, verify, *(result or ())) if path is not None]
+    results: list[Any] = [
+        path for path in (profile, cost, verify, *(result or ())) if path is not None
+    ]
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
         from htp_export.capabilities.view.viewing import view
@@ -102,17 +129,32 @@ def view_command(
         doing = "measuring and drawing" if kinds else "drawing"
         with Steps(quiet=as_json).step(f"{doing} {looked.name}"), quiet_runtime():
             shown = view(
-                looked.model, page, results=results, measure=kinds, **given, explorer=explorer, weights=weights
+                looked.model,
+                page,
+                results=results,
+                measure=kinds,
+                **given,
+                explorer=explorer,
+                weights=weights,
             )
-        return shown, {**looked.facts, "modules": shown.modules, "nodes": shown.nodes, "missing": shown.missing}
+        return shown, {
+            **looked.facts,
+            "modules": shown.modules,
+            "nodes": shown.nodes,
+            "missing": shown.missing,
+        }
 
     if serve:
         _serve(draw, port, as_json)
         return
     if (overlay or netron) and not model.is_file:
-        raise InputError("--overlay and --netron are for an ONNX file that Model Explorer or Netron opens")
+        raise InputError(
+            "--overlay and --netron are for an ONNX file that Model Explorer or Netron opens"
+        )
     file = Path(str(model.source) if model.is_file else "model")
-    target = output or file.with_suffix(".netron.json" if netron else f".{overlay}.json" if overlay else ".html")
+    target = output or file.with_suffix(
+        ".netron.json" if netron else f".{overlay}.json" if overlay else ".html"
+    )
     check_output(target, Kind.JSON if netron or overlay else Kind.PAGE)
     if not (netron or overlay):
         _report(target, f"open {target} in a browser", as_json, *draw(target))
@@ -120,12 +162,20 @@ def view_command(
     model.check_file()
     sidecar = _sidecar(file, overlay, results, kinds, given, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
-    viewer = f"Netron, and drop {target} onto it" if netron else f"Model Explorer, and add {target} as node data"
+    viewer = (
+        f"Netron, and drop {target} onto it"
+        if netron
+        else f"Model Explorer, and add {target} as node data"
+    )
     _report(target, f"open {file} in {viewer}", as_json)
 
 
 def _report(
-    target: Path, step: str, as_json: bool, shown: View | None = None, facts: Mapping[str, Any] = MappingProxyType({})
+    target: Path,
+    step: str,
+    as_json: bool,
+    shown: View | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Say what was drawn and written, and what can be done next."""
     written = written_page(target)
@@ -155,14 +205,20 @@ def _sidecar(
 ) -> dict[str, Any]:
     """What another viewer shows beside the file: an overlay of Model Explorer, or else Netron's sidecar."""
     from htp_export.capabilities.view.inventory import take_inventory
-    from htp_export.capabilities.view.model_explorer.graphs import dtype_overlay, netron_attachment, overlay_of
+    from htp_export.capabilities.view.model_explorer.graphs import (
+        dtype_overlay,
+        netron_attachment,
+        overlay_of,
+    )
     from htp_export.capabilities.view.viewing import measured, read_results
     from htp_export.editing.flattening import read_flat
 
     measures, _ = read_results(results)
     key, option, command, kind = _MEASURES.get(overlay or "", ("",) * 4)
     if key and kind not in kinds and all(measure.key != key for measure in measures):
-        raise InputError(f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}")
+        raise InputError(
+            f"--overlay {overlay} needs a result: give {option} with the JSON of htp-export {command}"
+        )
     tagged = read_flat(file)
     if kinds:
         with steps.step(f"measuring {file}"), quiet_runtime():
@@ -175,7 +231,9 @@ def _sidecar(
     return overlay_of(next(measure for measure in measures if measure.key == key), inventory)
 
 
-def _serve(draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool) -> None:
+def _serve(
+    draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool
+) -> None:
     from htp_export.capabilities.view.page.server import PageServer
 
     with PageServer(port) as server:  # before the work: the port may be taken

@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 from htp_export.capabilities.view.inventory import Inventory, take_inventory
 from htp_export.capabilities.view.measures import Measure, measures_of
-from htp_export.capabilities.view.model_explorer.application import MissingApplicationError, application, packed
+from htp_export.capabilities.view.model_explorer.application import (
+    MissingApplicationError,
+    application,
+    packed,
+)
 from htp_export.capabilities.view.model_explorer.graphs import drawing
 from htp_export.capabilities.view.page.document import asset, document, front_data, page_data
 from htp_export.editing.flattening import read_flat
@@ -33,7 +37,8 @@ if TYPE_CHECKING:
     from htp_export.capabilities.search.search_results import Search
     from htp_export.costs.result import Cost
 
-_COSTS = ("flops", "other_flops", "activation_bytes")  # the measures that every graph of a page has, if it has costs
+# the measures that every graph of a page has, if it has costs
+_COSTS = ("flops", "other_flops", "activation_bytes")
 _MEASURED = ("time", "cost")
 _MOST_NODES = 20_000  # with Model Explorer; a page of 100,000 would have 40 MB
 _FRAME = "width:100%;height:720px;border:1px solid #ccc;border-radius:8px"
@@ -53,7 +58,8 @@ class View(Result):
         modules: Number of modules in the page, without containers that never ran.
         missing: Why Model Explorer is not in the page; ``""`` if it is.
         failures: Module path → error, for modules of a PyTorch model that could not be exported.
-        way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX model.
+        way: Which way the graph of a PyTorch model was got, as of `inspect`; ``""`` for an ONNX
+            model.
         stopped: Where each better way ended.
     """
 
@@ -134,36 +140,40 @@ def view(
 ) -> View:
     """Write or show a model as one offline HTML page: module tree, map, graph, and Model Explorer.
 
-    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch model, by the best way
-    that `inspect` finds, and the page says why it is no better one.
+    ``view("model.onnx", "model.html")`` writes the page; ``view(model, args)`` shows a PyTorch
+    model, by the best way that `inspect` finds, and the page says why it is no better one.
 
     Thread-safe for ONNX models; a PyTorch model must not be used by another thread meanwhile.
 
     Args:
-        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a PyTorch module, or
-            what `inspect` returns for it.
+        model: A file, ``ModelProto``, ``ir.Model`` or `TaggedModel`, with or without tags; or a
+            PyTorch module, or what `inspect` returns for it.
         positional: The output; for a PyTorch module its arguments, and then the output.
         args: For a PyTorch module: its positional arguments.
         output: The file to write.
         kwargs: For a PyTorch module: its keyword arguments.
-        results: Numbers by module for columns, sizes and colours, and precisions for colours: results of ``profile``,
-            ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or ``sensitivity``, or files that their commands
-            wrote with ``--json``. Of a result of ``search``, its front and its plans are drawn.
+        results: Numbers by module for columns, sizes and colours, and precisions for colours:
+            results of ``profile``, ``cost``, ``verify``, ``compare``, ``quantize``, ``prune`` or
+            ``sensitivity``, or files that their commands wrote with ``--json``. Of a result of
+            ``search``, its front and its plans are drawn.
         measure: What to measure for the page: ``"time"``, as ``profile`` does, and ``"cost"``.
-        data: The inputs of the one run that is measured, as for `quantize`; by default random values.
+        data: The inputs of the one run that is measured, as for `quantize`; by default random
+            values.
         dims: Name of an open size → size, for what is measured.
         shapes: Input name → shape, for what is measured.
-        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000 nodes. A page
-            without it says why.
+        explorer: Include Model Explorer, which needs the extra ``view``; by default up to 20,000
+            nodes. A page without it says why.
         weights: Read every weight, and show mean, standard deviation, range and share of zeros.
 
     Returns:
         The page; a notebook displays it.
 
     Raises:
-        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is to be measured
-            cannot be: a model without tags, or one that does not export, has no times.
-        FileError: The page cannot be written, or has the name of a model; existing files are unchanged.
+        InputError: The model, a result, or a weight that is to be shown cannot be read; or what is
+            to be measured cannot be: a model without tags, or one that does not export, has no
+            times.
+        FileError: The page cannot be written, or has the name of a model; existing files are
+            unchanged.
 
     Examples:
         >>> import torch
@@ -185,7 +195,9 @@ def view(
     check_fits(view, "output", output)
     path = None if output is None else Path(output)
     if path is not None:
-        check_target(path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)])
+        check_target(
+            path, Kind.PAGE, [result for result in results if isinstance(result, str | os.PathLike)]
+        )
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
         raise InputError("data, dims and shapes are those of what is measured; give measure, too")
@@ -207,25 +219,36 @@ def view(
     if inspected is not None:
         shown, further = _with_way(shown, inspected), _graphs_between_breaks(inspected)
     whole = replace(shown, title=f"all {len(further)} graphs") if further else shown
-    page, missing = page_of([each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches)
+    page, missing = page_of(
+        [each_graph.with_results(measures) for each_graph in (whole, *further)], explorer, searches
+    )
     if path is not None:
         write_text(path, page)
     drawn = shown.inventory.modules
     failures = {path: module.failure for path, module in drawn.items() if module.failure}
-    made = View(page, path, len(shown.inventory.nodes), len(drawn_parents(drawn)), missing, failures)
-    return made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
+    made = View(
+        page, path, len(shown.inventory.nodes), len(drawn_parents(drawn)), missing, failures
+    )
+    return (
+        made if inspected is None else replace(made, way=inspected.way, stopped=inspected.stopped)
+    )
 
 
 def _with_way(shown: ShownGraph, inspected: Inspected) -> ShownGraph:
     """The graph of a PyTorch model, with the way it was got, and with what failed."""
     inventory = shown.inventory
     modules = {
-        path: replace(module, failure=inspected.failures.get(path, "")) for path, module in inventory.modules.items()
+        path: replace(module, failure=inspected.failures.get(path, ""))
+        for path, module in inventory.modules.items()
     }
     inventory = replace(inventory, modules=modules, notes=(*inventory.notes, *inspected.notes))
     stops = (*inspected.stopped, *inspected.breaks)
-    way = [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
-    return replace(shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])]))
+    way = (
+        [f"The {inspected.summary}.", *(f"{stop}." for stop in stops)] if inspected.stopped else []
+    )
+    return replace(
+        shown, inventory=inventory, note="\n".join([*way, *([shown.note] if shown.note else [])])
+    )
 
 
 def _graphs_between_breaks(inspected: Inspected) -> list[ShownGraph]:
@@ -248,12 +271,16 @@ def measured_kinds(measure: str | Sequence[str]) -> list[str]:
     return kinds
 
 
-def measured(model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any) -> list[Numbers]:
+def measured(
+    model: ModelSource, opened: TaggedModel, kinds: Sequence[str], **runs_on: Any
+) -> list[Numbers]:
     """The results of ``profile`` and ``cost``; ONNX Runtime runs the file itself, and not what was read of it."""
     from htp_export.capabilities.profile.latency import profile
     from htp_export.costs.costing import cost
 
-    return [profile(model, **runs_on) if kind == "time" else cost(opened, **runs_on) for kind in kinds]
+    return [
+        profile(model, **runs_on) if kind == "time" else cost(opened, **runs_on) for kind in kinds
+    ]
 
 
 def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search]]:
@@ -320,7 +347,9 @@ def shown_graph(
     try:
         costs = cost(tagged) if costs is None else costs
     except InputError as error:
-        return ShownGraph(inventory, note=f"FLOPs and activations are not known: {error}", file=file)
+        return ShownGraph(
+            inventory, note=f"FLOPs and activations are not known: {error}", file=file
+        )
     measures = tuple(measure for measure in measures_of(costs) if measure.key in _COSTS)
     note = f"FLOPs and activations: {', '.join(costs.assumed)}." if costs.assumed else ""
     return ShownGraph(inventory, measures, note=note, file=file)
@@ -331,14 +360,18 @@ def page_of(
 ) -> tuple[str, str]:
     """A page of one or more graphs, the first of which is shown at first; and why Model Explorer is not in it.
 
-    It has a choice between their titles if there are several, Model Explorer's drawing of each unless it is left out,
-    as it is by default from 20,000 nodes on, and the fronts of the searches.
+    It has a choice between their titles if there are several, Model Explorer's drawing of each
+    unless it is left out, as it is by default from 20,000 nodes on, and the fronts of the searches.
     """
     packed_parts: dict[str, str] = {}
     nodes = sum(len(graph.inventory.nodes) for graph in graphs)
     missing = ""
     if explorer is False or (explorer is None and nodes > _MOST_NODES):
-        why = f"of {nodes:,} nodes, it would make the page large and slow" if explorer is None else "it was left out"
+        why = (
+            f"of {nodes:,} nodes, it would make the page large and slow"
+            if explorer is None
+            else "it was left out"
+        )
         missing = f"{why}; view(..., explorer=True) puts it in"
     else:
         try:
@@ -349,8 +382,12 @@ def page_of(
             }
         except MissingApplicationError as error:
             missing = str(error)
-    first, *further = (page_data(graph.inventory, graph.measures, missing, graph.file) for graph in graphs)
+    first, *further = (
+        page_data(graph.inventory, graph.measures, missing, graph.file) for graph in graphs
+    )
     data: dict[str, Any] = {f"data-{k}": graph for k, graph in enumerate(further, 1)}
     data["fronts"] = [front_data(search) for search in searches]
-    data["graphs"] = [{"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs]
+    data["graphs"] = [
+        {"title": graph.title or graph.inventory.name, "note": graph.note} for graph in graphs
+    ]
     return document(graphs[0].inventory.name, first, packed_parts, data), missing

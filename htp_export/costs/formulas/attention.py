@@ -1,8 +1,9 @@
 """Work of attention that is one node: ONNX's own (opset 23) and ONNX Runtime's.
 
-For each head, scores are ``length x total`` sums over the size of a head, and the context ``length x size`` sums over
-``total``, where ``total`` is the length of keys with those from the cache. A causal mask does not make it less, as in
-the unfused form. Each score is also scaled, masked where there is a mask, and goes through softmax.
+For each head, scores are ``length x total`` sums over the size of a head, and the context ``length
+x size`` sums over ``total``, where ``total`` is the length of keys with those from the cache. A
+causal mask does not make it less, as in the unfused form. Each score is also scaled, masked where
+there is a mask, and goes through softmax.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ SOFTMAX = 5
 """Operations on each element: maximum, subtraction, exponential, sum, division."""
 
 
-def _attend(batch: int, heads: int, length: int, total: int, size: int, value_size: int, per_score: int) -> Work:
+def _attend(
+    batch: int, heads: int, length: int, total: int, size: int, value_size: int, per_score: int
+) -> Work:
     scores = batch * heads * length * total
     return Work(scores * (size + value_size), scores * per_score)
 
@@ -51,7 +54,9 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
             raise UnknownShapeError("the sizes of heads")
         earlier = step.shape(past)[-2] if step.input(past) is not None else 0
         per_score = 1 + sum(step.input(k) is not None for k in (mask, extra)) + SOFTMAX
-        attended = _attend(batch, heads, length, length + earlier, sizes[0] // heads, sizes[2] // heads, per_score)
+        attended = _attend(
+            batch, heads, length, length + earlier, sizes[0] // heads, sizes[2] // heads, per_score
+        )
         added = batch * length * weights[1] if step.input(bias) is not None else 0
         return Work(attended.macs + batch * length * math.prod(weights), attended.other + added)
 
@@ -78,7 +83,9 @@ def _multi_head(step: RunStep) -> Work:
             value_size = value[3] if len(value) == 4 else value[2] // heads
         total = key[2] if len(key) == 4 else key[1]
     total += step.shape(6)[2] if step.input(6) is not None else 0
-    added = sum(math.prod(shape) for shape in (query, key) if shape) if step.input(3) is not None else 0
+    added = (
+        sum(math.prod(shape) for shape in (query, key) if shape) if step.input(3) is not None else 0
+    )
     per_score = 1 + sum(step.input(k) is not None for k in (4, 5)) + SOFTMAX
     work = _attend(batch, heads, length, total, size, value_size, per_score)
     return Work(work.macs, work.other + added)

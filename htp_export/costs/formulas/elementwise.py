@@ -1,7 +1,7 @@
 """Work of everything that is no matrix product: operations on each element, reductions, normalisations.
 
-The numbers are those of the operator's definition, one for each arithmetic operation, comparison or logical operation;
-``docs/cost.md`` has them as a table.
+The numbers are those of the operator's definition, one for each arithmetic operation, comparison or
+logical operation; ``docs/cost.md`` has them as a table.
 """
 
 from __future__ import annotations
@@ -11,7 +11,16 @@ from collections.abc import Mapping
 
 from htp_export.costs.execution import RunStep
 from htp_export.costs.formulas.attention import SOFTMAX
-from htp_export.costs.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
+from htp_export.costs.work import (
+    NOTHING,
+    Formula,
+    Formulas,
+    Work,
+    names,
+    nothing,
+    per_input,
+    per_output,
+)
 
 _CONTRIB = "com.microsoft"
 
@@ -23,7 +32,11 @@ def _each_further_input(step: RunStep) -> Work:
 
 
 def _clip(step: RunStep) -> Work:
-    bounds = sum(step.input(k) is not None for k in (1, 2)) + ("min" in step.attributes) + ("max" in step.attributes)
+    bounds = (
+        sum(step.input(k) is not None for k in (1, 2))
+        + ("min" in step.attributes)
+        + ("max" in step.attributes)
+    )
     return Work(0, bounds * math.prod(step.output_shape()))
 
 
@@ -53,7 +66,9 @@ def _pool(step: RunStep) -> Work:
 
 def _resize(step: RunStep) -> Work:
     """Nearest copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
-    taps = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}.get(step.text("mode", "nearest"), 0)
+    taps = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}.get(
+        step.text("mode", "nearest"), 0
+    )
     before, after = step.shape(0), step.output_shape()
     axes = sum(a != b for a, b in zip(before, after, strict=False))
     return Work(0, (2 * taps**axes - 1) * math.prod(after)) if taps and axes else NOTHING
@@ -63,7 +78,11 @@ def _grid_sample(step: RunStep) -> Work:
     mode = step.text("mode", "linear")
     axes = len(step.shape(0)) - 2
     taps = 4 if "cubic" in mode else 2
-    return NOTHING if mode == "nearest" else Work(0, (2 * taps**axes - 1) * math.prod(step.output_shape()))
+    return (
+        NOTHING
+        if mode == "nearest"
+        else Work(0, (2 * taps**axes - 1) * math.prod(step.output_shape()))
+    )
 
 
 def _dft(step: RunStep) -> Work:
@@ -110,9 +129,14 @@ PER_OUTPUT: Mapping[str, int] = {
 """Operator → operations for each element of the output; torch's of the same names, in lower case, are the same."""
 
 _PER_INPUT: Mapping[str, int] = {
-    **dict.fromkeys(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceLogSum"), 1),
+    **dict.fromkeys(
+        ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum", "ReduceLogSum"), 1
+    ),
     **dict.fromkeys(("ReduceL1", "ReduceL2", "ReduceSumSquare"), 2),
-    **dict.fromkeys(("ArgMax", "ArgMin", "CumProd", "CumSum", "GlobalAveragePool", "GlobalMaxPool", "Hardmax"), 1),
+    **dict.fromkeys(
+        ("ArgMax", "ArgMin", "CumProd", "CumSum", "GlobalAveragePool", "GlobalMaxPool", "Hardmax"),
+        1,
+    ),
     "Col2Im": 1,
     "DynamicQuantizeLinear": 6,  # minimum and maximum, then as QuantizeLinear
     "GlobalLpPool": 2,
@@ -165,7 +189,8 @@ FORMULAS: Formulas = {
     ("", "LRN"): lambda step: per_output(step.integer("size") + 4)(step),
     ("", "LayerNormalization"): _layer_norm(),
     ("", "RMSNormalization"): _layer_norm(centred=False),
-    ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),  # ONNX Runtime puts it into ONNX's domain
+    # ONNX Runtime puts it into ONNX's domain
+    ("", "SimplifiedLayerNormalization"): _layer_norm(centred=False),
     ("", "SkipLayerNormalization"): _layer_norm(1),
     **{(_CONTRIB, op): per_output(count) for op, count in _CONTRIB_PER_OUTPUT.items()},
     (_CONTRIB, "BiasSoftmax"): per_output(SOFTMAX + 1),

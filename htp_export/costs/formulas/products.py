@@ -1,6 +1,7 @@
 """Work of matrix products, convolutions and recurrent layers, in floating point and quantized.
 
-A product of an ``m x k`` and a ``k x n`` matrix is ``m * n * k`` multiply-adds. Padding counts like data.
+A product of an ``m x k`` and a ``k x n`` matrix is ``m * n * k`` multiply-adds. Padding counts like
+data.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def _gemm(step: RunStep) -> Work:
 def _einsum(step: RunStep) -> Work:
     """Operands are taken from left to right; what no later one needs is summed as soon as it can be.
 
-    Where a pair has an index to sum over, it is a product of matrices; where it has none, an elementwise one.
+    Where a pair has an index to sum over, it is a product of matrices; where it has none, an
+    elementwise one.
     """
     operands, output = _einsum_terms(step)
     sizes: dict[str, int] = {}
@@ -83,7 +85,9 @@ def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]
     if arrow:
         return operands, indices(right, hidden + len(right.replace("...", "")))
     letters = [index for operand in operands for index in operand]
-    return operands, tuple(index for index in dict.fromkeys(letters) if index.isdecimal() or letters.count(index) == 1)
+    return operands, tuple(
+        index for index in dict.fromkeys(letters) if index.isdecimal() or letters.count(index) == 1
+    )
 
 
 def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
@@ -153,17 +157,21 @@ FORMULAS: Formulas = {
     ("", "ConvTranspose"): _conv_transpose,
     ("", "DeformConv"): _deform_conv,
     ("", "LSTM"): _LSTM,
-    ("", "GRU"): _recurrent(3, 5),  # h' = (1 - z) * n + z * h, and r * h before or after its product
+    # h' = (1 - z) * n + z * h, and r * h before or after its product
+    ("", "GRU"): _recurrent(3, 5),
     ("", "RNN"): _recurrent(1, 0),
     ("com.microsoft", "FusedMatMul"): _matmul,
     ("com.microsoft", "TransposeMatMul"): _matmul,
     ("com.microsoft", "FusedMatMulActivation"): matmul_with_bias(99, after=1),
-    ("com.microsoft", "FusedGemm"): lambda step: Work(_gemm(step).macs, _gemm(step).other + _outputs(step)),
+    ("com.microsoft", "FusedGemm"): lambda step: Work(
+        _gemm(step).macs, _gemm(step).other + _outputs(step)
+    ),
     ("com.microsoft", "GemmFastGelu"): matmul_with_bias(2, after=8),
     ("com.microsoft", "QGemm"): matmul_with_bias(6, after=2),
     ("com.microsoft", "MatMulIntegerToFloat"): matmul_with_bias(6, after=1),
     ("com.microsoft", "DynamicQuantizeMatMul"): lambda step: Work(
-        _matmul(step).macs, _outputs(step) * (2 if step.input(4) is not None else 1) + 5 * math.prod(step.shape(0))
+        _matmul(step).macs,
+        _outputs(step) * (2 if step.input(4) is not None else 1) + 5 * math.prod(step.shape(0)),
     ),
     ("com.microsoft", "MatMulNBits"): matmul_with_bias(5),
     ("com.microsoft", "MatMulBnb4"): _matmul,

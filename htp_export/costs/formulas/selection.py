@@ -1,6 +1,7 @@
 """Work of operators that sort, select, sample and mix experts: what depends on how they are done is counted as usual.
 
-Where the work depends on values, it is what it comes to at most; ``docs/cost.md`` has the formulas as a table.
+Where the work depends on values, it is what it comes to at most; ``docs/cost.md`` has the formulas
+as a table.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ def _non_max_suppression(step: RunStep) -> Work:
     """Scores of each class against the threshold, their order, and each box that is kept against those after it."""
     batches, classes, boxes = step.shape(1)
     limit = step.input(2)
-    selected = boxes if limit is None or limit.value is None else min(boxes, int(limit.value.reshape(-1)[0]))
+    selected = (
+        boxes
+        if limit is None or limit.value is None
+        else min(boxes, int(limit.value.reshape(-1)[0]))
+    )
     pairs = selected * (2 * boxes - selected - 1) // 2
     return Work(0, batches * classes * (boxes * (1 + halvings(boxes)) + _OVERLAP * pairs))
 
@@ -61,7 +66,11 @@ def _stft(step: RunStep) -> Work:
             raise UnknownShapeError("the length of frames")
         length = int(length_input.value.reshape(-1)[0])
     frames = math.prod(step.output_shape()[:2])
-    return Work(0, frames * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))))
+    return Work(
+        0,
+        frames
+        * (length * (step.input(2) is not None) + round(5 * length * math.log2(max(length, 2)))),
+    )
 
 
 def _affine_grid(step: RunStep) -> Work:
@@ -73,7 +82,9 @@ def _affine_grid(step: RunStep) -> Work:
 def _multinomial(step: RunStep) -> Work:
     """Probabilities and their running sum, then a random number and its place for each sample."""
     logits, samples = step.shape(0), step.output_shape()
-    return Work(0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1])))
+    return Work(
+        0, math.prod(logits) * (SOFTMAX + 1) + math.prod(samples) * (1 + halvings(logits[-1]))
+    )
 
 
 def _determinant(step: RunStep) -> Work:
@@ -90,8 +101,8 @@ def _inverse(step: RunStep) -> Work:
 def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
     """``MoE`` and ``QMoE``: every token goes through k experts, whatever the router says.
 
-    Given are the positions of the layers' biases and weights, ``[experts, …]``, the third of which may be left out, and
-    the attribute with the size of a weight, of which several lie in a byte.
+    Given are the positions of the layers' biases and weights, ``[experts, …]``, the third of which
+    may be left out, and the attribute with the size of a weight, of which several lie in a byte.
     """
 
     def formula(step: RunStep) -> Work:
@@ -102,9 +113,12 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
         added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)
         inner = packed * math.prod(step.shape(weights[1])[1:]) // x[-1]
-        # Of each expert: biases, an activation of two operations and the gate, weighing and adding its results.
+        # Of each expert: biases, an activation of two operations and the gate, weighing and adding
+        # its results.
         per_expert = added + inner * (2 + (len(shapes) > 2)) + 2 * x[-1]
-        return Work(tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert)
+        return Work(
+            tokens * chosen * macs, math.prod(routed) * SOFTMAX + tokens * chosen * per_expert
+        )
 
     return formula
 
@@ -144,5 +158,8 @@ FORMULAS: Formulas = {
     (_CONTRIB, "ComplexMulConj"): per_output(3),
     **{(_CONTRIB, op): per_output(1) for op in ("MulInteger", "Range")},
     **{(_CONTRIB, op): per_input(1) for op in ("IsAllFinite", "ReduceSumInteger")},
-    **{(_CONTRIB, op): nothing for op in ("GatherND", "RemovePadding", "RestorePadding", "UnfoldTensor")},
+    **{
+        (_CONTRIB, op): nothing
+        for op in ("GatherND", "RemovePadding", "RestorePadding", "UnfoldTensor")
+    },
 }

@@ -1,6 +1,7 @@
 """Work of torch's own operators, in graphs that are no ONNX files: the numbers of ONNX's operators, by other names.
 
-Tensors stand in the order of the operators' schemas, without gaps for arguments that are no tensors.
+Tensors stand in the order of the operators' schemas, without gaps for arguments that are no
+tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,16 @@ from htp_export.costs.execution import RunStep
 from htp_export.costs.formulas import elementwise, products, selection
 from htp_export.costs.formulas.attention import SOFTMAX
 from htp_export.costs.formulas.selection import halvings
-from htp_export.costs.work import NOTHING, Formula, Formulas, Work, names, nothing, per_input, per_output
+from htp_export.costs.work import (
+    NOTHING,
+    Formula,
+    Formulas,
+    Work,
+    names,
+    nothing,
+    per_input,
+    per_output,
+)
 from htp_export.format.tags import ATEN
 
 _ONNX = {**products.FORMULAS, **elementwise.FORMULAS, **selection.FORMULAS}
@@ -47,7 +57,11 @@ def _recurrent(gates: int, update: int) -> Formula:
 
     def formula(step: RunStep) -> Work:
         runs = math.prod(step.shape(0)[:-1])
-        matrices = [step.shape(k) for k, each in enumerate(step.inputs) if k and each and len(each.shape or ()) == 2]
+        matrices = [
+            step.shape(k)
+            for k, each in enumerate(step.inputs)
+            if k and each and len(each.shape or ()) == 2
+        ]
         hidden = sum(matrix[0] // gates for matrix in matrices[1::2])
         return Work(runs * sum(map(math.prod, matrices)), runs * hidden * (gates * 4 + update))
 
@@ -76,7 +90,13 @@ def _sort(step: RunStep) -> Work:
     """``n * ceil(log2(n))`` comparisons along a dimension; for ``topk``, those with a heap of the k largest."""
     shape = step.shape(0)
     along = step.integer("dim", -1)
-    count = step.output_shape()[along] + 1 if step.node.op_type == "topk" else shape[along] if shape else 1
+    count = (
+        step.output_shape()[along] + 1
+        if step.node.op_type == "topk"
+        else shape[along]
+        if shape
+        else 1
+    )
     return Work(0, math.prod(shape) * halvings(count))
 
 
@@ -92,14 +112,20 @@ def _each_summand(step: RunStep) -> Work:
 
 def _norm(count: int) -> Formula:
     """So many operations for each element, one for the scale, and one for the bias, where they are given."""
-    return lambda step: per_input(count + (step.input(1) is not None) + (step.input(2) is not None))(step)
+    return lambda step: per_input(
+        count + (step.input(1) is not None) + (step.input(2) is not None)
+    )(step)
 
 
 def _reduces(step: RunStep) -> Work:
     """``scatter`` copies, unless it adds up: then one operation for each update."""
     updates = step.inputs[-1]
     adds = step.integer("accumulate") or "add" in step.node.op_type or "reduce" in step.node.op_type
-    return Work(0, math.prod(updates.shape)) if adds and updates is not None and updates.shape else NOTHING
+    return (
+        Work(0, math.prod(updates.shape))
+        if adds and updates is not None and updates.shape
+        else NOTHING
+    )
 
 
 _ONE = names("""
@@ -133,7 +159,9 @@ _PER_OUTPUT: Mapping[str, int] = {
 
 
 _PER_INPUT: Mapping[str, int] = {
-    **dict.fromkeys(names("all amax amin any argmax argmin cummax cumprod cumsum max mean min prod sum"), 1),
+    **dict.fromkeys(
+        names("all amax amin any argmax argmin cummax cumprod cumsum max mean min prod sum"), 1
+    ),
     **dict.fromkeys(names("linalg_vector_norm norm"), 2),
     **dict.fromkeys(names("_log_softmax _safe_softmax _softmax log_softmax softmax"), SOFTMAX),
     **dict.fromkeys(names("std std_mean var var_mean"), 4),
@@ -169,7 +197,9 @@ _ATEN: Mapping[str, Formula] = {
     **dict.fromkeys(names("bmm matmul mm mv linalg_matmul dot inner vdot"), _ONNX["", "MatMul"]),
     **dict.fromkeys(names("addbmm addmm addmv baddbmm"), _product_with_bias),
     **dict.fromkeys(names("_convolution conv1d conv2d conv3d convolution"), _convolution),
-    **dict.fromkeys(names("conv_transpose1d conv_transpose2d conv_transpose3d"), _ONNX["", "ConvTranspose"]),
+    **dict.fromkeys(
+        names("conv_transpose1d conv_transpose2d conv_transpose3d"), _ONNX["", "ConvTranspose"]
+    ),
     **dict.fromkeys(
         names("""
             _scaled_dot_product_efficient_attention _scaled_dot_product_flash_attention
@@ -178,11 +208,15 @@ _ATEN: Mapping[str, Formula] = {
         _attention,
     ),
     **dict.fromkeys(
-        names("_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm native_batch_norm"),
+        names(
+            "_native_batch_norm_legit _native_batch_norm_legit_no_training batch_norm native_batch_norm"
+        ),
         per_output(2),  # at inference: scale and shift
     ),
     **dict.fromkeys(names("layer_norm native_layer_norm group_norm native_group_norm"), _norm(5)),
-    **dict.fromkeys(names("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"), _pool),
+    **dict.fromkeys(
+        names("avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool3d"), _pool
+    ),
     **dict.fromkeys(names("max_pool2d_with_indices max_pool3d_with_indices"), _pool),
     **dict.fromkeys(
         names("""
@@ -194,7 +228,8 @@ _ATEN: Mapping[str, Formula] = {
     **dict.fromkeys(names("add sub subtract"), _each_summand),
     **dict.fromkeys(names("clamp clamp_max clamp_min clip"), _clamp),
     **dict.fromkeys(
-        names("index_add index_put index_reduce scatter scatter_add scatter_reduce masked_scatter"), _reduces
+        names("index_add index_put index_reduce scatter scatter_add scatter_reduce masked_scatter"),
+        _reduces,
     ),
     **dict.fromkeys(names("argsort msort sort topk"), _sort),
     **dict.fromkeys(names("_unique2 unique_dim"), _ONNX["", "Unique"]),

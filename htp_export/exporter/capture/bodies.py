@@ -1,7 +1,8 @@
 """Branches of ``torch.cond``, bodies of loops and other graphs in FX graphs, and which module runs what in them.
 
-Dynamo traces these functions into FX graphs, whose nodes have the modules that ran. ``torch.export`` then traces those
-graphs once more: only the last line of a node's stack trace tells from which node of Dynamo's graph it comes.
+Dynamo traces these functions into FX graphs, whose nodes have the modules that ran.
+``torch.export`` then traces those graphs once more: only the last line of a node's stack trace
+tells from which node of Dynamo's graph it comes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
     for node in module.graph.nodes:
         if node.op == "call_function" and "wrap_with" in str(node.target):
             for argument in node.all_input_nodes:
-                if argument.op == "get_attr" and hasattr(body := getattr(module, argument.target), "graph"):
+                if argument.op == "get_attr" and hasattr(
+                    body := getattr(module, argument.target), "graph"
+                ):
                     yield body
                     yield from bodies_run_in_place(body)
 
@@ -38,7 +41,11 @@ def bodies_of(module: Any) -> dict[Any, list[Any]]:
     bodies: dict[Any, list[Any]] = {}
     for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
         if has_bodies(node.target):
-            arguments = [getattr(module, each.target, None) for each in node.all_input_nodes if each.op == "get_attr"]
+            arguments = [
+                getattr(module, each.target, None)
+                for each in node.all_input_nodes
+                if each.op == "get_attr"
+            ]
             bodies[node] = [body for body in arguments if isinstance(body, torch.fx.GraphModule)]
     return bodies
 
@@ -57,7 +64,8 @@ def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
 
 def file_of_code(module: Any) -> str | None:
     """Return the file name that FX generates for the code of a graph module; None for other modules."""
-    if not isinstance(module, torch.fx.GraphModule) or not module.code:  # Dynamo's have no code until it is asked for
+    # Dynamo's have no code until it is asked for
+    if not isinstance(module, torch.fx.GraphModule) or not module.code:
         return None
     code = getattr(module.forward, "__code__", None)
     return None if code is None else str(code.co_filename)
@@ -65,7 +73,9 @@ def file_of_code(module: Any) -> str | None:
 
 def generated_lines(trace: str) -> list[tuple[str, str]]:
     """Return the lines of FX-generated code in a stack trace, innermost first: file, and name of the line's node."""
-    return re.findall(r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace)[::-1]
+    return re.findall(
+        r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace
+    )[::-1]
 
 
 @dataclass
@@ -73,10 +83,12 @@ class Run:
     """One run of an operator with bodies that Dynamo made."""
 
     parent: int  # the call that it happened in
-    calls: dict[tuple[int, str], int] = field(default_factory=dict)  # body and name of a node in it → the node's call
+    # body and name of a node in it → the node's call
+    calls: dict[tuple[int, str], int] = field(default_factory=dict)
     # Module path and parent → the calls that were added for this run, in order
     made: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    bodies: list[Any] = field(default_factory=list)  # the bodies, inner ones too; held, so that their ids stay theirs
+    # the bodies, inner ones too; held, so that their ids stay theirs
+    bodies: list[Any] = field(default_factory=list)
     found: bool = False  # whether exported nodes are known to be of this run
 
 
@@ -105,17 +117,22 @@ class Bodies:
     def enter(self, function: Any, args: Any, log: CallLog, *, traced: bool) -> bool:
         """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
 
-        ``traced``: whether it runs in the model itself, and not while Dynamo tries its graphs out. Returns whether it
-        has bodies and is not inside another one; only then `leave` is to be called.
+        ``traced``: whether it runs in the model itself, and not while Dynamo tries its graphs out.
+        Returns whether it has bodies and is not inside another one; only then `leave` is to be
+        called.
         """
-        bodies = [each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)]
+        bodies = [
+            each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)
+        ]
         if self._inside or not bodies or not log.stack:
             return False
         self._inside = True
         if traced:
             run = Run(log.stack[-1])
             self._runs.append(run)
-            _Reader(run, log, self._path_by_id).read_operator(function, bodies, run.parent, frozenset())
+            _Reader(run, log, self._path_by_id).read_operator(
+                function, bodies, run.parent, frozenset()
+            )
             self._body_of_file.update((file_of_code(body) or "", id(body)) for body in run.bodies)
         return True
 
@@ -127,11 +144,17 @@ class Bodies:
         """Stack traces of nodes in bodies of an operator that ran in the call ``parent`` → their calls where known."""
         places = {trace: self._place(trace) for trace in traces if trace}
         at_hand = [run for run in self._runs if run.parent == parent and not run.found]
-        run = next((run for run in at_hand if any(place in run.calls for place in places.values())), None)
+        run = next(
+            (run for run in at_hand if any(place in run.calls for place in places.values())), None
+        )
         if run is None:
             return {}
         run.found = True
-        return {trace: run.calls.get(place, NO_CALL) for trace, place in places.items() if place is not None}
+        return {
+            trace: run.calls.get(place, NO_CALL)
+            for trace, place in places.items()
+            if place is not None
+        }
 
     def _place(self, trace: str) -> tuple[int, str] | None:
         """The body and the node of it that an exported node comes from."""
@@ -144,12 +167,16 @@ class _Reader:
 
     def __init__(self, run: Run, log: CallLog, path_by_id: Mapping[int, str]) -> None:
         self._run, self._log, self._path_by_id = run, log, path_by_id
-        self._counts = collections.Counter[tuple[str, int]]()  # module path and parent → how often it ran so far
+        # module path and parent → how often it ran so far
+        self._counts = collections.Counter[tuple[str, int]]()
 
-    def read_operator(self, function: Any, bodies: Iterable[Any], call: int, above: frozenset[_Module]) -> None:
+    def read_operator(
+        self, function: Any, bodies: Iterable[Any], call: int, above: frozenset[_Module]
+    ) -> None:
         """Read the bodies of an operator that runs in a call, and in modules ``above`` that scopes inside name too.
 
-        Of the branches of a ``torch.cond`` one alone runs: a module that runs in several of them runs once.
+        Of the branches of a ``torch.cond`` one alone runs: a module that runs in several of them
+        runs once.
         """
         before, most = self._counts.copy(), self._counts.copy()
         for body in bodies:
@@ -188,11 +215,13 @@ class _Reader:
         return calls[place]
 
 
-def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]) -> None:
+def watch_bodies(
+    changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]
+) -> None:
     """Observe the nodes of bodies while torch decomposes an exported graph: it inlines them, without their scopes.
 
-    ``watched`` is called for each node of a body with a function that executes it, the interpreter of the body, and the
-    node; it returns the result of the function.
+    ``watched`` is called for each node of a body with a function that executes it, the interpreter
+    of the body, and the node; it returns the result of the function.
     """
 
     class Watched(torch.fx.Interpreter):
@@ -219,7 +248,11 @@ def watch_bodies(changes: Changes, module: Any, watched: Callable[[Callable[[], 
 def _lines_of_nodes(module: Any) -> dict[str, int]:
     """Name of a node of a graph module → its line in the code that FX made of the graph."""
     lines = enumerate(module.code.splitlines(), 1)
-    named = [(match.group(1), line) for line, text in lines if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))]
+    named = [
+        (match.group(1), line)
+        for line, text in lines
+        if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))
+    ]
     return dict(reversed(named))  # the first line of each name
 
 

@@ -1,7 +1,8 @@
 """What a capture hands on: the calls of modules, operations as PyTorch ran them, and what became of their tensors.
 
-Operations are those of the exporter's own first graph (ONNX nodes before any optimisation under dynamo, traced ATen
-operations under TorchScript), where each belongs to exactly one call. Tensors are named by any hashable key.
+Operations are those of the exporter's own first graph (ONNX nodes before any optimisation under
+dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call. Tensors
+are named by any hashable key.
 """
 
 from __future__ import annotations
@@ -155,19 +156,24 @@ def last_in_place(key: _Key, became: Mapping[_Key, _Key], stop: Container[_Key])
 def keys_of(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
     """Return the keys of tensors, in a frame that has no tensor as a local variable.
 
-    The TorchScript tracer names values after local variables of the frame that requests their numbers.
+    The TorchScript tracer names values after local variables of the frame that requests their
+    numbers.
     """
     return tuple(map(key, tensors))
 
 
-def arguments_by_name(forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_by_name(
+    forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
 
     Examples:
         >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
         {'x': 1, 'rest.0': 2, 'rest.1': 3, 'mask': 4}
     """
-    known, rest = _positional_names(getattr(forward, "__func__", forward), hasattr(forward, "__self__"))
+    known, rest = _positional_names(
+        getattr(forward, "__func__", forward), hasattr(forward, "__self__")
+    )
     names = [*known[: len(args)], *(f"{rest}.{place}" for place in range(len(args) - len(known)))]
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
@@ -205,10 +211,12 @@ class Operation:
     call: int  # index of the call that ran it, ``NO_CALL`` where nothing says
     inputs: tuple[Key, ...]  # keys of the tensors it reads
     outputs: tuple[Key, ...]  # keys of the tensors it makes
-    shape_only: bool = False  # whether its result depends on shapes alone (``Shape``, ``aten::size``)
+    # whether its result depends on shapes alone (``Shape``, ``aten::size``)
+    shape_only: bool = False
     # Whether it computes a size of sizes, which torch does once for all calls that compute the same
     symbolic: bool = False
-    passed_on: Key | None = None  # the input that is its result, unchanged, as of a dropout in evaluation
+    # the input that is its result, unchanged, as of a dropout in evaluation
+    passed_on: Key | None = None
 
 
 @dataclass(slots=True)
@@ -230,16 +238,20 @@ class Record:
     operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
     # Calls that did something of which the captured graph has nothing, because nothing needed it
     dead: set[int] = field(default_factory=set)
-    # Call → other calls to which work of it was given, because the tensor that it made is not in the captured graph: a
-    # view of a tensor that was changed afterwards
+    # Call → other calls to which work of it was given, because the tensor that it made is not in
+    # the captured graph: a view of a tensor that was changed afterwards
     moved: dict[int, set[int]] = field(default_factory=dict)
     # Call → the tensors that enter and leave it; a key is None if the tensor was not captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
-    inputs: set[Key] = field(default_factory=set)  # keys of the captured graph's inputs whose values the user gives
-    outputs: list[Key] = field(default_factory=list)  # keys of the tensors that the captured graph returns
+    # keys of the captured graph's inputs whose values the user gives
+    inputs: set[Key] = field(default_factory=set)
+    # keys of the tensors that the captured graph returns
+    outputs: list[Key] = field(default_factory=list)
     # For a captured tensor, its key in the exported graph; absent where no tensor of it is left
     final: dict[Key, Key] = field(default_factory=dict)
-    nodes: list[Node] = field(default_factory=list)  # the exported graph's nodes, in order, bodies included
+    # the exported graph's nodes, in order, bodies included
+    nodes: list[Node] = field(default_factory=list)
     # Keys of the exported graph's inputs whose values the user gives
     graph_inputs: set[Key] = field(default_factory=set)
-    graph_outputs: set[Key] = field(default_factory=set)  # keys of the tensors that the exported graph returns
+    # keys of the tensors that the exported graph returns
+    graph_outputs: set[Key] = field(default_factory=set)

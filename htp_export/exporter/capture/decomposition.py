@@ -1,9 +1,10 @@
 """What became of the FX graph of an exported program when torch decomposed it: each node is watched while it runs.
 
-Names are no help, as torch copies graphs and names nodes anew; what stands in a node's ``meta`` is copied with it.
+Names are no help, as torch copies graphs and names nodes anew; what stands in a node's ``meta`` is
+copied with it.
 
-Where tensors that share memory are changed in place, functionalization adds nodes, under the scope of the operation
-that reads the view or changes it:
+Where tensors that share memory are changed in place, functionalization adds nodes, under the scope
+of the operation that reads the view or changes it:
 
 - A view of the changed tensor is computed again, by the same chain of view operators, when an operation reads it, or
   after the last operation if the model returns it.
@@ -19,14 +20,20 @@ from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
 from htp_export.exporter.capture.fx_calls import FxCalls, Places, Result
-from htp_export.exporter.capture.torch_internals import ExecutedNode, State, is_view, outputs_of, reversed_view
+from htp_export.exporter.capture.torch_internals import (
+    ExecutedNode,
+    State,
+    is_view,
+    outputs_of,
+    reversed_view,
+)
 
 
 class View(NamedTuple):
     """One view in the way to a tensor, as it was first made. torch may erase the nodes later."""
 
-    # The view operator; None for one that has several results, since another may stand for it afterwards: ``slice`` for
-    # ``split``
+    # The view operator; None for one that has several results, since another may stand for it
+    # afterwards: ``slice`` for ``split``
     operator: Any
     call: int  # the call that made the view
     number: int  # the number of the node that gives the view
@@ -37,13 +44,15 @@ class Way(NamedTuple):
     """How a tensor was first made."""
 
     maker: Any  # the node of the decomposed graph that made it
-    views: tuple[View, ...]  # the views that lead to it, from the last to the first; none for a tensor that is no view
+    # the views that lead to it, from the last to the first; none for a tensor that is no view
+    views: tuple[View, ...]
 
 
 class Repeated(NamedTuple):
     """Nodes that repeat the way to a tensor."""
 
-    # For each view, from the last to the first, its nodes: the operator, after the one that picks a result
+    # For each view, from the last to the first, its nodes: the operator, after the one that picks a
+    # result
     views: list[list[Any]]
     base: Any  # the node that gives the tensor under them
 
@@ -60,28 +69,32 @@ class Moved(NamedTuple):
 class Replays:
     """Finds the calls to which the nodes that functionalization adds belong.
 
-    A view computed again from the same tensor is the work of the call that made it first; from another state of the
-    tensor, of the innermost call around that one and the call that made the change. What is written back belongs to the
-    innermost call around the one that made the change and those that made the views. Both belong to a call inside of
-    that one if it makes the change and reads the result, too (`settle`).
+    A view computed again from the same tensor is the work of the call that made it first; from
+    another state of the tensor, of the innermost call around that one and the call that made the
+    change. What is written back belongs to the innermost call around the one that made the change
+    and those that made the views. Both belong to a call inside of that one if it makes the change
+    and reads the result, too (`settle`).
     """
 
     def __init__(self, calls: FxCalls, decomposed: Places) -> None:
         self._mark, self._calls = decomposed.mark, calls
-        self._first: dict[Any, Way] = {}  # node of the exported graph → how its tensor was first made
-        # Views that were computed again from another state of the tensor, and do not belong to the call that made them
-        # first
+        # node of the exported graph → how its tensor was first made
+        self._first: dict[Any, Way] = {}
+        # Views that were computed again from another state of the tensor, and do not belong to the
+        # call that made them first
         self.moved: list[Moved] = []
-        # Number of the node that made a view first → the numbers of those that computed the same again
+        # Number of the node that made a view first → the numbers of those that computed the same
+        # again
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
-        self._change: dict[int, int] = {}  # number of a node that follows a change → the call that made the change
+        # number of a node that follows a change → the call that made the change
+        self._change: dict[int, int] = {}
 
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
         """Assign the nodes that were added when a node of the exported graph was executed.
 
-        Returns for views that it changed: the node that makes the tensor afterwards → the node that has its value
-        before that is written back.
+        Returns for views that it changed: the node that makes the tensor afterwards → the node that
+        has its value before that is written back.
         """
         traced, changed = set(executed.made), {}
         for state in executed.read:
@@ -103,7 +116,8 @@ class Replays:
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
         """Assign the nodes that compute views again for what the graph returns.
 
-        ``outputs``: nodes of the exported graph, each with the node that is returned, or None for what is no tensor;
+        ``outputs``: nodes of the exported graph, each with the node that is returned, or None for
+        what is no tensor;
         ``late``: the nodes that were made after the last node of the exported graph ran.
         """
         for node, again in outputs:
@@ -120,12 +134,15 @@ class Replays:
             change = self._change.get(self._mark(node), NO_CALL)
             call = before = self._calls.of_node(node)
             for reader in node.users if change != NO_CALL else ():
-                both = self._calls.log.common(change, self._calls.of_node(reader))  # around the change, as `call` is
+                # around the change, as `call` is
+                both = self._calls.log.common(change, self._calls.of_node(reader))
                 call = both if self._calls.log.common(both, call) == call else call
             if call != before:
                 self._calls.assign(node, call)
                 settled[self._mark(node)] = call
-        self.moved = [moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved]
+        self.moved = [
+            moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved
+        ]
 
     def _way(self, maker: Any) -> Way:
         views = []
@@ -133,7 +150,9 @@ class Replays:
         while is_view(node) and node not in self._written:
             nodes, below = _step(node)
             target = nodes[0].target if len(nodes) == 1 else None
-            views.append(View(target, self._calls.of_node(node), self._mark(node), self._mark(below)))
+            views.append(
+                View(target, self._calls.of_node(node), self._mark(node), self._mark(below))
+            )
             node = below
         return Way(maker, tuple(views))
 
@@ -198,7 +217,8 @@ class Replays:
             self._change[self._mark(node)] = change
             self._written.add(node)
             below = node.args[0]
-            while below is not value and below in traced and is_view(below):  # the views before this one, as they were
+            # the views before this one, as they were
+            while below is not value and below in traced and is_view(below):
                 self._calls.assign(below, call)
                 self._change[self._mark(below)] = change
                 below = below.args[0]
@@ -210,7 +230,9 @@ class Replays:
 def _step(node: Any) -> tuple[list[Any], Any]:
     """The nodes of the view that a node gives, and the node that gives the tensor under it."""
     several = node.args[0]
-    return ([node, several], several.args[0]) if node.target is operator.getitem else ([node], several)
+    return (
+        ([node, several], several.args[0]) if node.target is operator.getitem else ([node], several)
+    )
 
 
 class Decomposition:
@@ -218,12 +240,14 @@ class Decomposition:
 
     def __init__(self, calls: FxCalls) -> None:
         self.runs = False  # whether torch is at it
-        # Call → other calls to which its work was given, because nothing is left of what it did itself
+        # Call → other calls to which its work was given, because nothing is left of what it did
+        # itself
         self.moved: dict[int, set[int]] = {}
         self._calls, self._decomposed = calls, Places("htp.decomposed")
         self._replays = Replays(calls, self._decomposed)
         self._outputs: list[Any] = []
-        self._results: dict[int, dict[int, list[int]]] = {}  # place → changes → places in graphs that were traced
+        # place → changes → places in graphs that were traced
+        self._results: dict[int, dict[int, list[int]]] = {}
         self._returned: list[Result | None] = []
         self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
 
@@ -251,7 +275,11 @@ class Decomposition:
     def _note_same(self, executed: ExecutedNode) -> None:
         """Note that an operator, such as dropout in evaluation, gave back a tensor that it read."""
         for state in executed.returned if not executed.made else ():
-            given = [each for each in executed.read if (each.maker, each.changes) == (state.maker, state.changes)]
+            given = [
+                each
+                for each in executed.read
+                if (each.maker, each.changes) == (state.maker, state.changes)
+            ]
             place, *same = (self._calls.places.read(each.node) for each in (state, *given))
             if place is not None and len(same) == 1 and same[0] is not None:
                 self._results.setdefault(place, self._results.setdefault(same[0], {}))
@@ -290,7 +318,8 @@ class Decomposition:
     def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
         """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.
 
-        Where several nodes have it one after the other: with ``read``, what its readers read; else what was made first.
+        Where several nodes have it one after the other: with ``read``, what its readers read; else
+        what was made first.
         """
         states = {} if result is None else self._results.get(result.place, {})
         if result is None or not states:

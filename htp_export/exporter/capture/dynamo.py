@@ -1,7 +1,8 @@
 """Capture under ``dynamo=True``: FX module stacks say who ran what, onnx_ir says what became of it.
 
-When the FX graph is translated into ONNX, every node knows its call exactly. What follows replaces values by others,
-always through two methods of onnx_ir: watching those tells which tensor of the last graph holds each first value.
+When the FX graph is translated into ONNX, every node knows its call exactly. What follows replaces
+values by others, always through two methods of onnx_ir: watching those tells which tensor of the
+last graph holds each first value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-_STACK_TRACE = "pkg.torch.onnx.stack_trace"  # torch's own metadata; bodies have no other trace of where they come from
+# torch's own metadata; bodies have no other trace of where they come from
+_STACK_TRACE = "pkg.torch.onnx.stack_trace"
 
 
 @dataclass
@@ -46,7 +48,8 @@ class _FirstGraph:
     operations: list[Operation]  # its nodes
     inputs: list[ir.Value]  # what it was given
     outputs: list[ir.Value]  # what it returned
-    equal: dict[ir.Value, tuple[ir.Value, ...]]  # each of its tensors that is equal to others → these
+    # each of its tensors that is equal to others → these
+    equal: dict[ir.Value, tuple[ir.Value, ...]]
     call_tensors: dict[int, CallTensors]  # as of `Record`
     weights: MadeWeights  # how its constants are made
 
@@ -69,7 +72,8 @@ class DynamoCapture(Guarded):
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
         self._replaced: dict[ir.Value, ir.Value] = {}
-        self._followed: set[ir.Value | None] = set()  # once the model is tagged: its values, and what replaced them
+        # once the model is tagged: its values, and what replaced them
+        self._followed: set[ir.Value | None] = set()
 
     @classmethod
     def of(cls, names: ModuleNames) -> DynamoCapture:
@@ -100,7 +104,10 @@ class DynamoCapture(Guarded):
     def translated_program(self, program: Any) -> None:
         """Note the graph of an ``ONNXProgram`` as it was translated."""
         exported = program.exported_program
-        self.translated(program.model, program.model.graph.initializers if exported is None else exported.state_dict)
+        self.translated(
+            program.model,
+            program.model.graph.initializers if exported is None else exported.state_dict,
+        )
 
     def translated(self, model: ir.Model, state: Collection[str] = ()) -> None:
         """Note the ONNX graph as it was translated, before anything changed it; ``state``: names of parameters."""
@@ -129,7 +136,9 @@ class DynamoCapture(Guarded):
         }
         given, returned = list(model.graph.inputs), list(model.graph.outputs)
         weights = MadeWeights(model.graph, nodes, frozenset(state))
-        self._first = _FirstGraph(model.graph, operations, given, returned, equal, call_tensors, weights)
+        self._first = _FirstGraph(
+            model.graph, operations, given, returned, equal, call_tensors, weights
+        )
 
     def _stamp_bodies(self, model: ir.Model) -> None:
         """Write its call on each node of a body; torch makes a function of each body, and inlines it later."""
@@ -139,18 +148,28 @@ class DynamoCapture(Guarded):
             if not bodies:
                 continue
             holder = calls.of_node(node.meta.get("node"))
-            traces = [inner.metadata_props.get(_STACK_TRACE) for body in bodies for inner in body.nodes]
+            traces = [
+                inner.metadata_props.get(_STACK_TRACE) for body in bodies for inner in body.nodes
+            ]
             known = calls.bodies.calls(holder, traces)
             for body in bodies:
                 for inner in body.nodes:
-                    call, evidence = known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL), Reason.SCOPE
+                    call, evidence = (
+                        known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL),
+                        Reason.SCOPE,
+                    )
                     call = calls.of_node(inner.meta.get("node")) if call == NO_CALL else call
                     if call == NO_CALL:
-                        call, evidence = calls.by_parameters(body.parameters(inner)), Reason.PARAMETERS
-                    if call == NO_CALL and inner.meta.get("node") is not None:  # constants belong to their consumers
+                        call, evidence = (
+                            calls.by_parameters(body.parameters(inner)),
+                            Reason.PARAMETERS,
+                        )
+                    # constants belong to their consumers
+                    if call == NO_CALL and inner.meta.get("node") is not None:
                         call, evidence = holder, Reason.FLOW
                     if call != NO_CALL:
-                        inner.metadata_props[STAMP] = f"{call} {evidence}"  # outlives inlining, which copies nodes
+                        # outlives inlining, which copies nodes
+                        inner.metadata_props[STAMP] = f"{call} {evidence}"
 
     def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
@@ -201,7 +220,8 @@ class DynamoCapture(Guarded):
             raise RuntimeError("torch has translated no graph")
         record = Record(self.calls.log, dead=self.calls.dead, moved=self.decomposition.moved)
         nodes = describe(model, record)
-        record.operations = [replace(operation) for operation in first.operations]  # they are changed
+        # they are changed
+        record.operations = [replace(operation) for operation in first.operations]
         record.call_tensors = first.call_tensors
         record.inputs, record.outputs = set(first.inputs), list(first.outputs)
         record.final = self._counterparts(first, model.graph)

@@ -30,7 +30,11 @@ def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
     """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
     active = running.wanted()
-    if active is None or running.dynamo_capture.get() is not None or not hasattr(mod, "named_modules"):
+    if (
+        active is None
+        or running.dynamo_capture.get() is not None
+        or not hasattr(mod, "named_modules")
+    ):
         return original(mod, *args, **kwargs)
     return active.program(lambda: original(mod, *args, **kwargs), mod)
 
@@ -46,7 +50,8 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         called = torch_internals.called_by_export(module)
         try:
             name = self.path_of_module(called)
-        except Exception:  # a module that was not in the model when the tracing began: torch has no scope for it
+        except Exception:
+            # a module that was not in the model when the tracing began: torch has no scope for it
             name = None
         calls, changes = [(called, name)], Changes()
         if (inner := torch_internals.called_by_forward(called)) is not None:
@@ -54,7 +59,9 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         torch_internals.call_uncompiled(changes, called)
         step = "noting that a module is called"
         entered = [
-            each for each, scope in calls if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
+            each
+            for each, scope in calls
+            if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
         ]
         try:
             result = original(self, module, forward, args, kwargs)
@@ -71,8 +78,8 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a function that ``torch.compiler.nested_compile_region`` marks as if it were not marked.
 
-    torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is seen. The exported
-    graph is the same without that.
+    torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is
+    seen. The exported graph is the same without that.
     """
     if torch.compiler.is_dynamo_compiling() or running.dynamo_capture.get() is None:
         return original(func, *args, **kwargs)
@@ -109,7 +116,9 @@ def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **k
         watched = functools.partial(_run_watched, capture)
         preparing = "preparing to watch the bodies of the exported program"
         capture.step(preparing, watch_bodies, changes, exported_program.graph_module, watched)
-        prepared = _decomposed(capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes)
+        prepared = _decomposed(
+            capture, lambda: original(exported_program, *args, **kwargs), exported_program, changes
+        )
     finally:
         changes.take_back()
     capture.step("reading the decomposed program", capture.decomposition.finish, prepared)
@@ -146,7 +155,9 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
     """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
-    before = capture.step("looking for the FX trace that runs", torch_internals.fx_tracing, interpreter, node)
+    before = capture.step(
+        "looking for the FX trace that runs", torch_internals.fx_tracing, interpreter, node
+    )
     result = run()
     if before is not None:
         following = "following a node of the exported program through its decomposition"
@@ -160,7 +171,9 @@ def optimize(original: Callable[..., Any], self: Any) -> Any:
     """Find tensors again before the graph is optimised: it may have been read back from bytes."""
     capture = running.dynamo_capture.get()
     if capture is not None:
-        capture.step("finding tensors again after the opset was converted", capture.converted, self.model)
+        capture.step(
+            "finding tensors again after the opset was converted", capture.converted, self.model
+        )
     return original(self)
 
 
@@ -202,10 +215,15 @@ def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any) -> Any:
     """Let Dynamo trace torch's own layers where they are called from code that it cannot trace.
 
-    As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack them.
+    As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack
+    them.
     """
     inlined = rest[0] if rest else named.get("is_inlined_call", False)
-    if running.wants_frames_of_layers.get() and not inlined and torch_internals.is_forward_of_layer(obj):
+    if (
+        running.wants_frames_of_layers.get()
+        and not inlined
+        and torch_internals.is_forward_of_layer(obj)
+    ):
         return False
     return original(obj, *rest, **named)
 

@@ -1,7 +1,7 @@
 """The module calls of an export through ``torch.export``, and the call of each node of its FX graphs.
 
-FX nodes are marked with the call that makes them. Where none is seen (strict mode, an ``ExportedProgram``), the scopes
-of the nodes tell.
+FX nodes are marked with the call that makes them. Where none is seen (strict mode, an
+``ExportedProgram``), the scopes of the nodes tell.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class _Trace:
 
     tracer: Any = None  # torch's tracer
     root_name: str | None = None  # its name of the model
-    scoped: dict[tuple[str, int], int] = field(default_factory=dict)  # module path, and which of its scopes → call
+    # module path, and which of its scopes → call
+    scoped: dict[tuple[str, int], int] = field(default_factory=dict)
     # Module path → number of its scopes
     scope_counts: collections.Counter[str] = field(default_factory=collections.Counter)
     made_something: set[int] = field(default_factory=set)  # calls that made FX nodes
@@ -75,12 +76,16 @@ class FxCalls:
 
     def __init__(self, names: ModuleNames) -> None:
         self.log, self.names = CallLog(), names
-        number = next(_captures)  # no capture reads what another one wrote in the ``meta`` of FX nodes
+        # no capture reads what another one wrote in the ``meta`` of FX nodes
+        number = next(_captures)
         self.call_key = (
-            f"htp.call.{number}"  # in the ``meta`` of an FX node: its call, where its scopes do not say that
+            # in the ``meta`` of an FX node: its call, where its scopes do not say that
+            f"htp.call.{number}"
         )
-        self.places = Places(f"htp.traced.{number}")  # for the results of the nodes of the exported graph
-        self.classes: dict[str, str] = {}  # module path → class, for modules that only scopes tell of
+        # for the results of the nodes of the exported graph
+        self.places = Places(f"htp.traced.{number}")
+        # module path → class, for modules that only scopes tell of
+        self.classes: dict[str, str] = {}
         self.bodies = Bodies(names.by_id)
         self.needed: set[int] = set()  # calls that did something which the model's result needs
         self._trace = _Trace()
@@ -98,7 +103,9 @@ class FxCalls:
         other.log, other.bodies = self.log.copy(), self.bodies.copy()
         other.call_key, other.places = self.call_key, self.places
         other.classes = self.classes.copy()
-        other._trace = _Trace(None, trace.root_name, trace.scoped.copy(), made_something=trace.made_something.copy())
+        other._trace = _Trace(
+            None, trace.root_name, trace.scoped.copy(), made_something=trace.made_something.copy()
+        )
         return other
 
     def release(self) -> None:
@@ -116,7 +123,8 @@ class FxCalls:
         path = self.names.path_now(module)
         if path is None:
             return False
-        if not self.log.stack or tracer is not self._trace.tracer:  # a new attempt at tracing starts from nothing
+        # a new attempt at tracing starts from nothing
+        if not self.log.stack or tracer is not self._trace.tracer:
             self.log, self._trace = CallLog(), _Trace(tracer, name)
             self.bodies.clear()
         self._mark(tracer)
@@ -140,7 +148,9 @@ class FxCalls:
     def enter_operator(self, function: Any, args: Any) -> bool:
         """Note that an operator runs that may have bodies; only if it is true, ``bodies.leave`` is to be called."""
         tracer = fx_tracer()
-        return self.bodies.enter(function, args, self.log, traced=tracer is not None and tracer is self._trace.tracer)
+        return self.bodies.enter(
+            function, args, self.log, traced=tracer is not None and tracer is self._trace.tracer
+        )
 
     def _result_of(self, tracer: Any, tensor: Any) -> Result | None:
         node = fx_node_of(tensor, tracer)
@@ -149,7 +159,8 @@ class FxCalls:
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes made since a module last began or returned.
 
-        Torch opens no scope for a ``GraphModule``, and none for a module that was put in place while the model ran.
+        Torch opens no scope for a ``GraphModule``, and none for a module that was put in place
+        while the model ran.
         """
         nodes = tracer.graph.nodes
         if self.log.stack:
@@ -172,7 +183,8 @@ class FxCalls:
     def write_stacks(self, program: Any, hierarchy: Hierarchy) -> None:
         """Write module stacks on the nodes of bodies, for whoever reads the program without this capture.
 
-        Without strict mode, torch leaves these nodes without one. Their calls are numbered after those outside.
+        Without strict mode, torch leaves these nodes without one. Their calls are numbered after
+        those outside.
         """
         numbers, counts = dict[int, int](), self._trace.scope_counts.copy()
         scoped = set(self._trace.scoped.values())
@@ -181,7 +193,10 @@ class FxCalls:
                 numbers[index] = counts[call.path]
                 counts[call.path] += 1
         for holder, inner in nodes_in_bodies(program.graph_module).items():
-            outside, around = holder.meta.get("nn_module_stack") or {}, self.log.chain(self.of_node(holder))
+            outside, around = (
+                holder.meta.get("nn_module_stack") or {},
+                self.log.chain(self.of_node(holder)),
+            )
             for node in inner:
                 if node.op == "call_function" and not node.meta.get("nn_module_stack"):
                     stack = node.meta["nn_module_stack"] = dict(outside)
@@ -202,7 +217,8 @@ class FxCalls:
             inner = nodes_in_bodies(module)
             for node in module.graph.nodes:
                 for each in (*inner.get(node, ()), node):
-                    self.of_node(each)  # where no Python call was seen, calls are numbered in the order of the graph
+                    # where no Python call was seen, calls are numbered in the order of the graph
+                    self.of_node(each)
         for graph in graphs:
             for node in needed_nodes(graph):
                 self.needed.update(self.log.chain(self.of_node(node)))
@@ -228,7 +244,11 @@ class FxCalls:
             return NO_CALL
         path = paths.pop()
         calls = (index for index, call in enumerate(self.log.calls) if call.path == path)
-        return next(calls, NO_CALL) if self.log.count(path) else self.log.add(path, self.log.near(path))
+        return (
+            next(calls, NO_CALL)
+            if self.log.count(path)
+            else self.log.add(path, self.log.near(path))
+        )
 
     def _of_stack(self, stack: dict[str, tuple[str, Any]] | None) -> int:
         scopes = tuple((stack or {}).items())
@@ -245,7 +265,9 @@ class FxCalls:
         path, nth = self._read_scope(key, name)
         call = self._trace.scoped.get((path, nth))
         if call is None:  # no Python call was seen
-            self.classes.setdefault(path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
+            self.classes.setdefault(
+                path, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}"
+            )
             call = self._trace.scoped[path, nth] = self.log.add(path, parent)
         return call
 
@@ -257,7 +279,8 @@ class FxCalls:
         first, at, count = key.rpartition("@")
         again = bool(at) and count.isdigit() and not (name in aliases and key.endswith(name))
         nth = int(count) if again else 0
-        module = first if again else key  # in strict mode, the id of the module; the name is how Dynamo reached it
+        # in strict mode, the id of the module; the name is how Dynamo reached it
+        module = first if again else key
         if module.isdecimal() and int(module) in by_id:
             return by_id[int(module)], nth
         name = name.removesuffix(f"@{count}") if again and name not in aliases else name

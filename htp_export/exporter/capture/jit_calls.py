@@ -1,6 +1,7 @@
 """The call of each node of a JIT graph: of one that was traced, from the nodes as they were while tracing; of a script.
 
-While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when the trace ends.
+While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when
+the trace ends.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class Trace:
 
     def __init__(self, names: ModuleNames) -> None:
         self.log = CallLog()  # the calls
-        self.nodes: list[TracedNode] = []  # what was traced, without constants, in order; once the trace is over
+        # what was traced, without constants, in order; once the trace is over
+        self.nodes: list[TracedNode] = []
         self.inputs: list[int] = []  # the numbers of the inputs
         # The numbers of what the model returns; None for what the tracer does not know
         self.outputs: tuple[int | None, ...] = ()
@@ -61,12 +63,14 @@ class Trace:
         self._has_root_scope = True
         self._unscoped: set[int] = set()  # calls that have no scope
         self._numbers: set[int | None] = set()  # what stands for numbers that the model is given
-        self._between: dict[int, list[int]] = {}  # call → the numbers between which what has its caller's scope is its
+        # call → the numbers between which what has its caller's scope is its
+        self._between: dict[int, list[int]] = {}
 
     def enter(self, module: Any, state: Any) -> str | None:
         """Note that a module's ``forward`` begins, and return the name of its scope; None if nothing is to be noted.
 
-        The name is empty if the tracer has no scope for it, as it was put in place while the model ran.
+        The name is empty if the tracer has no scope for it, as it was put in place while the model
+        ran.
         """
         path = self._names.path_now(module) if state is not None else None
         if path is None or is_script_method(module.forward):
@@ -89,9 +93,12 @@ class Trace:
         """Note that the user's forward hooks run before the innermost module returns: outside of its scope."""
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
-    def leave(self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None) -> None:
+    def leave(
+        self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
+    ) -> None:
         """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
-        # Only now: the tracer would make a tensor that it does not know a constant, and name it by the caller's scope.
+        # Only now: the tracer would make a tensor that it does not know a constant, and name it by
+        # the caller's scope.
         index = self.log.stack[-1]
         self.log.record_inputs(self._without_numbers(given), traced_number)
         self.log.exit(self._tensors(list(tensors_in(result))), traced_number)
@@ -101,11 +108,16 @@ class Trace:
             return
         graph = state.graph()
         scoped = (at for at in range(len(self.log.calls)) if at not in self._unscoped)
-        self.nodes = list(self._noted(graph.nodes(), NO_CALL if self._has_root_scope else index, list(scoped)))
+        self.nodes = list(
+            self._noted(graph.nodes(), NO_CALL if self._has_root_scope else index, list(scoped))
+        )
         self._place_between()
         self.inputs = [value.unique() for value in graph.inputs()]
-        with contextlib.suppress(RuntimeError):  # the tracer refuses the result, and the export fails
-            self.outputs = keys_of(flattened(result if changed is None else changed(result)), traced_number)
+        # the tracer refuses the result, and the export fails
+        with contextlib.suppress(RuntimeError):
+            self.outputs = keys_of(
+                flattened(result if changed is None else changed(result)), traced_number
+            )
 
     def given_numbers(self, numbers: list[Any]) -> None:
         """Note the tensors that stand for numbers among the model's arguments, when the model is called."""
@@ -163,25 +175,35 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
     """The nodes, with the names that the tracer gives operators when it ends."""
     others = {node.kind for node in traced} - {step.kind for step in reading.outermost}
     usual = {kind: usual_name(kind) for kind in others}
-    return [node._replace(kind=usual.get(node.kind, node.kind)) for node in traced] if usual else traced
+    return (
+        [node._replace(kind=usual.get(node.kind, node.kind)) for node in traced]
+        if usual
+        else traced
+    )
 
 
 class Matching:
     """Which node of the trace each node of the graph is: the graph is the trace, without dead nodes.
 
-    Neither kind nor order can tell a dead node from a live one like it, so that the graph is matched from its
-    end: a node's consumers are matched first, and what they read in the trace is what the node made there.
+    Neither kind nor order can tell a dead node from a live one like it, so that the graph is
+    matched from its end: a node's consumers are matched first, and what they read in the trace is
+    what the node made there.
 
-    ``reading`` is the graph as it was traced, or that of a module which was made by tracing and inlined; ``inputs`` has
-    the numbers of its inputs: while tracing → in the graph.
+    ``reading`` is the graph as it was traced, or that of a module which was made by tracing and
+    inlined; ``inputs`` has the numbers of its inputs: while tracing → in the graph.
     """
 
     def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
         self._traced = traced = _with_usual_names(trace.nodes, reading)
         self._steps = reading.outermost
-        self._made_at = {number: place for place, node in enumerate(traced) for number in node.outputs}
-        self._made_by = {number: index for index, step in enumerate(self._steps) for number in step.outputs}
-        self._was: dict[int, int] = {number: old for old, number in inputs.items()}  # in the graph → while tracing
+        self._made_at = {
+            number: place for place, node in enumerate(traced) for number in node.outputs
+        }
+        self._made_by = {
+            number: index for index, step in enumerate(self._steps) for number in step.outputs
+        }
+        # in the graph → while tracing
+        self._was: dict[int, int] = {number: old for old, number in inputs.items()}
         self._places: list[int | None] = [None] * len(self._steps)
         if len(trace.outputs) == len(reading.outputs):
             pairs = zip(reading.outputs, trace.outputs, strict=True)
@@ -192,7 +214,8 @@ class Matching:
                     self._put(index, find(index))
         # The call of each node of the graph's outermost block that is no constant
         self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
-        self.dead = {node.call for node in traced} - set(self.calls)  # calls all of whose nodes are gone
+        # calls all of whose nodes are gone
+        self.dead = {node.call for node in traced} - set(self.calls)
         self.numbers: dict[int, int] = dict(inputs)  # while tracing → in the graph
         for step, place in zip(self._steps, self._places, strict=True):
             if place is not None:
@@ -201,14 +224,25 @@ class Matching:
     def _put(self, index: int, place: int | None) -> None:
         self._places[index] = place
         if place is not None:
-            for number, old in zip(self._steps[index].inputs, self._traced[place].inputs, strict=False):
+            for number, old in zip(
+                self._steps[index].inputs, self._traced[place].inputs, strict=False
+            ):
                 self._was.setdefault(number, old)
 
     def _by_consumers(self, index: int) -> int | None:
         """The node that made, while tracing, what consumers of this one read."""
         step = self._steps[index]
-        places = (self._made_at.get(self._was[number]) for number in step.outputs if number in self._was)
-        return next((place for place in places if place is not None and self._traced[place].kind == step.kind), None)
+        places = (
+            self._made_at.get(self._was[number]) for number in step.outputs if number in self._was
+        )
+        return next(
+            (
+                place
+                for place in places
+                if place is not None and self._traced[place].kind == step.kind
+            ),
+            None,
+        )
 
     def _by_inputs(self, index: int) -> int | None:
         """For a node whose results nothing reads, as it changes a tensor in place: the last that reads the same.
@@ -248,22 +282,29 @@ class Matching:
 class ScriptCalls:
     """The calls of a `ScriptModule`, operation by operation: no calls of Python are seen.
 
-    Inlined operations have a chain of attribute names, ``0(Block).fc(Linear)``, without the containers in between
-    (``layers.0``) and the same for every call. Parameters that they read tell containers apart; order tells the rest.
+    Inlined operations have a chain of attribute names, ``0(Block).fc(Linear)``, without the
+    containers in between (``layers.0``) and the same for every call. Parameters that they read tell
+    containers apart; order tells the rest.
     """
 
     def __init__(self, log: CallLog, paths: Iterable[str]) -> None:
         self._log = log
         self._paths = list(paths)
         self._order = {path: place for place, path in enumerate(self._paths)}
-        self._places: dict[str, list[int]] = {}  # last part of a path → the places of all such paths
+        # last part of a path → the places of all such paths
+        self._places: dict[str, list[int]] = {}
         for place, path in enumerate(self._paths):
             self._places.setdefault(_last_part(path), []).append(place)
-        self._sorted = {name: sorted(self._paths[place] for place in places) for name, places in self._places.items()}
+        self._sorted = {
+            name: sorted(self._paths[place] for place in places)
+            for name, places in self._places.items()
+        }
         self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
         log.stack.pop()
 
-    def of_graph(self, graph: Any, reading: Reading, parameters: Mapping[int, str]) -> Iterator[int]:
+    def of_graph(
+        self, graph: Any, reading: Reading, parameters: Mapping[int, str]
+    ) -> Iterator[int]:
         """The call of each step of a graph; ``parameters`` has the names of its inputs that are parameters."""
         nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
         for node, step in zip(nodes, reading.steps, strict=True):
@@ -279,9 +320,15 @@ class ScriptCalls:
             if same and (depth < len(names) or self._holds(self._running[depth][1], holders)):
                 continue
             _, above, parent = self._running[depth - 1]
-            path = self._resolve(above, name, holders, self._running[depth][1] if depth < len(self._running) else None)
+            path = self._resolve(
+                above,
+                name,
+                holders,
+                self._running[depth][1] if depth < len(self._running) else None,
+            )
             del self._running[depth:]
-            # A frozen module has no modules in it any more: what they computed is its own work, in one call of it.
+            # A frozen module has no modules in it any more: what they computed is its own work, in
+            # one call of it.
             call = parent if path == above else self._log.add(path, parent)
             self._running.append((name, path, call))
         del self._running[len(names) + 1 :]
@@ -289,12 +336,15 @@ class ScriptCalls:
 
     @staticmethod
     def _holds(path: str, holders: Sequence[str]) -> bool:
-        return not holders or any(tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders)
+        return not holders or any(
+            tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders
+        )
 
     def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
         """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest.
 
-        ``holders`` are the modules whose parameters are read; ``last``: the one that ran before, if any did.
+        ``holders`` are the modules whose parameters are read; ``last``: the one that ran before, if
+        any did.
         """
         found = self._around(holders, above, name)
         if found is None and last is not None:
@@ -303,7 +353,9 @@ class ScriptCalls:
 
     def _around(self, holders: Sequence[str], above: str, name: str) -> str | None:
         """The first module called ``name`` below ``above`` that is one of some, or around one of them."""
-        around = {path for holder in holders for path in tags.ancestors(holder) if path in self._order}
+        around = {
+            path for holder in holders for path in tags.ancestors(holder) if path in self._order
+        }
         found = [path for path in around if _last_part(path) == name and _is_below(path, above)]
         return min(found, key=self._order.__getitem__, default=None)
 

@@ -39,12 +39,16 @@ class MadeWeights:
 
     def __init__(self, graph: ir.Graph, nodes: Sequence[ir.Node], state: Collection[str]) -> None:
         self.known: dict[ir.Value, Recipe] = {
-            value: str(value.name) if value.name in state else CONSTANT for value in graph.initializers.values()
+            value: str(value.name) if value.name in state else CONSTANT
+            for value in graph.initializers.values()
         }
         self._state, self._foldings = state, list[_Folding]()
         follow(graph, nodes, self.known)
         for node in nodes:
-            if is_standard(node, "BatchNormalization") and (folding := self._folding(node)) is not None:
+            if (
+                is_standard(node, "BatchNormalization")
+                and (folding := self._folding(node)) is not None
+            ):
                 self._foldings.append(folding)
 
     def _folding(self, norm: ir.Node) -> _Folding | None:
@@ -58,10 +62,15 @@ class MadeWeights:
         if tensor is None or any(value not in self.known for value in read):
             return None
         weight, *bias = (self.known[value] for value in read[:-4])
-        of_norm, column = [self.known[value] for value in read[-4:]], _column_of(layer, len(tensor.shape))
+        of_norm, column = (
+            [self.known[value] for value in read[-4:]],
+            _column_of(layer, len(tensor.shape)),
+        )
         epsilon = norm.attributes.get_float("epsilon", 1e-5)
         zeros = bias == [CONSTANT]
-        recipes = batchnorm_folded(weight, bias[0] if bias and not zeros else None, of_norm, epsilon, column)
+        recipes = batchnorm_folded(
+            weight, bias[0] if bias and not zeros else None, of_norm, epsilon, column
+        )
         return _Folding(norm.outputs[0], read[0], zeros, recipes)
 
     def write(self, model: ir.Model, last: Callable[[ir.Value], ir.Value]) -> None:
@@ -75,7 +84,11 @@ class MadeWeights:
             if len(parts) < 2 or None in parts or parts[0] is weight:
                 continue
             if not zeros or parts[1].name == f"{parts[0].name}_bias":  # type: ignore[union-attr]
-                made.update((part, [recipe]) for part, recipe in zip(parts, recipes, strict=True) if part is not None)
+                made.update(
+                    (part, [recipe])
+                    for part, recipe in zip(parts, recipes, strict=True)
+                    if part is not None
+                )
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.const_value is not None and value.const_value.dtype.is_floating_point():
@@ -92,7 +105,9 @@ class MadeWeights:
 
 def _column_of(layer: ir.Node, rank: int) -> list[int]:
     """The shape of factors of the channels that a layer makes, for its weight."""
-    turned = layer.op_type == "ConvTranspose" or (layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0))
+    turned = layer.op_type == "ConvTranspose" or (
+        layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0)
+    )
     return [-1 if axis == int(turned) else 1 for axis in range(rank)]
 
 
@@ -103,11 +118,20 @@ class JitWeights:
     """A graph before its constants are folded; ``state`` has the names in the model's ``state_dict``."""
 
     def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
-        named = {value.unique(): value.debugName() for value in graph.inputs() if value.debugName() in parameters}
-        self._known: dict[int, Recipe] = {number: name if name in state else CONSTANT for number, name in named.items()}
-        self._read: dict[tuple[int, int], int] = {}  # the first output of a node and a place → the constant read there
-        self._norms: dict[int, tuple[Recipe, Recipe]] = {}  # what a normalisation makes → the convolution with it
-        self._after: dict[tuple[int, int], tuple[Recipe, Recipe]] = {}  # a node that reads it, and where → the same
+        named = {
+            value.unique(): value.debugName()
+            for value in graph.inputs()
+            if value.debugName() in parameters
+        }
+        self._known: dict[int, Recipe] = {
+            number: name if name in state else CONSTANT for number, name in named.items()
+        }
+        # the first output of a node and a place → the constant read there
+        self._read: dict[tuple[int, int], int] = {}
+        # what a normalisation makes → the convolution with it
+        self._norms: dict[int, tuple[Recipe, Recipe]] = {}
+        # a node that reads it, and where → the same
+        self._after: dict[tuple[int, int], tuple[Recipe, Recipe]] = {}
         self._contents: dict[int, Any] = {}
         self._convolutions: dict[int, JitStep] = {}
         self._state = state
@@ -125,16 +149,31 @@ class JitWeights:
         inputs = numbers_of_inputs(node)
         if outputs:
             read = enumerate(inputs)
-            self._after.update(((outputs[0], at), self._norms[number]) for at, number in read if number in self._norms)
+            self._after.update(
+                ((outputs[0], at), self._norms[number])
+                for at, number in read
+                if number in self._norms
+            )
         if not outputs or self._known.keys().isdisjoint(inputs):
             return
-        self._read.update(((outputs[0], place), number) for place, number in enumerate(inputs) if number in self._known)
-        step = JitStep(kind.removeprefix(_ONNX), inputs, outputs, attributes=attributes_of(node, kind))
+        self._read.update(
+            ((outputs[0], place), number)
+            for place, number in enumerate(inputs)
+            if number in self._known
+        )
+        step = JitStep(
+            kind.removeprefix(_ONNX), inputs, outputs, attributes=attributes_of(node, kind)
+        )
         if all(number in self._known for number in inputs):
-            self._known.update((output, self._result(step, node, place)) for place, output in enumerate(outputs))
+            self._known.update(
+                (output, self._result(step, node, place)) for place, output in enumerate(outputs)
+            )
         elif step.kind == "Conv":
             self._convolutions[outputs[0]] = step
-        elif step.kind == "BatchNormalization" and (layer := self._convolutions.get(inputs[0])) is not None:
+        elif (
+            step.kind == "BatchNormalization"
+            and (layer := self._convolutions.get(inputs[0])) is not None
+        ):
             self._fold(layer, step)
 
     def _result(self, step: JitStep, node: Any, place: int) -> Recipe:
@@ -158,7 +197,9 @@ class JitWeights:
         of_norm = [self._known[number] for number in norm.inputs[1:5]]
         column = [-1, *[1] * (len(dict(layer.attributes).get("kernel_shape", ())) + 1)]
         epsilon = dict(norm.attributes).get("epsilon", 1e-5)
-        made = batchnorm_folded(weight, bias[0] if bias else None, of_norm, epsilon, column, "torch_sqrt")
+        made = batchnorm_folded(
+            weight, bias[0] if bias else None, of_norm, epsilon, column, "torch_sqrt"
+        )
         self._norms[norm.outputs[0]] = made
 
     def finish(self, graph: Any) -> dict[str, Recipe]:
@@ -171,7 +212,11 @@ class JitWeights:
                 same[outputs[0]] = inputs[0]
             elif outputs:
                 nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
-        joined = {value.unique(): made for value, made in zip(graph.outputs(), self._returned, strict=False) if made}
+        joined = {
+            value.unique(): made
+            for value, made in zip(graph.outputs(), self._returned, strict=False)
+            if made
+        }
         for outputs, inputs in nodes:
             for place, number in enumerate(inputs):
                 if (made := self._after.get((outputs[0], place))) is not None:
@@ -179,12 +224,18 @@ class JitWeights:
         found: dict[str, list[Recipe]] = {}
         for outputs, inputs in nodes:
             for place, number in enumerate(inputs):
-                if number in names and (recipe := self._recipe(outputs[0], place, names[number], joined)) is not None:
+                if (
+                    number in names
+                    and (recipe := self._recipe(outputs[0], place, names[number], joined))
+                    is not None
+                ):
                     found.setdefault(names[number], []).append(recipe)
         merged_recipes = {name: merged(recipes) for name, recipes in found.items()}
         return {name: recipe for name, recipe in merged_recipes.items() if recipe != name}
 
-    def _recipe(self, output: int, place: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]) -> Recipe | None:
+    def _recipe(
+        self, output: int, place: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]
+    ) -> Recipe | None:
         """How an initializer was made that a node reads in a place."""
         if output in joined and output not in self._norms and place in (1, 2):
             return joined[output][place - 1]

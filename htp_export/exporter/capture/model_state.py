@@ -1,9 +1,9 @@
 """The state of a model that a run may change, and how it is put back: nothing of htp_export changes a user's model.
 
-State are the buffers, the attributes of modules with all lists, dictionaries, tensors, random number generators and
-plain objects in them, such as counters and caches, the arguments, and the random numbers of the process. Parameters are
-too large to be copied for the few models whose ``forward`` changes them: each is copied before the first operator that
-writes to it.
+State are the buffers, the attributes of modules with all lists, dictionaries, tensors, random
+number generators and plain objects in them, such as counters and caches, the arguments, and the
+random numbers of the process. Parameters are too large to be copied for the few models whose
+``forward`` changes them: each is copied before the first operator that writes to it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ _PLAIN_CLASSES_OF_PYTHON = ("collections", "types")
 class ModelState:
     """The state of a model, of its arguments and of random number generators: run twice, it gives what it gives once.
 
-    Parameters are those that the model has now, with the memory that they have now; for their values see `unchanged`.
+    Parameters are those that the model has now, with the memory that they have now; for their
+    values see `unchanged`.
     """
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
         self._undo: list[Callable[[], object]] = []
         self._kept: list[Any] = []  # so that no id is that of another object later
         self._seen = set[int]()
-        for tensor in (*model.buffers(), *tensors_in(arguments)):  # those of scripted modules are in no attribute
+        # those of scripted modules are in no attribute
+        for tensor in (*model.buffers(), *tensors_in(arguments)):
             self._keep(tensor)
         attributes = [each for module in model.modules() for each in self._keep(module)]
         self._walk([arguments, *attributes])
@@ -70,7 +72,9 @@ class ModelState:
 
     def _keep(self, value: Any) -> Iterable[Any]:
         """Record the contents of one object, and return the objects in it."""
-        if id(value) in self._seen or isinstance(value, (str, bytes, int, float, complex, type(None))):
+        if id(value) in self._seen or isinstance(
+            value, (str, bytes, int, float, complex, type(None))
+        ):
             return ()
         self._seen.add(id(value))
         self._kept.append(value)
@@ -123,7 +127,11 @@ def _slots_of(value: Any) -> Iterator[types.MemberDescriptorType]:
     """The slots that the classes of an object declare in Python."""
     for each in type(value).__mro__:
         if "__slots__" in vars(each):
-            yield from (member for member in vars(each).values() if isinstance(member, types.MemberDescriptorType))
+            yield from (
+                member
+                for member in vars(each).values()
+                if isinstance(member, types.MemberDescriptorType)
+            )
 
 
 def _filled_slots(value: Any) -> Iterator[tuple[types.MemberDescriptorType, Any]]:
@@ -148,7 +156,8 @@ def _generator_undo(value: Any) -> Callable[[], object] | None:
     """Return a function that puts a random number generator back; None for anything else."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # which has no state
+    # which has no state
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
         return functools.partial(value.set_state, value.get_state())
@@ -174,9 +183,13 @@ def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
             tensor.data = memory
         if values is None:
             return
-        # Without values of their own: sparse and fake tensors. Versions do not say whether a tensor was changed: batch
-        # normalization counts none.
-        with contextlib.suppress(RuntimeError), torch.no_grad(), torch.inference_mode(tensor.is_inference()):
+        # Without values of their own: sparse and fake tensors. Versions do not say whether a tensor
+        # was changed: batch normalization counts none.
+        with (
+            contextlib.suppress(RuntimeError),
+            torch.no_grad(),
+            torch.inference_mode(tensor.is_inference()),
+        ):
             if not torch.equal(tensor, values):
                 tensor.copy_(values)
 
@@ -246,7 +259,8 @@ class _WrittenParameters:
 def _storage(tensor: torch.Tensor) -> int | None:
     try:
         return tensor.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):  # lazy, sparse, or a subclass without memory of its own
+    except (RuntimeError, NotImplementedError):
+        # lazy, sparse, or a subclass without memory of its own
         return None
 
 
@@ -254,7 +268,8 @@ def _storage(tensor: torch.Tensor) -> int | None:
 def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iterator[None]:
     """Put back what runs of a model inside a ``with`` block change, on errors too: `ModelState`, and parameters.
 
-    Parameters that are written to are not noted if the runs are ``traced``: torch's tracers work on stand-ins for them.
+    Parameters that are written to are not noted if the runs are ``traced``: torch's tracers work on
+    stand-ins for them.
     """
 
     def make(changes: Changes) -> None:

@@ -18,21 +18,28 @@ class ModuleNames:
     def __init__(self, model: Any) -> None:
         import torch
 
-        # ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share their ``__dict__``,
-        # and a module registered under several names has the first of them.
+        # ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share
+        # their ``__dict__``, and a module registered under several names has the first of them.
         self.paths: dict[int, str] = {}
-        self.aliases: dict[str, str] = {}  # every name under which a module is registered → its path
+        # every name under which a module is registered → its path
+        self.aliases: dict[str, str] = {}
         self._model = model if isinstance(model, torch.nn.Module) else None
         self.by_id: dict[int, str] = {}  # ``id(module)`` → module path
         self._seen: list[Any] = []  # kept, so that their ids are nobody else's
         for path, module in self._named():
             self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)
             self._seen.append(module)
-        for name, module in () if self._model is None else self._model.named_modules(remove_duplicate=False):
+        for name, module in (
+            () if self._model is None else self._model.named_modules(remove_duplicate=False)
+        ):
             self.aliases.setdefault(name, self.by_id[id(module)])
 
     def _named(self) -> Iterable[tuple[str, Any]]:
-        return () if self._model is None else ((path, module) for path, _, module in module_paths(self._model))
+        return (
+            ()
+            if self._model is None
+            else ((path, module) for path, _, module in module_paths(self._model))
+        )
 
     @property
     def hierarchy(self) -> Hierarchy | None:
@@ -54,7 +61,9 @@ class ModuleNames:
         """The path of a module that may have been put in place after the names were taken; None if it is none."""
         key = id(module.__dict__)
         if key not in self.paths:
-            path = next((name for name, each in self._named() if each.__dict__ is module.__dict__), None)
+            path = next(
+                (name for name, each in self._named() if each.__dict__ is module.__dict__), None
+            )
             if path is None:
                 return None
             self._seen.append(module)
@@ -67,7 +76,8 @@ def keep_training_modes(changes: Changes, model: Any) -> None:
     import torch
 
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    modules = [module for module in modules if hasattr(module, "training")]  # a frozen one has no mode any more
+    # a frozen one has no mode any more
+    modules = [module for module in modules if hasattr(module, "training")]
     modes = [module.training for module in modules]
 
     def put_back() -> None:

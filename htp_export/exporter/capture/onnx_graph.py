@@ -50,9 +50,12 @@ def describe(model: ir.Model, record: Record) -> list[ir.Node]:
     """Fill the exported graph into a record, and return the nodes of the model in the order of ``Record.nodes``."""
     nodes = list(nodes_of_model(model))
     record.nodes = [
-        Node(reads_of(node), tuple(node.outputs), shape_only=is_standard(node, *SIZES_ONLY)) for node in nodes
+        Node(reads_of(node), tuple(node.outputs), shape_only=is_standard(node, *SIZES_ONLY))
+        for node in nodes
     ]
-    record.graph_inputs = {value for value in model.graph.inputs if value.name not in model.graph.initializers}
+    record.graph_inputs = {
+        value for value in model.graph.inputs if value.name not in model.graph.initializers
+    }
     record.graph_outputs = set(model.graph.outputs)
     return nodes
 
@@ -71,8 +74,8 @@ def copy_stamps(graph: ir.Graph, named: Mapping[str | None, ir.Value]) -> None:
 def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ...]]:
     """Tensors of a graph that are equal whatever the inputs are: each → the others, in the order of production.
 
-    A tensor that is reshaped, and then gets a shape back that it had before, is the tensor that had this shape; so is
-    one that is padded by nothing. ``nodes`` have producers before consumers.
+    A tensor that is reshaped, and then gets a shape back that it had before, is the tensor that had
+    this shape; so is one that is padded by nothing. ``nodes`` have producers before consumers.
     """
     source: dict[ir.Value, ir.Value] = {}
     groups: dict[tuple[ir.Value, tuple[str, ...]], list[ir.Value]] = {}
@@ -106,7 +109,11 @@ def _keeps_elements(node: ir.Node) -> bool:
 
 def _sizes(value: ir.Value) -> tuple[str, ...] | None:
     """The dimensions of a tensor; None where one is not known, not even as a symbol."""
-    dims = None if value.shape is None else [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    dims = (
+        None
+        if value.shape is None
+        else [dim if isinstance(dim, int) else dim.value for dim in value.shape]
+    )
     return None if dims is None or None in dims else tuple(map(str, dims))
 
 
@@ -115,7 +122,8 @@ class BodyFunction:
     """A function that stands for a branch or loop body of a graph that was just translated: torch inlines it later."""
 
     nodes: tuple[ir.Node, ...]  # its nodes; those of functions that it calls are not among them
-    read: Mapping[Any, frozenset[str]]  # FX node → names of the initializers that the ONNX nodes made of it read
+    # FX node → names of the initializers that the ONNX nodes made of it read
+    read: Mapping[Any, frozenset[str]]
 
     def parameters(self, node: ir.Node) -> frozenset[str]:
         """The initializers that a node reads, or another node that torch made of the same node of the FX graph."""
@@ -123,7 +131,9 @@ class BodyFunction:
 
 
 def bodies_of_node(
-    node: ir.Node, functions: Mapping[Any, ir.Function], initializer_names: Mapping[Any, str] | None = None
+    node: ir.Node,
+    functions: Mapping[Any, ir.Function],
+    initializer_names: Mapping[Any, str] | None = None,
 ) -> Iterator[BodyFunction]:
     """The bodies of a node, and the bodies inside them; ``initializer_names``: inputs of the function around it."""
     for body in subgraphs(node):
@@ -132,13 +142,19 @@ def bodies_of_node(
             if function is None:
                 continue
             formals = zip(function.inputs, call.inputs, strict=False)
-            names = {formal: name for formal, value in formals if (name := _initializer(value, initializer_names))}
+            names = {
+                formal: name
+                for formal, value in formals
+                if (name := _initializer(value, initializer_names))
+            }
             nodes = tuple(every_node(function))
             read: dict[Any, frozenset[str]] = {}
             for inner in nodes:
                 key = inner.meta.get("node")
                 if key is not None and not subgraphs(inner):
-                    initializers = frozenset(name for value in inner.inputs if (name := _initializer(value, names)))
+                    initializers = frozenset(
+                        name for value in inner.inputs if (name := _initializer(value, names))
+                    )
                     read[key] = read.get(key, frozenset()) | initializers
             yield BodyFunction(nodes, read)
             for inner in function:

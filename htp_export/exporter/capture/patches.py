@@ -1,9 +1,10 @@
 """Every patch of torch and onnx_ir: which wrapper goes where.
 
-A wrapper calls what it wraps and tells the capture of the running export what happened. Some do more while an export
-of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_region` do the work themselves, and
-`serialize` does the same work faster. In every other thread and task, all of them only call what they wrap.
-``tests/exporter/test_torch_internals.py`` fails where one of the places named here has moved.
+A wrapper calls what it wraps and tells the capture of the running export what happened. Some do
+more while an export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and
+`call_region` do the work themselves, and `serialize` does the same work faster. In every other
+thread and task, all of them only call what they wrap. ``tests/exporter/test_torch_internals.py``
+fails where one of the places named here has moved.
 """
 
 from __future__ import annotations
@@ -13,7 +14,12 @@ from typing import Any
 
 from htp_export.exporter.capture import dynamo_patches, saving, torchscript_patches
 from htp_export.exporter.capture.patching import Patch, Patches, noting
-from htp_export.exporter.capture.running import dynamo_capture, script_capture, translations_read, wanted
+from htp_export.exporter.capture.running import (
+    dynamo_capture,
+    script_capture,
+    translations_read,
+    wanted,
+)
 from htp_export.process.restoring import Changes, restored, set_variable
 
 _CORE = "torch.onnx._internal.exporter._core"
@@ -33,18 +39,30 @@ DYNAMO_ENTRY = Patches(
     else Patch(_CORE, "export", dynamo_patches.core_export),
     Patch("torch.export._trace", "_export", dynamo_patches.export_program),
     Patch("torch._ops", "HigherOrderOperator.__call__", dynamo_patches.call_operator),
-    Patch("torch._higher_order_ops.invoke_subgraph", "invoke_subgraph_placeholder", dynamo_patches.call_region),
+    Patch(
+        "torch._higher_order_ops.invoke_subgraph",
+        "invoke_subgraph_placeholder",
+        dynamo_patches.call_region,
+    ),
 )
 TORCHSCRIPT_ENTRY = Patches(Patch(_SCRIPT, "_export", torchscript_patches.script_export))
 
 MODULE_CALLS = Patches(
-    Patch("torch.fx.experimental.proxy_tensor", "_ModuleStackTracer.call_module", dynamo_patches.call_module),
+    Patch(
+        "torch.fx.experimental.proxy_tensor",
+        "_ModuleStackTracer.call_module",
+        dynamo_patches.call_module,
+    ),
 )
 
 DYNAMO = Patches(
     Patch(_CORE, "_prepare_exported_program_for_export", dynamo_patches.prepare),
     Patch(_CORE, "_translate_fx_graph", noting(dynamo_capture, _OF_FX_GRAPH, "translated_nodes")),
-    Patch(_CORE, "_exported_program_to_onnx_program", noting(dynamo_capture, _FIRST_GRAPH, "translated_program")),
+    Patch(
+        _CORE,
+        "_exported_program_to_onnx_program",
+        noting(dynamo_capture, _FIRST_GRAPH, "translated_program"),
+    ),
     Patch("torch.fx.interpreter", "Interpreter.run_node", dynamo_patches.run_node),
     Patch("torch.onnx", "ONNXProgram.optimize", dynamo_patches.optimize),
     Patch("torch.export.decomp_utils", "_collect_all_valid_cia_ops", dynamo_patches.list_once),
@@ -59,7 +77,11 @@ REPLACEMENTS = Patches(
 )
 
 TRANSLATIONS = Patches(
-    Patch("torch.onnx._internal.exporter._registration", "ONNXRegistry.from_torchlib", dynamo_patches.read_once),
+    Patch(
+        "torch.onnx._internal.exporter._registration",
+        "ONNXRegistry.from_torchlib",
+        dynamo_patches.read_once,
+    ),
 )
 
 DYNAMO_FRAMES = Patches(Patch("torch._dynamo.trace_rules", "check", dynamo_patches.skips_frame))
@@ -67,10 +89,17 @@ DYNAMO_RESET = Patches(Patch("torch._dynamo", "reset", dynamo_patches.reset_dyna
 
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", torchscript_patches.traced),
-    # Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put before.
+    # Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put
+    # before.
     Patch(_SCRIPT, "_create_jit_graph", noting(script_capture, _JIT_GRAPH, "created")),
-    Patch(_SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translation.node", 2)),
-    Patch(_SCRIPT, "_run_symbolic_method", noting(script_capture, _FUNCTION, "translation.function", 1)),
+    Patch(
+        _SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translation.node", 2)
+    ),
+    Patch(
+        _SCRIPT,
+        "_run_symbolic_method",
+        noting(script_capture, _FUNCTION, "translation.function", 1),
+    ),
     Patch(_SCRIPT, "_C", torchscript_patches.ScriptPasses),
     Patch(_SCRIPT_PROTO, "_add_onnxscript_fn", torchscript_patches.add_functions),
     Patch(_SCRIPT_PROTO, "_export_file", torchscript_patches.export_file),
@@ -81,7 +110,9 @@ TORCHSCRIPT = Patches(
 EVERY = tuple(group for group in globals().copy().values() if isinstance(group, Patches))
 
 
-def translations_read_once(read: dict[Any, Any] | None = None) -> contextlib.AbstractContextManager[None]:
+def translations_read_once(
+    read: dict[Any, Any] | None = None,
+) -> contextlib.AbstractContextManager[None]:
     """Read torch's translations of operators once for all exports inside: translations that come later are not seen.
 
     ``read``: those that earlier exports have read; the ones that are read now are added.

@@ -42,7 +42,8 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def replacing(instead: Callable[..., Any]) -> Wrap:
     """Make wrappers that call ``instead`` with the function and its arguments.
 
-    A frame lies between them: whatever is on the stack of every operation that torch traces has a wrapper of its own.
+    A frame lies between them: whatever is on the stack of every operation that torch traces has a
+    wrapper of its own.
     """
 
     @functools.wraps(instead)
@@ -59,7 +60,8 @@ def replacing(instead: Callable[..., Any]) -> Wrap:
 def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
     """Make the wrapper of a function whose result is given to a method of the running capture.
 
-    ``seam`` says what is done, for an error; ``place`` is the positional argument that goes before the result, if any.
+    ``seam`` says what is done, for an error; ``place`` is the positional argument that goes before
+    the result, if any.
     """
 
     @replacing
@@ -67,7 +69,12 @@ def noting(running: ContextVar[Any], seam: str, method: str, place: int | None =
         result = original(*args, **kwargs)
         capture = running.get()
         if capture is not None:
-            capture.step(seam, attrgetter(method)(capture), *(() if place is None else (args[place],)), result)
+            capture.step(
+                seam,
+                attrgetter(method)(capture),
+                *(() if place is None else (args[place],)),
+                result,
+            )
         return result
 
     return note
@@ -90,7 +97,8 @@ class Patches:
 
     def _enter(self, user: object) -> None:
         if not self._users:
-            self._changes.take_back()  # what another thread has put in, whose interrupt came before it was a user
+            # what another thread has put in, whose interrupt came before it was a user
+            self._changes.take_back()
             self._put_in()
         self._users.add(user)
 
@@ -107,9 +115,12 @@ class Patches:
                 own = vars(owner).get(name, original)  # a static method is not what getattr gives
                 try:
                     wrapper = patch.wrap(original)
-                    setattr(owner, name, own)  # fails where nothing can be replaced: then there is nothing to undo
+                    # fails where nothing can be replaced: then there is nothing to undo
+                    setattr(owner, name, own)
                 except Exception as error:
-                    raise TorchChangedError(f"{patch.module}.{patch.name}", "is not what it was") from error
+                    raise TorchChangedError(
+                        f"{patch.module}.{patch.name}", "is not what it was"
+                    ) from error
                 self._changes.will_undo(functools.partial(setattr, owner, name, own))
                 setattr(owner, name, wrapper)
         except TorchChangedError:

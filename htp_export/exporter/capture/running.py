@@ -1,7 +1,8 @@
 """What of htp_export runs in this thread or task: who tags its exports, what captures one, and faults of that.
 
-Every step of a capture runs in `Guarded.step`. The first step that fails ends the capture; torch's export goes on, and
-`Guarded.give_up` decides at its end. Nothing of the model or of torch's exporter runs inside a step.
+Every step of a capture runs in `Guarded.step`. The first step that fails ends the capture; torch's
+export goes on, and `Guarded.give_up` decides at its end. Nothing of the model or of torch's
+exporter runs inside a step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _Result = TypeVar("_Result")
 
 # What runs in place of torch's exporters: `htp_export.exporter.exporting._Exporter`, or None
 exporter: ContextVar[Any] = ContextVar("htp_export_exporter", default=None)
-dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)  # DynamoCapture | None
-script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=None)  # TorchScriptCapture | None
+# DynamoCapture | None
+dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)
+# TorchScriptCapture | None
+script_capture: ContextVar[Any] = ContextVar("htp_export_torchscript", default=None)
 translations_read: ContextVar[dict[tuple[tuple[str, Any], ...], Any] | None] = ContextVar(
     "htp_export_translations", default=None
 )
@@ -54,7 +57,9 @@ class _OneAtATime:
         """Begin an export as soon as no other thread is at one."""
         begin = functools.partial(self._begin, export)
         if not locked(self._mutex.lock, begin):
-            _log.info("waiting until the export, or the model that verify runs, in another thread is over")
+            _log.info(
+                "waiting until the export, or the model that verify runs, in another thread is over"
+            )
             while not locked(self._mutex.lock, begin):
                 time.sleep(_PAUSE)
 
@@ -76,8 +81,9 @@ _ONE_AT_A_TIME = _OneAtATime()
 def wait_alone(changes: Changes) -> None:
     """Wait until no other thread exports or runs a model for verify, and keep others waiting until changes are undone.
 
-    Torch's tracers change classes and variables of the whole process while they run (``Module.__call__``,
-    ``torch.jit._trace._trace_module_map``): of two that run at once, each would see modules that the other one runs.
+    Torch's tracers change classes and variables of the whole process while they run
+    (``Module.__call__``, ``torch.jit._trace._trace_module_map``): of two that run at once, each
+    would see modules that the other one runs.
     """
     export = object()
     changes.will_undo(functools.partial(_ONE_AT_A_TIME.leave, export))
@@ -110,16 +116,21 @@ def seam(name: str) -> Iterator[None]:
 
 def export_untagged(fault: HtpExportError) -> None:
     """Warn that an export goes on without tags, and why."""
-    warnings.warn(UntaggedExportWarning(f"the model is exported without module tags: {fault}"), stacklevel=2)
+    warnings.warn(
+        UntaggedExportWarning(f"the model is exported without module tags: {fault}"), stacklevel=2
+    )
 
 
 class Guarded:
     """A capture whose steps cannot fail."""
 
     def __init__(self) -> None:
-        self.strict = True  # whether a fault ends the export; else the model is exported without tags
-        self.fault: CaptureError | None = None  # what the first step that failed said; None while all is well
-        self.changes = Changes()  # what the capture changed outside of itself; whoever runs the export takes it back
+        # whether a fault ends the export; else the model is exported without tags
+        self.strict = True
+        # what the first step that failed said; None while all is well
+        self.fault: CaptureError | None = None
+        # what the capture changed outside of itself; whoever runs the export takes it back
+        self.changes = Changes()
 
     def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
         """Run a step, and return what it returns; None if it failed, or one before it. ``name`` is as of `seam`."""

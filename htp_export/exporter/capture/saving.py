@@ -1,11 +1,12 @@
 """How tagged files are written: as torch writes them, but whole or not at all, and without copies of the weights.
 
-Of a program of the dynamo exporter, large weights are written part by part. Pages of parameters that are mapped from a
-file are released behind each part: else all would be resident at the end. The optimizer transposes weights without
-copying them; numpy would write these one element at a time.
+Of a program of the dynamo exporter, large weights are written part by part. Pages of parameters
+that are mapped from a file are released behind each part: else all would be resident at the end.
+The optimizer transposes weights without copying them; numpy would write these one element at a
+time.
 
-The TorchScript exporter copies each weight four times on its way into a file. It is given an empty tensor in its place;
-the shape and the bytes are put in when the file is written.
+The TorchScript exporter copies each weight four times on its way into a file. It is given an empty
+tensor in its place; the shape and the bytes are put in when the file is written.
 """
 
 from __future__ import annotations
@@ -80,14 +81,20 @@ def _saved_whole(program_class: Any) -> Any:
 
     @functools.wraps(original)
     def save(self: Any, destination: Any, *args: Any, **kwargs: Any) -> None:
-        if not isinstance(destination, str | os.PathLike) or _only_itself_writable(Path(destination)):
+        if not isinstance(destination, str | os.PathLike) or _only_itself_writable(
+            Path(destination)
+        ):
             original(self, destination, *args, **kwargs)
             return
         if fault := fault_of_names(self.model):
             raise FileError(destination, _INVALID.format(fault))
-        tensors = ((name, value.const_value) for name, value in self.model.graph.initializers.items())
+        tensors = (
+            (name, value.const_value) for name, value in self.model.graph.initializers.items()
+        )
         metadata = {
-            name: tensor.metadata_props for name, tensor in tensors if tensor is not None and tensor.metadata_props
+            name: tensor.metadata_props
+            for name, tensor in tensors
+            if tensor is not None and tensor.metadata_props
         }
         try:
             with written_whole(destination, metadata) as new, written_in_parts(self.model):
@@ -95,9 +102,16 @@ def _saved_whole(program_class: Any) -> Any:
         except FileError:
             raise
         except InputError as error:
-            raise FileError(destination, f"not written, because what torch.onnx.export made is {error}") from error
+            raise FileError(
+                destination, f"not written, because what torch.onnx.export made is {error}"
+            ) from error
 
-    described = {"__doc__": program_class.__doc__, "__module__": program_class.__module__, "save": save, _MARK: True}
+    described = {
+        "__doc__": program_class.__doc__,
+        "__module__": program_class.__module__,
+        "save": save,
+        _MARK: True,
+    }
     return type(program_class.__name__, (program_class,), described)
 
 
@@ -113,7 +127,9 @@ def written_in_parts(model: ir.Model) -> Iterator[None]:
                 memory = _memory(values)
                 kept.append((value, value.const_value))
                 value.const_value = _InParts(
-                    value.const_value, values, memory if mapped.path_of(*memory) is not None else (0, 0)
+                    value.const_value,
+                    values,
+                    memory if mapped.path_of(*memory) is not None else (0, 0),
                 )
         yield
     finally:
@@ -145,7 +161,10 @@ def _is_plain(weight: Any) -> bool:
 def _memory(values: np.ndarray[Any, Any]) -> tuple[int, int]:
     """Address and length of the memory in which the values lie."""
     steps = [(size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True)]
-    before, behind = sum(step for step in steps if step < 0), sum(step for step in steps if step > 0)
+    before, behind = (
+        sum(step for step in steps if step < 0),
+        sum(step for step in steps if step > 0),
+    )
     return values.ctypes.data + before, behind - before + values.itemsize
 
 
@@ -159,7 +178,9 @@ class _InParts(ir.Tensor):  # type: ignore[type-arg]
 
     def __init__(self, tensor: Any, values: np.ndarray[Any, Any], mapped: tuple[int, int]) -> None:
         about = {"doc_string": tensor.doc_string, "metadata_props": dict(tensor.metadata_props)}
-        super().__init__(tensor.raw, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, **about)
+        super().__init__(
+            tensor.raw, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, **about
+        )
         self._tensor, self._values, self._mapped = tensor, values, mapped
 
     def numpy(self) -> Any:
@@ -203,7 +224,9 @@ def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {name: torch.empty(0, dtype=weight.dtype) for name, weight in plain.items()}
 
 
-def kept_weights(weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes]) -> dict[str, Weight]:
+def kept_weights(
+    weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes]
+) -> dict[str, Weight]:
     """Name → contents, of weights for which torch was given stand-ins, and of those that it copied."""
     kept = {name: Weight.of(data) for name, data in copied.items()}
     return {**kept, **{name: stored(weights[name]) for name in empty}}
@@ -232,10 +255,11 @@ def write(f: Any, chunks: Iterable[bytes | memoryview]) -> None:
 
 # --- torch 2.10, whose exporter ends later than that of the releases after it -------------------
 #
-# From 2.11 on, ``_core.export`` converts the opset and optimizes, and its caller only saves what it returns, so the
-# tags are written when it returns. In 2.10 its caller, ``export_compat``, converts, optimizes and saves. The end of the
-# export is therefore the end of ``export_compat``, called without a file; what torch would have saved is saved here,
-# after the tags are written. To be deleted with the support of torch 2.10.
+# From 2.11 on, ``_core.export`` converts the opset and optimizes, and its caller only saves what it
+# returns, so the tags are written when it returns. In 2.10 its caller, ``export_compat``, converts,
+# optimizes and saves. The end of the export is therefore the end of ``export_compat``, called
+# without a file; what torch would have saved is saved here, after the tags are written. To be
+# deleted with the support of torch 2.10.
 
 LATE_PLACE = ("torch.onnx._internal.exporter._compat", "export_compat")
 
@@ -266,7 +290,8 @@ def saving_after(tagged: Wrap, wanted: Callable[[], Any]) -> Wrap:
             except Exception:
                 if not options["fallback"]:
                     raise
-                # Fails once more, and writes the file with TorchScript, an export with tags of its own.
+                # Fails once more, and writes the file with TorchScript, an export with tags of its
+                # own.
                 return original(*args, **kwargs)
             if options["f"] is not None:
                 _save(program, options)
@@ -291,5 +316,7 @@ def _save(program: Any, options: dict[str, Any]) -> None:
     else:
         kept = ("keep_initializers_as_inputs", "external_data")
         program.save(
-            options["f"], include_initializers=options["export_params"], **{name: options[name] for name in kept}
+            options["f"],
+            include_initializers=options["export_params"],
+            **{name: options[name] for name in kept},
         )

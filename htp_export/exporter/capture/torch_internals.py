@@ -1,7 +1,7 @@
 """Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
 
-Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in ``dynamo_patches.py`` and
-``patches.py``. Tests of exports fail where a part has moved.
+Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in
+``dynamo_patches.py`` and ``patches.py``. Tests of exports fail where a part has moved.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class Scope(NamedTuple):
 
 def scopes_of(node: Any) -> list[Scope]:
     """The modules in which a node of a graph that Dynamo made runs, outermost first."""
-    # From the second call on, the keys are "id@1", ...; torch.export puts a name before what it takes from Dynamo.
+    # From the second call on, the keys are "id@1", ...; torch.export puts a name before what it
+    # takes from Dynamo.
     stack = node.meta.get("nn_module_stack") or {}
     numbers = {key: re.search(r"(\d+)(@\d+)?$", key) for key in stack}
     return [
@@ -89,7 +90,11 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
     if tracer is None:
         return None
     arguments = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
-    held = [(each, value, changes_of(value)) for each, value in arguments if isinstance(value, torch.Tensor)]
+    held = [
+        (each, value, changes_of(value))
+        for each, value in arguments
+        if isinstance(value, torch.Tensor)
+    ]
     return Tracing(tracer, len(tracer.graph.nodes), held)
 
 
@@ -102,7 +107,10 @@ def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
         for each, value, was in before.held
         for now in [changes_of(value)]
     ]
-    returned = [State(node, changes_of(value), fx_node_of(value, before.tracer)) for value in tensors_in(result)]
+    returned = [
+        State(node, changes_of(value), fx_node_of(value, before.tracer))
+        for value in tensors_in(result)
+    ]
     return ExecutedNode(node, traced, read, returned if len(returned) == 1 else [])
 
 
@@ -149,10 +157,19 @@ def arguments_of(node: Any) -> list[Argument]:
     """Return the arguments of a node of an FX graph, in the order of the operator's schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        given = {**dict(zip(map(str, range(len(node.args))), node.args, strict=True)), **node.kwargs}
+        given = {
+            **dict(zip(map(str, range(len(node.args))), node.args, strict=True)),
+            **node.kwargs,
+        }
         return [Argument(name, value) for name, value in given.items()]
-    given = {**dict(zip((each.name for each in schema.arguments), node.args, strict=False)), **node.kwargs}
-    return [Argument(each.name, given.get(each.name), "Tensor" in str(each.type)) for each in schema.arguments]
+    given = {
+        **dict(zip((each.name for each in schema.arguments), node.args, strict=False)),
+        **node.kwargs,
+    }
+    return [
+        Argument(each.name, given.get(each.name), "Tensor" in str(each.type))
+        for each in schema.arguments
+    ]
 
 
 def is_assertion(node: Any) -> bool:
@@ -160,7 +177,9 @@ def is_assertion(node: Any) -> bool:
     import torch
 
     schema = getattr(node.target, "_schema", None)
-    return isinstance(node.target, torch._ops.OpOverload) and schema is not None and not schema.returns
+    return (
+        isinstance(node.target, torch._ops.OpOverload) and schema is not None and not schema.returns
+    )
 
 
 def needed_nodes(graph: Any) -> set[Any]:
@@ -173,8 +192,14 @@ def needed_nodes(graph: Any) -> set[Any]:
         changed = _changed_by(node)
         if changed:
             acts = any(memory[each] in read for each in changed)
-        else:  # random operators count as impure by default: attention and LSTM, which may drop out, among them
-            acts = node.op != "placeholder" and node.is_impure(impure_random=False) and not is_assertion(node)
+        else:
+            # random operators count as impure by default: attention and LSTM, which may drop out,
+            # among them
+            acts = (
+                node.op != "placeholder"
+                and node.is_impure(impure_random=False)
+                and not is_assertion(node)
+            )
         if acts or node in needed:
             needed.update((node, *node.all_input_nodes))
             read.update(memory[each] for each in node.all_input_nodes)
@@ -187,9 +212,13 @@ def _changed_by(node: Any) -> list[Any]:
 
     schema = getattr(node.target, "_schema", None)
     arguments = () if schema is None else schema.arguments
-    written = {each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write}
+    written = {
+        each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write
+    }
     values = [argument.value for argument in arguments_of(node) if argument.name in written]
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.fx.Node)]
+    return [
+        leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.fx.Node)
+    ]
 
 
 def reversed_view(node: Any) -> Any:
@@ -199,9 +228,24 @@ def reversed_view(node: Any) -> Any:
     if node.target is operator.getitem:
         return None
     aten = torch.ops.aten
-    scatters = (aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter)
-    place = 1 if getattr(node.target, "overloadpacket", None) in scatters else 0 if is_view(node) else None
-    return node.args[place] if place is not None and isinstance(node.args[place], torch.fx.Node) else None
+    scatters = (
+        aten.slice_scatter,
+        aten.select_scatter,
+        aten.diagonal_scatter,
+        aten.as_strided_scatter,
+    )
+    place = (
+        1
+        if getattr(node.target, "overloadpacket", None) in scatters
+        else 0
+        if is_view(node)
+        else None
+    )
+    return (
+        node.args[place]
+        if place is not None and isinstance(node.args[place], torch.fx.Node)
+        else None
+    )
 
 
 def changes_of(tensor: Any) -> int:
@@ -226,10 +270,14 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
         def ignore_compile_internals(cls) -> bool:  # else Dynamo compiles nothing inside
             return True
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             schema = getattr(func, "_schema", None)
             if schema is not None and schema.is_mutable:
-                given = dict(zip((argument.name for argument in schema.arguments), args, strict=False))
+                given = dict(
+                    zip((argument.name for argument in schema.arguments), args, strict=False)
+                )
                 given |= kwargs or {}
                 for argument in schema.arguments:
                     if argument.alias_info is not None and argument.alias_info.is_write:
@@ -264,13 +312,15 @@ def gives_what_a_body_gives(function: Any) -> bool:
 def use_plain_containers(changes: Changes, program: Any) -> bool:
     """Let an exported program take and return lists in place of the containers of other libraries; whether it has any.
 
-    torch builds the containers again while it decomposes the program, inside the trace. Tensors that they make for
-    that, as the caches of transformers do, become constants that the decomposed program lacks.
+    torch builds the containers again while it decomposes the program, inside the trace. Tensors
+    that they make for that, as the caches of transformers do, become constants that the decomposed
+    program lacks.
     """
     from torch.utils import _pytree
 
     def children(spec: Any) -> list[Any]:
-        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs  # of torch 2.10
+        # of torch 2.10
+        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs
         return found
 
     def plain(spec: Any) -> Any:
@@ -286,7 +336,11 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
         return not own or any(map(has_others, children(spec)))
 
     signature = program.module_call_graph[0].signature if program.module_call_graph else None
-    before = {} if signature is None else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    before = (
+        {}
+        if signature is None
+        else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    )
     if not any(map(has_others, before.values())):
         return False
     for name, spec in before.items():
@@ -363,14 +417,19 @@ def computes_a_size(fx_node: Any) -> bool:
     import torch
 
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    nodes = [] if fx_node is None or fx_node.op != "call_function" else [fx_node, *fx_node.all_input_nodes]
+    nodes = (
+        []
+        if fx_node is None or fx_node.op != "call_function"
+        else [fx_node, *fx_node.all_input_nodes]
+    )
     return len(nodes) > 1 and all(isinstance(node.meta.get("val"), symbols) for node in nodes)
 
 
 def called_by_export(module: Any) -> Any:
     """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
 
-    A model that is a ``GraphModule`` is interpreted node by node, in the call of the wrapper that is traced.
+    A model that is a ``GraphModule`` is interpreted node by node, in the call of the wrapper that
+    is traced.
     """
     import torch
 
@@ -381,7 +440,8 @@ def called_by_export(module: Any) -> Any:
 def called_by_forward(module: Any) -> Any:
     """The module whose bound ``__call__`` is the ``forward`` of another one, as `torch.compile` sets it; else None.
 
-    torch replaces ``nn.Module.__call__`` while it traces, so that it sees no call of one that was bound before.
+    torch replaces ``nn.Module.__call__`` while it traces, so that it sees no call of one that was
+    bound before.
     """
     import torch
 
@@ -403,13 +463,17 @@ def is_compiled(module: Any) -> bool:
     """Whether `torch.compile` was applied to a module, or its own method ``compile``."""
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    return (
+        isinstance(module, OptimizedModule)
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
 
 
 def without_export_root(name: str, root: str | None) -> str:
     """A module's name in a scope of a branch or loop body, without the name of the wrapper that is traced.
 
-    ``root`` is the model's own name in the trace; None where the trace was not seen, and has the usual one.
+    ``root`` is the model's own name in the trace; None where the trace was not seen, and has the
+    usual one.
     """
     root = "_export_root" if root is None else root
     return "" if name == root else name.removeprefix(f"{root}.")
@@ -428,7 +492,11 @@ def is_forward_of_layer(code: Any) -> bool:
     import torch.nn.modules
 
     folder = str(torch.nn.modules.__file__).rpartition("__init__")[0]
-    return isinstance(code, types.CodeType) and code.co_name == "forward" and code.co_filename.startswith(folder)
+    return (
+        isinstance(code, types.CodeType)
+        and code.co_name == "forward"
+        and code.co_filename.startswith(folder)
+    )
 
 
 def opset_range(*, dynamo: bool) -> tuple[int, int]:
@@ -439,5 +507,7 @@ def opset_range(*, dynamo: bool) -> tuple[int, int]:
     import onnx
     from torch.onnx import _constants
 
-    highest = onnx.defs.onnx_opset_version() if dynamo else _constants.ONNX_TORCHSCRIPT_EXPORTER_MAX_OPSET
+    highest = (
+        onnx.defs.onnx_opset_version() if dynamo else _constants.ONNX_TORCHSCRIPT_EXPORTER_MAX_OPSET
+    )
     return _constants.ONNX_MIN_OPSET, highest

@@ -1,7 +1,8 @@
 """Capture under ``dynamo=False``: the tracer's blocks say who ran what, the values' numbers what became of it.
 
-The exporter dissolves the blocks, rewrites the traced graph in place, translates it into ONNX operators, and rewrites
-again. Values keep their numbers meanwhile; where one is gone, its former readers tell which value stands in its place.
+The exporter dissolves the blocks, rewrites the traced graph in place, translates it into ONNX
+operators, and rewrites again. Values keep their numbers meanwhile; where one is gone, its former
+readers tell which value stands in its place.
 """
 
 from __future__ import annotations
@@ -21,7 +22,13 @@ from htp_export.exporter.capture.root_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks
-from htp_export.exporter.capture.torchscript_internals import SHAPE_KINDS, Reading, nodes_of, read, state_names
+from htp_export.exporter.capture.torchscript_internals import (
+    SHAPE_KINDS,
+    Reading,
+    nodes_of,
+    read,
+    state_names,
+)
 from htp_export.files.protobuf_bytes import SerializedModel, subgraph_protos
 from htp_export.format.recipes import Recipe
 
@@ -42,7 +49,8 @@ class TorchScriptCapture(Guarded):
 
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
         super().__init__()
-        self.trace, self.root = Trace(names), root  # the calls of its modules, and how the model is called
+        # the calls of its modules, and how the model is called
+        self.trace, self.root = Trace(names), root
         # Makes, of a file as torch made it, the pieces of the file with tags
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self.kept: KeptWeights | None = None  # the weights that torch was not given to serialize
@@ -56,7 +64,8 @@ class TorchScriptCapture(Guarded):
         self.translation = Translation()
         self._graph: Any = None
         self._weights: JitWeights | None = None
-        self.recipes: dict[str, Recipe] = {}  # of initializers that are not the parameters of their names
+        # of initializers that are not the parameters of their names
+        self.recipes: dict[str, Recipe] = {}
 
     @property
     def running(self) -> tuple[str, ...]:
@@ -82,16 +91,24 @@ class TorchScriptCapture(Guarded):
         self.trace.given_numbers(call.numbers(arguments))
 
     def returns(
-        self, module: Any, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
+        self,
+        module: Any,
+        state: Any,
+        given: CallTensors,
+        result: Any,
+        changed: Callable[[Any], Any] | None,
     ) -> bool:
         """Note that the innermost running module's ``forward`` is over; the arguments are those of `Trace.leave`.
 
-        The user's forward hooks run outside of the module's scope, and do the module's work. Returns whether there are
-        some, so that the module returns after them; else ``changed`` is left to the caller.
+        The user's forward hooks run outside of the module's scope, and do the module's work.
+        Returns whether there are some, so that the module returns after them; else ``changed`` is
+        left to the caller.
         """
 
         def after_hooks(returned: Any) -> Any:
-            self.step("noting that a module returns", self.trace.leave, state, given, returned, changed)
+            self.step(
+                "noting that a module returns", self.trace.leave, state, given, returned, changed
+            )
             return None if changed is None else changed(returned)
 
         if not run_after_hooks(self.changes, module, after_hooks):
@@ -106,7 +123,10 @@ class TorchScriptCapture(Guarded):
         """Note the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
         reading = read(graph, self._user_inputs)
-        self._began(reading, dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)))
+        self._began(
+            reading,
+            dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)),
+        )
 
     def created(self, made: tuple[Any, ...]) -> None:
         """Note a graph (and its parameters) that torch made of a traced module, as of quantized models."""
@@ -120,7 +140,11 @@ class TorchScriptCapture(Guarded):
 
     def _began(self, reading: Reading, inputs: dict[int, int]) -> None:
         matched = Matching(self.trace, reading, inputs)
-        calls = [call for call, size in zip(matched.calls, reading.sizes, strict=True) for _ in range(size)]
+        calls = [
+            call
+            for call, size in zip(matched.calls, reading.sizes, strict=True)
+            for _ in range(size)
+        ]
         operations = [
             self._versions.operation(index, step, call, step.kind in SHAPE_KINDS)
             for index, (step, call) in enumerate(zip(reading.steps, calls, strict=True))
@@ -149,7 +173,9 @@ class TorchScriptCapture(Guarded):
         self.translation.begin(graph)
         if (first := self._first) is not None:
             now = read(graph, self._user_inputs)
-            self._stages = Stages(self._versions.settle(first.operations, first.outputs, first.reading, now))
+            self._stages = Stages(
+                self._versions.settle(first.operations, first.outputs, first.reading, now)
+            )
             self._stages.rewritten(now)
         elif not self.trace.log.calls:
             self._scripted(graph)
@@ -159,7 +185,9 @@ class TorchScriptCapture(Guarded):
         if self._first:
             self.translation.through_blocks(self._stages.last.steps)
             now = read(graph, self._user_inputs)
-            self._operations = self._stages.translated(self.translation.numbers, now, self._first.operations)
+            self._operations = self._stages.translated(
+                self.translation.numbers, now, self._first.operations
+            )
 
     def renumbered(self, before: Any, after: Any) -> None:
         """Note that a graph was copied node by node, with new numbers."""
@@ -211,7 +239,10 @@ class TorchScriptCapture(Guarded):
             record.inputs, record.outputs = set(first.reading.inputs), first.outputs
             record.call_tensors = self._call_tensors(first)
         there = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
-        for key in (*record.inputs, *(key for operation in record.operations for key in operation.outputs)):
+        for key in (
+            *record.inputs,
+            *(key for operation in record.operations for key in operation.outputs),
+        ):
             name = names.get(self._stages.now(key))
             if name in there:
                 record.final[key] = name
@@ -225,19 +256,26 @@ class TorchScriptCapture(Guarded):
         if [len(step.outputs) for step in last.steps] == [len(node.output) for node in nodes]:
             for step, node in zip(last.steps, nodes, strict=True):
                 names.update(zip(step.outputs, node.output, strict=True))
-        elif self._graph is not None:  # the file has other nodes than the graph: modules exported as functions
+        elif self._graph is not None:
+            # the file has other nodes than the graph: modules exported as functions
             for node in nodes_of(self._graph):
                 names.update((value.unique(), value.debugName()) for value in node.outputs())
         return names
 
     def _call_tensors(self, first: _FirstGraph) -> dict[int, CallTensors]:
         """The tensors that enter and leave each call, in the state that they had then."""
-        number, producers = first.numbers.get, {key: step for step in first.operations for key in step.outputs}
+        number, producers = (
+            first.numbers.get,
+            {key: step for step in first.operations for key in step.outputs},
+        )
         spans = self._spans(first.operations) if self._versions else {}
         found = {}
         for call, tensors in self.trace.log.call_tensors.items():
             began, ended = spans.get(call, (None, None))
-            inputs = ((name, self._number_before(number(key), call, producers)) for name, key in tensors.inputs)
+            inputs = (
+                (name, self._number_before(number(key), call, producers))
+                for name, key in tensors.inputs
+            )
             found[call] = CallTensors(
                 tuple((name, self._versions.state(key, began)) for name, key in inputs),
                 tuple(self._versions.state(number(traced), ended) for traced in tensors.outputs),
@@ -249,9 +287,9 @@ class TorchScriptCapture(Guarded):
     def _number_before(self, number: Any, call: int, producers: Mapping[Any, Operation]) -> Any:
         """The number that an input tensor of a call had before; ``number`` is read after the call.
 
-        An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it in place assigned a
-        new number; it read the tensor under the previous one. One that returns several reads them in the same order:
-        ``torch.broadcast_tensors``.
+        An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it
+        in place assigned a new number; it read the tensor under the previous one. One that returns
+        several reads them in the same order: ``torch.broadcast_tensors``.
         """
         producer, place, several = producers.get(number), 0, 1
         while producer is not None and call in self.trace.log.chain(producer.call):

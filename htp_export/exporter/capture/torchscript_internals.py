@@ -1,6 +1,7 @@
 """Private parts of torch that are used, as in ``torch_internals.py``: TorchScript's tracer, schemas and graphs.
 
-JIT graphs are read into plain data; constants, most of a traced graph, are only listed, as each access takes time.
+JIT graphs are read into plain data; constants, most of a traced graph, are only listed, as each
+access takes time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
-# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large as another.
+# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large
+# as another.
 SHAPE_KINDS = frozenset(
     {
         *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
@@ -25,7 +27,9 @@ SHAPE_KINDS = frozenset(
     }
 )
 LIST = "prim::ListConstruct"
-_LISTS = {LIST} | frozenset(f"prim::{kind}" for kind in ("ListUnpack", "TupleConstruct", "TupleUnpack"))
+_LISTS = {LIST} | frozenset(
+    f"prim::{kind}" for kind in ("ListUnpack", "TupleConstruct", "TupleUnpack")
+)
 _NUMBER = "prim::NumToTensor"
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", _NUMBER}
 _PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
@@ -42,10 +46,17 @@ def usual_name(kind: str) -> str:
     if name == kind or not name.isidentifier():
         return kind
     for schema in torch._C._jit_get_schemas_for_operator(kind):
-        types = ", ".join(f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments))
-        given = ", ".join(f"{'' if not a.kwarg_only else a.name + '='}a{k}" for k, a in enumerate(schema.arguments))
+        types = ", ".join(
+            f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments)
+        )
+        given = ", ".join(
+            f"{'' if not a.kwarg_only else a.name + '='}a{k}"
+            for k, a in enumerate(schema.arguments)
+        )
         try:
-            unit = torch.jit.CompilationUnit(f"def f({types}):\n    return torch.ops.aten.{name}({given})\n")
+            unit = torch.jit.CompilationUnit(
+                f"def f({types}):\n    return torch.ops.aten.{name}({given})\n"
+            )
         except RuntimeError:  # arguments of a type that cannot be written down
             continue
         kinds = {node.kind() for node in unit.f.graph.nodes()} - {"prim::Constant"}
@@ -75,7 +86,8 @@ def state_names(model: Any) -> frozenset[str]:
     """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
     if not isinstance(model, torch.nn.Module):
         return frozenset()
-    # With its tensors as they are: a quantized model holds more than tensors, which cannot be detached.
+    # With its tensors as they are: a quantized model holds more than tensors, which cannot be
+    # detached.
     return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
 
 
@@ -99,7 +111,8 @@ def viewed(kind: str, count: int) -> int:
 def out_of_place(kind: str) -> str:
     """The name that torch gives an operator once it changes nothing in place: ``aten::add`` for ``aten::add_``.
 
-    What ends alike and changes nothing, ``aten::__rshift__``, has one name of this kind everywhere, too.
+    What ends alike and changes nothing, ``aten::__rshift__``, has one name of this kind everywhere,
+    too.
     """
     return kind.removesuffix("_")
 
@@ -108,14 +121,18 @@ def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
     """The arguments of an operator whose memory what it gives back may have."""
     return [
         (place, argument.alias_info)
-        for schema in (torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else ())
-        if len(schema.arguments) == count and any(result.alias_info is not None for result in schema.returns)
+        for schema in (
+            torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else ()
+        )
+        if len(schema.arguments) == count
+        and any(result.alias_info is not None for result in schema.returns)
         for place, argument in enumerate(schema.arguments)
         if argument.alias_info is not None
     ]
 
 
-_TRACED_ROOT = "__module"  # stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+# stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+_TRACED_ROOT = "__module"
 
 
 def scope_names(paths: dict[int, str]) -> dict[str, str]:
@@ -149,20 +166,22 @@ def is_script_method(forward: Any) -> bool:
 def traced_number(*tensor: Any) -> int | None:
     """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know.
 
-    The tracer names a value that has no name yet by the variable that holds it in the frame that asks, or in the next
-    one. Here that variable holds a tuple, and in the next frame there is none: values keep the names that torch gives.
+    The tracer names a value that has no name yet by the variable that holds it in the frame that
+    asks, or in the next one. Here that variable holds a tuple, and in the next frame there is none:
+    values keep the names that torch gives.
     """
     try:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
-    except RuntimeError:  # a parameter that is none of the model's: the tracer takes it for no constant
+    except RuntimeError:
+        # a parameter that is none of the model's: the tracer takes it for no constant
         return None
 
 
 def is_number(given: Container[int | None], *tensor: Any) -> bool:
     """Whether a tensor of the TorchScript trace that runs is a number in PyTorch: the trace has tensors in their place.
 
-    These are sizes, what arithmetic makes of numbers alone, and ``given``: numbers among the model's arguments. The
-    tensor has no name here for the reason in `traced_number`.
+    These are sizes, what arithmetic makes of numbers alone, and ``given``: numbers among the
+    model's arguments. The tensor has no name here for the reason in `traced_number`.
     """
     if tensor[0].dim():
         return False
@@ -178,7 +197,8 @@ def is_number(given: Container[int | None], *tensor: Any) -> bool:
             continue
         reads = [each for each in node.inputs() if not _is_constant_number(each)]
         if not node.kind().startswith("aten::") or not reads or not all(map(_is_tensor, reads)):
-            return False  # a function that makes a tensor of numbers reads them as integers or floats
+            # a function that makes a tensor of numbers reads them as integers or floats
+            return False
         seen.add(value.unique())
         waiting.extend(reads)
     return True
@@ -191,7 +211,8 @@ def _is_tensor(value: Any) -> bool:
 def _is_constant_number(value: Any) -> bool:
     """Whether a value is a constant that is no tensor in PyTorch.
 
-    Operators get numbers as tensors that do not count when the type of the result is chosen: 2 + int8 is int8.
+    Operators get numbers as tensors that do not count when the type of the result is chosen: 2 +
+    int8 is int8.
     """
     node = value.node()
     if node.kind() != "prim::Constant":
@@ -199,7 +220,9 @@ def _is_constant_number(value: Any) -> bool:
     if not _is_tensor(value):
         return True
     constant = node.t("value")
-    smallest = {torch.int64: torch.int8, torch.float64: torch.float16}.get(constant.dtype, constant.dtype)
+    smallest = {torch.int64: torch.int8, torch.float64: torch.float16}.get(
+        constant.dtype, constant.dtype
+    )
     if smallest == constant.dtype:
         return bool(constant.dtype == torch.bool)
     return bool(torch.result_type(torch.zeros((), dtype=smallest), constant) == smallest)
@@ -208,8 +231,9 @@ def _is_constant_number(value: Any) -> bool:
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
     """Let the second tensor of each pair, computed again, stand for the first in the TorchScript trace that runs.
 
-    What computed the first ones is removed, unless something else reads it: exporters would merge it with what computes
-    the second ones, and keep the scopes of the first. Pairs are in the order of computation.
+    What computed the first ones is removed, unless something else reads it: exporters would merge
+    it with what computes the second ones, and keep the scopes of the first. Pairs are in the order
+    of computation.
     """
     if tracing_state() is None:
         return
@@ -245,12 +269,16 @@ def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
 class JitStep(NamedTuple):
     """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states."""
 
-    kind: str  # what it does, ``aten::linear``; an operation in place is called as the one that is not: `out_of_place`
+    # what it does, ``aten::linear``; an operation in place is called as the one that is not:
+    # `out_of_place`
+    kind: str
     inputs: tuple[Any, ...]  # what it reads, what its blocks return included
     outputs: tuple[Any, ...]  # what it makes
-    returned: tuple[int, ...] = ()  # for a node whose one block makes its outputs, the block's; empty for others
+    # for a node whose one block makes its outputs, the block's; empty for others
+    returned: tuple[int, ...] = ()
     writes: int = -1  # which of its inputs it changes in place; -1 for none
-    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs instead.
+    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs
+    # instead.
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -262,7 +290,8 @@ class Reading:
     steps: list[JitStep] = field(default_factory=list)
     # For each node of the outermost block that is no constant, how many steps it is
     sizes: list[int] = field(default_factory=list)
-    constants: dict[int, None] = field(default_factory=dict)  # numbers of the tensors that constants make, in order
+    # numbers of the tensors that constants make, in order
+    constants: dict[int, None] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
     parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
     outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
@@ -287,7 +316,11 @@ def read(graph: Any, user_inputs: int) -> Reading:
     numbers = [value.unique() for value in graph.inputs()]
     reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
     _read(graph, reading, top=True)
-    tuples = {step.outputs[0]: step.inputs for step in reading.steps if step.kind == "prim::TupleConstruct"}
+    tuples = {
+        step.outputs[0]: step.inputs
+        for step in reading.steps
+        if step.kind == "prim::TupleConstruct"
+    }
     waiting = [value.unique() for value in graph.outputs()][::-1]
     while waiting:
         number = waiting.pop()
@@ -316,7 +349,14 @@ def _read(block: Any, reading: Reading, *, top: bool) -> None:
         one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
         changed = written(kind, len(reads))
         steps.append(
-            JitStep(out_of_place(kind), (*reads, *returned), outputs, one_to_one, changed, attributes_of(node, kind))
+            JitStep(
+                out_of_place(kind),
+                (*reads, *returned),
+                outputs,
+                one_to_one,
+                changed,
+                attributes_of(node, kind),
+            )
         )
         if top:
             reading.sizes.append(len(steps) - before)
@@ -341,9 +381,14 @@ def numbers_of_inputs(node: Any) -> tuple[int, ...]:
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:
     """The numbers of what a node makes."""
-    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one access.
+    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one
+    # access.
     count = node.outputsSize()
-    return (node.output().unique(),) if count == 1 else tuple([node.outputsAt(k).unique() for k in range(count)])
+    return (
+        (node.output().unique(),)
+        if count == 1
+        else tuple([node.outputsAt(k).unique() for k in range(count)])
+    )
 
 
 def nodes_of(block: Any) -> Iterator[Any]:

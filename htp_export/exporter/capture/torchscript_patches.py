@@ -33,8 +33,8 @@ def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
 def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Run ``forward`` while a trace is made, as the method does whose place it takes in the call stack, too.
 
-    The tracer walks the stack for every operation, so that a frame more for every module costs a tenth of the export,
-    and names values by the names that it finds there.
+    The tracer walks the stack for every operation, so that a frame more for every module costs a
+    tenth of the export, and names values by the names that it finds there.
     """
 
     @functools.wraps(original)
@@ -43,7 +43,9 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         if capture is None:
             return original(self, *input, **kwargs)
         tracing_state = torchscript_internals.tracing_state()
-        name = capture.step("noting that a module is called", capture.trace.enter, self, tracing_state)
+        name = capture.step(
+            "noting that a module is called", capture.trace.enter, self, tracing_state
+        )
         if name is None and capture.fault is None:  # none of the model's modules
             return original(self, *input, **kwargs)
         root = None if capture.root.runs else capture.root.call
@@ -54,7 +56,9 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             if name is None:
                 result = original(self, *input, **kwargs)
             else:
-                given = capture.step("noting what a module is given", CallTensors.given, self.forward, input, kwargs)
+                given = capture.step(
+                    "noting what a module is given", CallTensors.given, self.forward, input, kwargs
+                )
                 if root is not None:
                     capture.step("noting which arguments are numbers", capture.called, root, input)
                 if name:
@@ -64,8 +68,16 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                arguments = (self, tracing_state, given, result, None if root is None else root.result)
-                waits = bool(capture.step("noting that a module returns", capture.returns, *arguments))
+                arguments = (
+                    self,
+                    tracing_state,
+                    given,
+                    result,
+                    None if root is None else root.result,
+                )
+                waits = bool(
+                    capture.step("noting that a module returns", capture.returns, *arguments)
+                )
         finally:
             capture.root.runs = root is None
         return result if root is None or waits else root.result(result)
@@ -86,7 +98,13 @@ def traced(original: Callable[..., Any], model: Any, args: Any) -> Any:
 
 @replacing
 def serialize(
-    original: Callable[..., Any], graph: Any, weights: Any, opset: Any, axes: Any, defer: bool, *rest: Any
+    original: Callable[..., Any],
+    graph: Any,
+    weights: Any,
+    opset: Any,
+    axes: Any,
+    defer: bool,
+    *rest: Any,
 ) -> Any:
     """Leave the weights out of the bytes that torch makes: they are put in when the file is written."""
     capture = script_capture.get()
@@ -100,10 +118,12 @@ def serialize(
     if capture is None or not empty:
         return plain()
     try:
-        model_bytes, copied, *others = original(graph, {**weights, **empty}, opset, axes, True, *rest)
+        model_bytes, copied, *others = original(
+            graph, {**weights, **empty}, opset, axes, True, *rest
+        )
     except RuntimeError:
-        # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB, weights go
-        # into files of their own.
+        # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB,
+        # weights go into files of their own.
         return plain()
     kept = capture.step("keeping the weights for the file", kept_weights, weights, empty, copied)
     if kept is None:
@@ -137,7 +157,8 @@ def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export
 
 # Passes that make new initializers
 _FOLDING = frozenset(
-    f"_jit_pass_onnx_{name}" for name in ("eval_peephole", "constant_fold", "deduplicate_initializers")
+    f"_jit_pass_onnx_{name}"
+    for name in ("eval_peephole", "constant_fold", "deduplicate_initializers")
 )
 
 
@@ -155,7 +176,9 @@ class ScriptPasses:
         capture = script_capture.get()
         if capture is None:
             return self._passes._jit_pass_onnx(graph, *args)
-        capture.step("reading the traced graph before its translation", capture.before_translation, graph)
+        capture.step(
+            "reading the traced graph before its translation", capture.before_translation, graph
+        )
         translated = self._passes._jit_pass_onnx(graph, *args)
         capture.step("reading the ONNX graph as it was translated", capture.translated, translated)
         return translated
@@ -164,7 +187,12 @@ class ScriptPasses:
         copied = self._passes._jit_pass_canonicalize(graph)
         capture = script_capture.get()
         if capture is not None:
-            capture.step("matching values of a graph with those of its copy", capture.renumbered, graph, copied)
+            capture.step(
+                "matching values of a graph with those of its copy",
+                capture.renumbered,
+                graph,
+                copied,
+            )
         return copied
 
     def _jit_pass_onnx_assign_scoped_names_for_node_and_value(self, graph: Any) -> None:
@@ -178,5 +206,7 @@ def _folding(run: Callable[..., Any], graph: Any, parameters: Any, *rest: Any) -
     """Run a pass that makes new initializers; note the graph before the first one."""
     capture = script_capture.get()
     if capture is not None:
-        capture.step("reading how the constants of a graph are made", capture.folds, graph, parameters)
+        capture.step(
+            "reading how the constants of a graph are made", capture.folds, graph, parameters
+        )
     return run(graph, parameters, *rest)

@@ -1,8 +1,9 @@
 """The rules of operators, a file for each family, which registers them; see https://onnx.ai/onnx/operators/.
 
-A rule gives one shape for each output, or None where it cannot tell; a dimension that it cannot tell is None. An
-operator without a rule is asked of ONNX's own inference, node by node; see ``schemas``. It needs a rule where that does
-not know the operator, or does not know what sizes are computed of open ones.
+A rule gives one shape for each output, or None where it cannot tell; a dimension that it cannot
+tell is None. An operator without a rule is asked of ONNX's own inference, node by node; see
+``schemas``. It needs a rule where that does not know the operator, or does not know what sizes are
+computed of open ones.
 """
 
 from __future__ import annotations

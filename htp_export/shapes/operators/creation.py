@@ -6,7 +6,16 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.shapes.known import Contents, Dims, Known, Operation, Shape, objects, shape_of, unknown_dims
+from htp_export.shapes.known import (
+    Contents,
+    Dims,
+    Known,
+    Operation,
+    Shape,
+    objects,
+    shape_of,
+    unknown_dims,
+)
 from htp_export.shapes.operators import content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import is_natural, product
 
@@ -17,7 +26,9 @@ def _shape(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 def _dimensions(node: Operation, known: Known) -> Shape:
-    start, end = (node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None)))
+    start, end = (
+        node.attributes.get_int(key, default) for key, default in (("start", 0), ("end", None))
+    )
     return shape_of(node, known)[start:end]
 
 
@@ -58,5 +69,6 @@ def _fill_type(node: Operation, known: Known) -> ir.DataType:
     written = node.attributes.get("value")
     if written is None or written.type != ir.AttributeType.TENSOR:
         return ir.DataType.FLOAT
-    fill: ir.TensorProtocol = written.value  # as_tensor() looks at every method of it, which takes longer
+    # as_tensor() looks at every method of it, which takes longer
+    fill: ir.TensorProtocol = written.value
     return fill.dtype

@@ -1,7 +1,7 @@
 """Operators on elements one by one: the shape of the first input, or what all inputs broadcast to.
 
-Contents are numbers, truth values and sizes. Sizes are never negative, and so are divided as numbers that are rounded
-down.
+Contents are numbers, truth values and sizes. Sizes are never negative, and so are divided as
+numbers that are rounded down.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.shapes.known import WHOLE, Contents, Dims, Known, Operation, Shape, objects, shape_of
+from htp_export.shapes.known import (
+    WHOLE,
+    Contents,
+    Dims,
+    Known,
+    Operation,
+    Shape,
+    objects,
+    shape_of,
+)
 from htp_export.shapes.operators import ContentRule, content_rule, shape_rule, type_rule
 from htp_export.shapes.sizes import Dim, Size, divide, equal, is_natural, is_smaller_of
 
@@ -89,7 +98,8 @@ def _each(operation: Callable[..., Any]) -> ContentRule:
 
 def _quotient(a: Dim, b: Dim) -> Dim | None:
     if isinstance(a, int) and isinstance(b, int):
-        return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else None  # ONNX cuts towards zero
+        # ONNX cuts towards zero
+        return (abs(a) // abs(b)) * (1 if (a < 0) == (b < 0) else -1) if b else None
     return divide(a, b) if is_natural(a) and b != 0 and (isinstance(b, Size) or b > 0) else None
 
 
@@ -119,9 +129,15 @@ def _cast_contents(node: Operation, known: Known) -> Contents | None:
     if contents is None or target not in WHOLE:
         return None
     if target == ir.DataType.BOOL:
-        truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in contents.reshape(-1)]
+        truths = [
+            item if isinstance(item, bool) else _inverted(equal(item, 0))
+            for item in contents.reshape(-1)
+        ]
         return None if None in truths else objects(truths, contents.shape)
-    return objects([int(item) if isinstance(item, bool) else item for item in contents.reshape(-1)], contents.shape)
+    return objects(
+        [int(item) if isinstance(item, bool) else item for item in contents.reshape(-1)],
+        contents.shape,
+    )
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {

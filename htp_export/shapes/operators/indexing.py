@@ -17,7 +17,8 @@ def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
     shapes = [shape_of(node, known, place) for place in range(len(node.inputs))]
     axis = normalized(node.attributes["axis"].as_int(), len(shapes[0]))
     result: list[Dim | None] = [
-        next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k]) for k in range(len(shapes[0]))
+        next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k])
+        for k in range(len(shapes[0]))
     ]
     result[axis] = sum(shape[axis] for shape in shapes)
     return [result]
@@ -30,7 +31,11 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
         total = shape[axis]
-        sizes = [None] * count if len(node.inputs) > 1 or not isinstance(total, int) or total % count else None
+        sizes = (
+            [None] * count
+            if len(node.inputs) > 1 or not isinstance(total, int) or total % count
+            else None
+        )
         sizes = sizes or [divide(total, count)] * count
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
@@ -47,7 +52,9 @@ def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
         if starts is None or ends is None or (steps is None and len(node.inputs) > 4):
             result[place] = None
         else:
-            result[place] = _slice_length(shape[place], starts[k], ends[k], steps[k] if steps else 1)
+            result[place] = _slice_length(
+                shape[place], starts[k], ends[k], steps[k] if steps else 1
+            )
     return [result]
 
 
@@ -63,7 +70,11 @@ def sliced_axes(node: Operation, known: Known) -> list[int] | None:
 
 def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int]] | None:
     """Axis that a ``Slice`` cuts → start, end and step, as they are written; None where they are not constant."""
-    axes, starts, ends = sliced_axes(node, known), axes_of(node, known, "starts", 1), axes_of(node, known, "ends", 2)
+    axes, starts, ends = (
+        sliced_axes(node, known),
+        axes_of(node, known, "starts", 1),
+        axes_of(node, known, "ends", 2),
+    )
     steps = axes_of(node, known, "steps", 4)
     if axes is None or starts is None or ends is None or (steps is None and any(node.inputs[4:5])):
         return None
@@ -110,7 +121,9 @@ def _gathered_contents(node: Operation, known: Known) -> Contents | None:
     contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
-    return np.asarray(np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object)
+    return np.asarray(
+        np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object
+    )
 
 
 @content_rule("Slice")
@@ -129,4 +142,6 @@ def _concatenated_contents(node: Operation, known: Known) -> Contents | None:
     parts = [known.contents(value) for value in node.inputs]
     if any(part is None for part in parts):
         return None
-    return np.concatenate([part for part in parts if part is not None], node.attributes["axis"].as_int())
+    return np.concatenate(
+        [part for part in parts if part is not None], node.attributes["axis"].as_int()
+    )

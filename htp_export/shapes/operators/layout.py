@@ -26,7 +26,9 @@ from htp_export.shapes.sizes import Dim, divide, product
 @shape_rule("Transpose")
 def _transpose(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
-    return [[shape[axis] for axis in node.attributes.get_ints("perm") or reversed(range(len(shape)))]]
+    return [
+        [shape[axis] for axis in node.attributes.get_ints("perm") or reversed(range(len(shape)))]
+    ]
 
 
 @shape_rule("Reshape")
@@ -44,7 +46,11 @@ def _reshape(node: Operation, known: Known) -> Sequence[Dims | None]:
     if -1 in result:
         rest = [dim for dim in result if dim != -1]
         elements = None if shape is None or None in rest else product(shape)
-        inferred = None if elements is None else divide(elements, product(dim for dim in rest if dim is not None))
+        inferred = (
+            None
+            if elements is None
+            else divide(elements, product(dim for dim in rest if dim is not None))
+        )
         result[result.index(-1)] = inferred
     return [result]
 
@@ -111,4 +117,6 @@ def _expanded_contents(node: Operation, known: Known) -> Contents | None:
 def _transposed_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     perm = node.attributes.get_ints("perm")
-    return None if contents is None else np.transpose(contents, None if perm is None else list(perm))
+    return (
+        None if contents is None else np.transpose(contents, None if perm is None else list(perm))
+    )

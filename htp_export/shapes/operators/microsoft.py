@@ -1,7 +1,8 @@
 """ONNX Runtime's own operators (domain ``com.microsoft``), of which ONNX has no schemas.
 
-Source: ONNX Runtime's ``docs/ContribOperators.md``. What is not here keeps the shape that the file says. Those that
-compute an operator of ONNX with something added have the rule of that operator: ``FusedConv`` is with ``Conv``.
+Source: ONNX Runtime's ``docs/ContribOperators.md``. What is not here keeps the shape that the file
+says. Those that compute an operator of ONNX with something added have the rule of that operator:
+``FusedConv`` is with ``Conv``.
 """
 
 from __future__ import annotations
@@ -22,9 +23,23 @@ BiasGelu BiasSoftmax BiasDropout BiasAdd DequantizeLinear FastGelu Gelu GroupNor
 QLinearSigmoid QLinearSoftmax QuantizeLinear QuickGelu RotaryEmbedding SkipGroupNorm SkipLayerNormalization
 SkipSimplifiedLayerNormalization SimplifiedLayerNormalization
 """.split()  # noqa: SIM905 - as a list of strings it would fill the screen
-_PRODUCTS = ("FusedMatMul", "FusedGemm", "GemmFastGelu", "DynamicQuantizeMatMul", "MatMulIntegerToFloat")
+_PRODUCTS = (
+    "FusedMatMul",
+    "FusedGemm",
+    "GemmFastGelu",
+    "DynamicQuantizeMatMul",
+    "MatMulIntegerToFloat",
+)
 _OTHERS = (
-    *("QGemm", "MatMulNBits", "MatMulBnb4", "Attention", "QAttention", "MultiHeadAttention", "GroupQueryAttention"),
+    *(
+        "QGemm",
+        "MatMulNBits",
+        "MatMulBnb4",
+        "Attention",
+        "QAttention",
+        "MultiHeadAttention",
+        "GroupQueryAttention",
+    ),
     *("EmbedLayerNormalization", "QLinearAdd", "QLinearMul", "FusedConv"),
 )
 
@@ -93,11 +108,14 @@ def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
     if node.inputs[1] is None:  # query, key and value in one
         heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
         width = divide(width, heads + 2 * shared) * heads
-    past = known.shape(node.inputs[3]) if len(node.inputs) > 6 and node.inputs[3] is not None else None
+    past = (
+        known.shape(node.inputs[3]) if len(node.inputs) > 6 and node.inputs[3] is not None else None
+    )
     total = known.contents(node.inputs[6]) if past is not None else None
     if past is None or total is None or total.size != 1:
         return [[batch, length, width]]
-    present = [*past[:2], total.item(), past[3]]  # of a buffer that past and present share: what is used of it
+    # of a buffer that past and present share: what is used of it
+    present = [*past[:2], total.item(), past[3]]
     return [[batch, length, width], present, present]
 
 
@@ -119,7 +137,9 @@ def _type_of(place: int) -> TypeRule:
 type_rule("SimplifiedLayerNormalization")(_type_of(0))
 type_rule(*_LIKE_FIRST, *_PRODUCTS, *_OTHERS, domain=_DOMAIN)(_type_of(0))
 type_rule("DequantizeLinear", domain=_DOMAIN)(_type_of(1))
-type_rule("MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN)(_type_of(2))
+type_rule(
+    "MatMulIntegerToFloat", "EmbedLayerNormalization", "GatherBlockQuantized", domain=_DOMAIN
+)(_type_of(2))
 type_rule("QAttention", domain=_DOMAIN)(_type_of(3))
 
 

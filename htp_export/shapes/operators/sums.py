@@ -6,7 +6,16 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from htp_export.shapes.known import Contents, Dims, Known, Operation, axes_of, normalized, objects, shape_of
+from htp_export.shapes.known import (
+    Contents,
+    Dims,
+    Known,
+    Operation,
+    axes_of,
+    normalized,
+    objects,
+    shape_of,
+)
 from htp_export.shapes.operators import content_rule, shape_rule
 from htp_export.shapes.operators.elementwise import broadcast
 from htp_export.shapes.sizes import Dim, divide, product
@@ -28,7 +37,11 @@ def _matmul(node: Operation, known: Known) -> Sequence[Dims | None]:
 def _product_contents(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(node.inputs[0])
     axes = axes_of(node, known)
-    if contents is None or contents.ndim != 1 or (axes is not None and [normalized(axis, 1) for axis in axes] != [0]):
+    if (
+        contents is None
+        or contents.ndim != 1
+        or (axes is not None and [normalized(axis, 1) for axis in axes] != [0])
+    ):
         return None
     return objects(product(contents), [1] if node.attributes.get_int("keepdims", 1) else [])
 
@@ -56,7 +69,11 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
             continue
         room = dim - reach + (0 if auto == "VALID" else pads[k] + pads[k + spatial])
         is_even = isinstance(room, int) and room % strides[k] == 0
-        result.append(None if node.attributes.get_int("ceil_mode", 0) and not is_even else divide(room, strides[k]) + 1)
+        result.append(
+            None
+            if node.attributes.get_int("ceil_mode", 0) and not is_even
+            else divide(room, strides[k]) + 1
+        )
     return [result] * len(node.outputs)
 
 
@@ -90,6 +107,7 @@ def _resize(node: Operation, known: Known) -> Sequence[Dims | None]:
             result[axis] = math.floor(size * float(factors[place]))
         else:
             factor = Fraction(float(factors[place]))
-            exact = factor.denominator <= _LARGEST_DENOMINATOR  # others are rounded, and sizes with them
+            # others are rounded, and sizes with them
+            exact = factor.denominator <= _LARGEST_DENOMINATOR
             result[axis] = divide(size * factor.numerator, factor.denominator) if exact else None
     return [result]

@@ -1,12 +1,14 @@
 """Adapters that run other tools and restore the module tags of their results.
 
-Each adapter takes a tagged model and the options of the tool, and returns a `Carried`, with the new model as
-``.model``. The library of a tool is imported when the tool runs. A function of this folder takes the file of a model, a
-target and the options of a tool, and returns the result or writes it to the target; `adapter` adds the rest.
+Each adapter takes a tagged model and the options of the tool, and returns a `Carried`, with the new
+model as ``.model``. The library of a tool is imported when the tool runs. A function of this folder
+takes the file of a model, a target and the options of a tool, and returns the result or writes it
+to the target; `adapter` adds the rest.
 
 The tools are the functions in ``__all__`` of the files of this folder: a new file is a new tool.
 
-They are not thread-safe: what a tool prints is dropped by redirecting the output of the whole process.
+They are not thread-safe: what a tool prints is dropped by redirecting the output of the whole
+process.
 """
 
 from __future__ import annotations

@@ -36,14 +36,17 @@ def float16(_source: Path, _target: Path, /, **options: Any) -> Any:
     """Convert a model to half precision with ``onnxruntime.transformers.float16`` and restore the tags.
 
     Args:
-        **options: Options of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and others.
+        **options: Options of ``convert_float_to_float16``: ``keep_io_types``, ``op_block_list`` and
+            others.
 
     Examples:
         >>> result = htp_export.tools.float16(program)
         >>> result.model.graph.inputs[0].dtype.name, result.nodes
         ('FLOAT16', 2)
     """
-    return library("onnxruntime.transformers.float16", None).convert_float_to_float16(onnx.load(_source), **options)
+    return library("onnxruntime.transformers.float16", None).convert_float_to_float16(
+        onnx.load(_source), **options
+    )
 
 
 @adapter
@@ -60,7 +63,8 @@ def symbolic_shape_infer(
     """Write the shapes of all tensors with ``onnxruntime.tools.symbolic_shape_infer`` and restore the tags.
 
     Args:
-        int_max: As for ``SymbolicShapeInference.infer_shapes``, as all options: what a size is where it is not known.
+        int_max: As for ``SymbolicShapeInference.infer_shapes``, as all options: what a size is
+            where it is not known.
         auto_merge: Whether sizes with other names are merged where operators need equal ones.
         guess_output_rank: Whether an operator of unknown shape has the rank of its first input.
         verbose: How much is logged.
@@ -72,8 +76,12 @@ def symbolic_shape_infer(
     tool, model = library("onnxruntime.tools.symbolic_shape_infer", None), onnx.load(_source)
     if (tool.get_opset(model) or 0) < 7:
         raise ValueError("opsets before 7 are not supported")
-    # Step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program runs in.
-    inference, complete = tool.SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose), False
+    # Step by step: where it fails, ``infer_shapes`` leaves the model in the folder that the program
+    # runs in.
+    inference, complete = (
+        tool.SymbolicShapeInference(int_max, auto_merge, guess_output_rank, verbose),
+        False,
+    )
     inference._preprocess(model)
     while inference.run_:
         complete = inference._infer_impl()

@@ -15,7 +15,14 @@ from htp_export.editing.editing import register_constants
 from htp_export.errors import InputError, ToolError
 from htp_export.runtime.sessions import OptionChanges, RunnableModel, Session, SessionSettings
 
-__all__ = ["onnxoptimizer", "onnxruntime", "onnxruntime_transformers", "onnxscript", "onnxsim", "onnxslim"]
+__all__ = [
+    "onnxoptimizer",
+    "onnxruntime",
+    "onnxruntime_transformers",
+    "onnxscript",
+    "onnxsim",
+    "onnxslim",
+]
 
 _LEVELS = ("basic", "extended", "all")
 
@@ -54,7 +61,12 @@ def onnxsim(_source: Path, _target: Path, /, **options: Any) -> Any:
 
 @adapter
 def onnxoptimizer(
-    _source: Path, _target: Path, /, *, passes: Sequence[str] | None = None, fixed_point: bool = False
+    _source: Path,
+    _target: Path,
+    /,
+    *,
+    passes: Sequence[str] | None = None,
+    fixed_point: bool = False,
 ) -> Any:
     """Run onnxoptimizer and restore the tags.
 
@@ -94,13 +106,18 @@ def onnxscript(_source: Path, _target: Path, /, *, fusions: bool = False, **opti
 
 @adapter
 def onnxruntime(
-    _source: Path, _target: Path, /, *, level: str = "all", providers: Sequence[str] = ("CPUExecutionProvider",)
+    _source: Path,
+    _target: Path,
+    /,
+    *,
+    level: str = "all",
+    providers: Sequence[str] = ("CPUExecutionProvider",),
 ) -> None:
     """Write the graph that ONNX Runtime optimises when it loads a model, and restore the tags.
 
     Args:
-        level: ``"basic"``, ``"extended"`` (with ONNX Runtime's own operators) or ``"all"`` (with layouts for the
-            processor; the result is for this machine).
+        level: ``"basic"``, ``"extended"`` (with ONNX Runtime's own operators) or ``"all"`` (with
+            layouts for the processor; the result is for this machine).
         providers: Execution providers, in order of preference.
 
     Examples:
@@ -112,18 +129,25 @@ def onnxruntime(
         raise InputError(f"level {level!r} is none of {', '.join(_LEVELS)}")
     settings = SessionSettings(tuple(providers))
     settings.check()
-    chosen = getattr(library("onnxruntime", None).GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}")
-    changes = OptionChanges({"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(_target)})
+    chosen = getattr(
+        library("onnxruntime", None).GraphOptimizationLevel, f"ORT_ENABLE_{level.upper()}"
+    )
+    changes = OptionChanges(
+        {"graph_optimization_level": chosen, "optimized_model_filepath": os.fspath(_target)}
+    )
     Session(RunnableModel(_source, "onnxruntime: the model"), settings, changes)
 
 
 @adapter
-def onnxruntime_transformers(_source: Path, _target: Path, /, *, model_type: str = "bert", **options: Any) -> None:
+def onnxruntime_transformers(
+    _source: Path, _target: Path, /, *, model_type: str = "bert", **options: Any
+) -> None:
     """Run ONNX Runtime's optimizer for transformers and restore the tags.
 
     Args:
         model_type: The architecture, as in ``onnxruntime.transformers.optimizer.optimize_model``.
-        **options: Options of that function: ``num_heads``, ``hidden_size``, ``opt_level`` and others.
+        **options: Options of that function: ``num_heads``, ``hidden_size``, ``opt_level`` and
+            others.
 
     Examples:
         >>> htp_export.tools.onnxruntime_transformers(program, model_type="bert").nodes

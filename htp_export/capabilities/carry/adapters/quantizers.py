@@ -26,8 +26,9 @@ _BITS = (2, 4, 8)  # of MatMulNBits; ONNX Runtime has kernels for these
 def quantize_dynamic(_source: Path, _target: Path, /, **options: Any) -> None:
     """Quantize weights, and activations at run time, and restore the tags.
 
-    On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed weights saturate, and a
-    warning is logged. Use ``reduce_range=True`` or ``weight_type=QuantType.QUInt8``; see ``docs/accuracy.md``.
+    On x86 processors without VNNI, ONNX Runtime's products of unsigned activations and signed
+    weights saturate, and a warning is logged. Use ``reduce_range=True`` or
+    ``weight_type=QuantType.QUInt8``; see ``docs/accuracy.md``.
 
     Args:
         **options: Options of ``onnxruntime.quantization.quantize_dynamic``.
@@ -43,12 +44,15 @@ def quantize_dynamic(_source: Path, _target: Path, /, **options: Any) -> None:
 
 
 @adapter
-def quantize_static(_source: Path, _target: Path, /, *, data: Data | None = None, **options: Any) -> None:
+def quantize_static(
+    _source: Path, _target: Path, /, *, data: Data | None = None, **options: Any
+) -> None:
     """Quantize weights and activations, calibrated on inputs, and restore the tags.
 
     Args:
         data: Inputs, as for `htp_export.quantize`.
-        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built from ``data``.
+        **options: Options of ``onnxruntime.quantization.quantize_static``; its data reader is built
+            from ``data``.
 
     Examples:
         >>> name, array = program.model.graph.inputs[0].name, torch.randn(2, 4)
@@ -58,7 +62,9 @@ def quantize_static(_source: Path, _target: Path, /, *, data: Data | None = None
     """
     tool = library("onnxruntime.quantization", None)
     if data is None:
-        raise InputError("quantize_static needs data to see activations on: data={name: array}, or an .npz file")
+        raise InputError(
+            "quantize_static needs data to see activations on: data={name: array}, or an .npz file"
+        )
     runs = iter(Samples.of(data, read_model(_source)))
 
     class Reader(tool.CalibrationDataReader):  # type: ignore[misc, name-defined] # it asks for this very class
@@ -74,8 +80,9 @@ def matmul_nbits(_source: Path, _target: Path, /, *, bits: int = 4, **options: A
 
     Args:
         bits: Bits of a weight: 2, 4 or 8.
-        **options: Options of ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``: ``block_size``,
-            ``is_symmetric`` and others.
+        **options: Options of
+            ``onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer``:
+            ``block_size``, ``is_symmetric`` and others.
 
     Examples:
         >>> product = torch.nn.Linear(32, 8, bias=False).eval()
@@ -84,7 +91,9 @@ def matmul_nbits(_source: Path, _target: Path, /, *, bits: int = 4, **options: A
         ['MatMulNBits']
     """
     if bits not in _BITS:
-        raise InputError(f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}")
+        raise InputError(
+            f"matmul_nbits: bits are {bits!r}, and can be {', '.join(map(str, _BITS))}"
+        )
     tool = library("onnxruntime.quantization.matmul_nbits_quantizer", None)
     quantizer = tool.MatMulNBitsQuantizer(onnx.load(_source), bits=bits, **options)
     quantizer.process()

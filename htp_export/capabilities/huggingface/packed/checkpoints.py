@@ -1,6 +1,7 @@
 """Which checkpoints are quantized, and how each is read.
 
-Files of others are not trusted: no pickle is opened, and shapes are compared before anything is read.
+Files of others are not trusted: no pickle is opened, and shapes are compared before anything is
+read.
 """
 
 from __future__ import annotations
@@ -46,24 +47,31 @@ _CODES = ("fp4", "nf4")  # as ``quant_type`` of MatMulBnb4 counts them
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of eight columns
 
 
-def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+def _gptq(
+    shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]
+) -> Layer | None:
     """GPTQ: ``qweight`` int32 (inputs / per word, outputs), ``qzeros`` (groups, outputs / per word), ``g_idx``.
 
     Zero points are stored less one, modulo their bits, in all formats but ``gptq_v2``
-    (https://github.com/ModelCloud/GPTQModel, ``gptqmodel/nn_modules/qlinear``, and AutoGPTQ's ``qlinear_cuda_old.py``).
+    (https://github.com/ModelCloud/GPTQModel, ``gptqmodel/nn_modules/qlinear``, and AutoGPTQ's
+    ``qlinear_cuda_old.py``).
     """
     if "qweight" not in shapes:
         return None
     version = config.get("checkpoint_format") or config.get("format") or _VERSIONS[0]
     if version not in _VERSIONS:
-        raise ValueError(f"GPTQ of the format {version!r} is not read; {' and '.join(_VERSIONS)} are")
+        raise ValueError(
+            f"GPTQ of the format {version!r} is not read; {' and '.join(_VERSIONS)} are"
+        )
     (words, outputs), (groups, zeros) = _sizes(shapes, "qweight", "qzeros")
     bits = zeros * _WORD // max(outputs, 1)
     if bits not in _WIDTHS or zeros * _WORD != bits * outputs:
         raise ValueError(f"weights of {bits} bits are not read; those of 2, 4 and 8 are")
     inputs = words * _WORD // bits
     group = _group(config, inputs, groups)
-    _require(shapes, scales=(groups, outputs), **({"g_idx": (inputs,)} if "g_idx" in shapes else {}))
+    _require(
+        shapes, scales=(groups, outputs), **({"g_idx": (inputs,)} if "g_idx" in shapes else {})
+    )
 
     def packed() -> Packed:
         index = read("g_idx").astype(np.int64) if "g_idx" in shapes else np.arange(inputs) // group
@@ -81,18 +89,22 @@ def _gptq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[
     return Layer((outputs, inputs), packed)
 
 
-def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+def _awq(
+    shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]
+) -> Layer | None:
     """AWQ: ``qweight`` int32 (inputs, outputs / 8), ``qzeros`` (groups, outputs / 8), ``scales`` (groups, outputs).
 
-    The columns of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7 (https://github.com/casper-hansen/AutoAWQ,
-    ``awq/utils/packing_utils.py``).
+    The columns of a word are in the order 0, 2, 4, 6, 1, 3, 5, 7
+    (https://github.com/casper-hansen/AutoAWQ, ``awq/utils/packing_utils.py``).
     """
     if "qweight" not in shapes:
         return None
     version = str(config.get("version", config.get("format", "gemm"))).lower()
     bits = config.get("bits", config.get("w_bit", 4))
     if version != "gemm" or bits != 4:
-        raise ValueError(f"AWQ of version {version!r} with {bits} bits is not read; 'gemm' with 4 bits is")
+        raise ValueError(
+            f"AWQ of version {version!r} with {bits} bits is not read; 'gemm' with 4 bits is"
+        )
     (inputs, words), (groups, _) = _sizes(shapes, "qweight", "qzeros")
     outputs = words * _WORD // bits
     group = _group(config, inputs, groups)
@@ -100,7 +112,9 @@ def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[s
 
     def columns(name: str) -> Array:
         held = integers_in(_words(read(name)), bits)
-        return held.reshape(len(held), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].reshape(len(held), -1).T
+        return (
+            held.reshape(len(held), -1, len(_AWQ_ORDER))[:, :, _AWQ_ORDER].reshape(len(held), -1).T
+        )
 
     def packed() -> Packed:
         return _in_blocks(columns("qweight"), bits, read("scales").T, columns("qzeros"), group)
@@ -108,10 +122,13 @@ def _awq(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[s
     return Layer((outputs, inputs), packed)
 
 
-def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]) -> Layer | None:
+def _bitsandbytes(
+    shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: Mapping[str, Any]
+) -> Layer | None:
     """bitsandbytes: nf4 and fp4, with scales that may be quantized once more, and LLM.int8 with a scale for each row.
 
-    (https://github.com/bitsandbytes-foundation/bitsandbytes, ``bitsandbytes/functional.py``: ``QuantState``.)
+    (https://github.com/bitsandbytes-foundation/bitsandbytes, ``bitsandbytes/functional.py``:
+    ``QuantState``.)
     """
     if "SCB" in shapes:
         [(outputs, inputs)] = _sizes(shapes, "weight")
@@ -129,9 +146,17 @@ def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: 
     _require(shapes, **{"weight.absmax": (count,), "weight.quant_map": (16,)})
     nested = _nested(state, count) if "weight.nested_absmax" in shapes else None
     if nested is not None:
-        _require(shapes, **{"weight.nested_absmax": (-(-count // nested.block),), "weight.nested_quant_map": (256,)})
+        _require(
+            shapes,
+            **{
+                "weight.nested_absmax": (-(-count // nested.block),),
+                "weight.nested_quant_map": (256,),
+            },
+        )
     if math.prod(shapes["weight"]) * 2 != outputs * inputs:
-        raise ValueError(f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed")
+        raise ValueError(
+            f"'weight' has shape {list(shapes['weight'])}, and {[outputs, inputs]} was packed"
+        )
 
     def coded() -> Coded:
         scales = read("weight.absmax")
@@ -140,7 +165,9 @@ def _bitsandbytes(shapes: Mapping[str, tuple[int, ...]], read: Tensors, config: 
             places = _integers(scales, np.uint8)
             scales = read("weight.nested_quant_map")[places] * outer + np.float32(nested.offset)
         codes, table = _integers(read("weight"), np.uint8).reshape(-1), read("weight.quant_map")
-        return Coded(codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind))
+        return Coded(
+            codes, scales.astype(np.float32), table, block, (outputs, inputs), _CODES.index(kind)
+        )
 
     return Layer((outputs, inputs), coded)
 
@@ -155,7 +182,9 @@ class _Nested(NamedTuple):
 def _state_sizes(state: Any) -> tuple[int, int, int]:
     """The sizes of a matrix, and the numbers in a block, of the state of a quantized weight."""
     match state:
-        case {"shape": [int(outputs), int(inputs)], "blocksize": int(block)} if outputs > 0 and inputs > 0:
+        case {"shape": [int(outputs), int(inputs)], "blocksize": int(block)} if (
+            outputs > 0 and inputs > 0
+        ):
             if 0 < block <= _LARGEST_BLOCK:  # scales are repeated so often
                 return outputs, inputs, block
     raise ValueError("the state of 'weight' has no shape of a matrix and no blocksize")
@@ -163,7 +192,9 @@ def _state_sizes(state: Any) -> tuple[int, int, int]:
 
 def _nested(state: Mapping[str, Any], count: int) -> _Nested:
     match state:
-        case {"nested_blocksize": int(block), "nested_offset": int(offset) | float(offset)} if block > 0:
+        case {"nested_blocksize": int(block), "nested_offset": int(offset) | float(offset)} if (
+            block > 0
+        ):
             return _Nested(min(block, count), float(offset))
     raise ValueError("the state of 'weight' has no nested_blocksize and no nested_offset")
 
@@ -184,7 +215,9 @@ def _in_blocks(
     """Levels with a scale and a zero point for each group, in the blocks of ONNX Runtime."""
     block, groups = blocks_of_groups(group, levels.shape[1])
     by_block = np.ascontiguousarray(scales.astype(np.float32)[:, groups])
-    return Packed(levels, max(bits, 4), by_block, np.ascontiguousarray(points[:, groups]), block, order)
+    return Packed(
+        levels, max(bits, 4), by_block, np.ascontiguousarray(points[:, groups]), block, order
+    )
 
 
 def _group(config: Mapping[str, Any], inputs: int, groups: int) -> int:
@@ -243,7 +276,8 @@ def read_packed(source: str | os.PathLike[str]) -> PackedCheckpoint:
     Only headers are read; weights are when they are used.
 
     Raises:
-        FileError: If there is no such checkpoint, or its tensors do not have the shapes that the method needs.
+        FileError: If there is no such checkpoint, or its tensors do not have the shapes that the
+            method needs.
     """
     path = Path(source)
     if is_gguf(path):

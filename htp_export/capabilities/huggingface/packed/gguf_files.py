@@ -1,6 +1,7 @@
 """GGUF files: blocks of ggml, under the names and in the order of rows that transformers gives them.
 
-The layouts of blocks are those of ``gguf.quants`` (https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
+The layouts of blocks are those of ``gguf.quants``
+(https://github.com/ggml-org/llama.cpp/tree/master/gguf-py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from htp_export.capabilities.huggingface.packed.weights import Array, Layer, Packed, PackedCheckpoint, integers_in
+from htp_export.capabilities.huggingface.packed.weights import (
+    Array,
+    Layer,
+    Packed,
+    PackedCheckpoint,
+    integers_in,
+)
 from htp_export.errors import FileError, InputError, described
 
 _Parts = tuple[Array, Array, "Array | None"]
@@ -33,7 +40,8 @@ def gguf_config(file: Path) -> Any:
 def read_gguf(file: Path) -> PackedCheckpoint:
     """Read the header of a GGUF file; its tensors are mapped.
 
-    Blocks of the types `_TYPES` stay packed where they are rows of a matrix; other tensors are dequantized by ``gguf``.
+    Blocks of the types `_TYPES` stay packed where they are rows of a matrix; other tensors are
+    dequantized by ``gguf``.
 
     Raises:
         FileError: If it is no GGUF file, or transformers has no names for its architecture.
@@ -42,13 +50,16 @@ def read_gguf(file: Path) -> PackedCheckpoint:
     try:
         from gguf import GGUFReader
     except ImportError as error:
-        raise InputError(f'{file}: GGUF files need gguf; install it with: pip install "htp-export[gguf]"') from error
+        raise InputError(
+            f'{file}: GGUF files need gguf; install it with: pip install "htp-export[gguf]"'
+        ) from error
     try:
         reader = GGUFReader(file)
         names, process = _names(file, reader)
     except FileError:
         raise
-    except Exception as error:  # of gguf and transformers, which raise what the numbers of a file lead to
+    except Exception as error:
+        # of gguf and transformers, which raise what the numbers of a file lead to
         raise FileError(file, f"cannot be read as GGUF: {described(error)}") from error
     layers: dict[str, Layer] = {}
     others: dict[str, Callable[[], Array]] = {}
@@ -58,9 +69,13 @@ def read_gguf(file: Path) -> PackedCheckpoint:
             continue
         others[name] = functools.partial(_dequantized, tensor, process)
         parts = _TYPES.get(tensor.tensor_type.name)
-        rows = _rows(process, tensor.name, shape[0]) if parts is not None and len(shape) == 2 else None
+        rows = (
+            _rows(process, tensor.name, shape[0]) if parts is not None and len(shape) == 2 else None
+        )
         if parts is not None and rows is not None:
-            layers[name] = Layer((shape[0], shape[1]), functools.partial(_packed, tensor.data, parts, rows))
+            layers[name] = Layer(
+                (shape[0], shape[1]), functools.partial(_packed, tensor.data, parts, rows)
+            )
     if not layers:
         raise FileError(file, f"has no matrices of the types {', '.join(_TYPES)}")
     return PackedCheckpoint(file, "gguf", layers, others)
@@ -82,15 +97,21 @@ def _names(file: Path, reader: Any) -> tuple[Mapping[str, str], Callable[[Array,
     models: Any = transformers.AutoModelForCausalLM
     architecture = reader.get_field("general.architecture").contents()
     if architecture not in loading.GGUF_SUPPORTED_ARCHITECTURES:
-        raise FileError(file, f"is of the architecture {architecture!r}, whose names transformers does not tell")
+        raise FileError(
+            file, f"is of the architecture {architecture!r}, whose names transformers does not tell"
+        )
     config = gguf_config(file)
     with torch.device("meta"):
         model = models.from_config(config)
-    processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(config=config.to_dict())
+    processor = loading.TENSOR_PROCESSORS.get(architecture, loading.TensorProcessor)(
+        config=config.to_dict()
+    )
     names = loading.get_gguf_hf_weights_map(model, processor)
 
     def process(array: Array, name: str) -> Array:
-        made = processor.process(weights=array, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": {}})
+        made = processor.process(
+            weights=array, name=name, tensor_key_mapping=names, parsed_parameters={"tensors": {}}
+        )
         return np.ascontiguousarray(made.weights)
 
     return names, process
@@ -144,7 +165,9 @@ def _q4_0(data: Array) -> _Parts:
 
 def _q4_1(data: Array) -> _Parts:
     blocks = data.reshape(len(data), -1, 20)
-    return _with_minimum(_nibbles(blocks[..., 4:]), _half(blocks[..., :2])[..., 0], -_half(blocks[..., 2:4])[..., 0])
+    return _with_minimum(
+        _nibbles(blocks[..., 4:]), _half(blocks[..., :2])[..., 0], -_half(blocks[..., 2:4])[..., 0]
+    )
 
 
 def _q8_0(data: Array) -> _Parts:
@@ -165,7 +188,9 @@ def _q4_k(data: Array) -> _Parts:
 
 def _q6_k(data: Array) -> _Parts:
     blocks = data.reshape(len(data), -1, 210)
-    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(*blocks.shape[:2], 256)
+    low = _nibbles(blocks[..., :128].reshape(*blocks.shape[:2], 2, 64)).reshape(
+        *blocks.shape[:2], 256
+    )
     held = integers_in(blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 32, 1), 2)
     high = held.swapaxes(-1, -2).reshape(*blocks.shape[:2], 256)
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8).astype(np.float32)

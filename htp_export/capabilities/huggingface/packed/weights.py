@@ -25,9 +25,11 @@ class Packed:
         levels: Integers from 0 on, uint8 of ``(outputs, inputs)``.
         bits: Of a level as it is written: 4 or 8.
         scales: float32 of ``(outputs, blocks)``.
-        points: Zero points of ``(outputs, blocks)``: uint8, or float32; None for the middle of the levels.
+        points: Zero points of ``(outputs, blocks)``: uint8, or float32; None for the middle of the
+            levels.
         block: How many inputs share a scale; the last block may have fewer.
-        order: For each column of ``levels`` the input that it multiplies with; None where they are in order.
+        order: For each column of ``levels`` the input that it multiplies with; None where they are
+            in order.
     """
 
     levels: Array
@@ -64,7 +66,9 @@ class Packed:
         tensors = {"levels": levels, "scales": self.scales}
         if self.points is not None and (self.points != 1 << (self.bits - 1)).any():
             is_float = self.points.dtype == np.float32
-            tensors["zero_points"] = self.points if is_float else bytes_of_integers(self.points, self.bits)
+            tensors["zero_points"] = (
+                self.points if is_float else bytes_of_integers(self.points, self.bits)
+            )
         if self.order is not None:
             tensors["order"] = self.order.astype(np.int64)
         return tensors
@@ -97,7 +101,12 @@ class Coded:
     @property
     def attributes(self) -> dict[str, int]:
         """Those of the operator."""
-        return {"K": self.shape[1], "N": self.shape[0], "block_size": self.block, "quant_type": self.kind}
+        return {
+            "K": self.shape[1],
+            "N": self.shape[0],
+            "block_size": self.block,
+            "quant_type": self.kind,
+        }
 
     def tensors(self) -> dict[str, Array]:
         """What the operator reads beside its input."""
@@ -127,7 +136,9 @@ class PackedCheckpoint(Mapping[str, Array]):
         layers: Name of a parameter → its packed weight.
     """
 
-    def __init__(self, path: Path, kind: str, layers: Mapping[str, Layer], others: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path, kind: str, layers: Mapping[str, Layer], others: Mapping[str, Any]
+    ) -> None:
         self.path, self.kind, self.layers, self._others = path, kind, layers, others
 
     def __getitem__(self, name: str) -> Array:
@@ -146,8 +157,12 @@ class PackedCheckpoint(Mapping[str, Array]):
     def also(self, names: Mapping[str, str]) -> PackedCheckpoint:
         """The same with more names: name → the one that the checkpoint has."""
         layers = {name: self.layers[known] for name, known in names.items() if known in self.layers}
-        others = {name: self._others[known] for name, known in names.items() if known in self._others}
-        return PackedCheckpoint(self.path, self.kind, {**self.layers, **layers}, {**self._others, **others})
+        others = {
+            name: self._others[known] for name, known in names.items() if known in self._others
+        }
+        return PackedCheckpoint(
+            self.path, self.kind, {**self.layers, **layers}, {**self._others, **others}
+        )
 
     def packed(self, name: str) -> Packed | Coded:
         """The packed weight of a parameter; a `FileError` if its tensors do not fit together."""

@@ -18,7 +18,9 @@ def insert_command(
     file: FileArgument,
     select: Annotated[str, "Modules: the linear layers in their regions."],
     output: OutputOption,
-    rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters, for the factor alpha / rank.")] = 8,
+    rank: Annotated[
+        int, typer.Option(min=1, help="Rank of the adapters, for the factor alpha / rank.")
+    ] = 8,
     alpha: Annotated[float | None, "PEFT's lora_alpha; the rank without it."] = None,
     required: Annotated[bool, "Inputs without defaults, for runtimes in JavaScript."] = False,
     as_json: JsonOption = False,

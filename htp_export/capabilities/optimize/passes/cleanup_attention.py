@@ -14,8 +14,8 @@ from htp_export.model.recipes import of_values
 class CleanupAttention(NodePass):
     """Scales once where both factors of a product are scaled: queries and keys come scaled by a square root each.
 
-    The first factor is scaled, so that no number becomes larger than it was: a product of unscaled float16 overflows.
-    A scale of more than 1 is applied to the product.
+    The first factor is scaled, so that no number becomes larger than it was: a product of unscaled
+    float16 overflows. A scale of more than 1 is applied to the product.
     """
 
     operators = ("MatMul",)
@@ -25,7 +25,11 @@ class CleanupAttention(NodePass):
         if any(side is None for side in sides):
             producers = [value.producer() for value in node.inputs if value is not None]
             if all(multiple(producer) is not None for producer in producers):
-                decline("double_scaling", [*filter(None, producers), node], "what is scaled is read elsewhere")
+                decline(
+                    "double_scaling",
+                    [*filter(None, producers), node],
+                    "what is scaled is read elsewhere",
+                )
             return False
         (left, left_factor), (right, right_factor) = (side for side in sides if side is not None)
         scale = times(left_factor, right_factor)
@@ -44,5 +48,6 @@ class CleanupAttention(NodePass):
 def _recipe(product: ir.Node) -> Recipe:
     scalings = [value.producer() for value in product.inputs if value is not None]
     return of_values(
-        "a joint scale", *(value for node in scalings if node for value in node.inputs if is_constant(value))
+        "a joint scale",
+        *(value for node in scalings if node for value in node.inputs if is_constant(value)),
     )

@@ -24,7 +24,8 @@ class EliminateDuplicateConstants(ir.passes.InPlacePass):
             for value in graph.initializers.values():
                 if value.uses() and value.dtype is not None and value.dtype.is_floating_point():
                     found.append((recipe_of(value), next(iter(value.uses()))))
-        with quiet("onnx_ir"):  # it warns of each initializer that is an input or output, too: these stay
+        # it warns of each initializer that is an input or output, too: these stay
+        with quiet("onnx_ir"):
             deduplicated = DeduplicateInitializersPass(_LARGEST)(model).modified
         stands_for: dict[ir.Value, list[Recipe]] = {}
         for recipe, (node, place) in found if deduplicated else ():

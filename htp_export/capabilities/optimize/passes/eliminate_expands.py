@@ -19,9 +19,16 @@ class EliminateExpands(NodePass):
 
     def rewrite(self, node: ir.Node) -> bool:
         source, expanded = node.inputs[0], node.outputs[0]
-        if source is None or is_boundary(expanded) or expanded.is_graph_output() or not expanded.uses():
+        if (
+            source is None
+            or is_boundary(expanded)
+            or expanded.is_graph_output()
+            or not expanded.uses()
+        ):
             return False
-        if not all(_broadcasts(reader, expanded, source, self.known) for reader in expanded.consumers()):
+        if not all(
+            _broadcasts(reader, expanded, source, self.known) for reader in expanded.consumers()
+        ):
             return False
         for use in tuple(expanded.uses()):
             use.node.replace_input_with(use.idx, source)
@@ -35,4 +42,8 @@ def _broadcasts(reader: ir.Node, expanded: ir.Value, source: ir.Value, known: Sy
     shapes = [known.shape(source if value is expanded else value) for value in reader.inputs]
     wanted = known.shape(reader.outputs[0])
     known_shapes = [shape for shape in shapes if shape is not None]
-    return wanted is not None and len(known_shapes) == len(shapes) and tuple(broadcast(known_shapes)) == wanted
+    return (
+        wanted is not None
+        and len(known_shapes) == len(shapes)
+        and tuple(broadcast(known_shapes)) == wanted
+    )

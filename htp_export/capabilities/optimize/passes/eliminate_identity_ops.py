@@ -20,9 +20,11 @@ _NEUTRAL = {op: number for op, number in NEUTRAL.items() if op != "Add"}  # bit 
 NEEDS_A_NAME = "a graph's output needs a name of its own"
 """Why a node without effect stays whose output is an output of the graph."""
 
-_KINDS = {"Identity": "identity", "Cast": "identity_cast", "Transpose": "identity_transpose"} | dict.fromkeys(
-    RESHAPING, "identity_reshape"
-)
+_KINDS = {
+    "Identity": "identity",
+    "Cast": "identity_cast",
+    "Transpose": "identity_transpose",
+} | dict.fromkeys(RESHAPING, "identity_reshape")
 
 
 @register("eliminate_identity_ops", level="exact")
@@ -34,7 +36,10 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
         for graph in (*model.graphs(), *(function.graph for function in model.functions.values())):
             known = Symbolic(graph, model.opset_imports)
             for node in graph:
-                source = next((value for value in _candidates(node) if _is_given_back(value, node, known)), None)
+                source = next(
+                    (value for value in _candidates(node) if _is_given_back(value, node, known)),
+                    None,
+                )
                 if source is None:
                     continue
                 kind = _KINDS.get(node.op_type, "eliminate_identity_ops")
@@ -60,10 +65,14 @@ def _is_given_back(source: ir.Value, node: ir.Node, known: Symbolic) -> bool:
     result = node.outputs[0]
     if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
         return False
-    if node.op_type == "Identity" or (is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1):
+    if node.op_type == "Identity" or (
+        is_standard(node, "Concat", "Sum", "Max", "Min") and len(node.inputs) == 1
+    ):
         return True
     if node.op_type == "Cast":
-        return known.dtype(source) is not None and node.attributes["to"].as_int() == known.dtype(source)
+        return known.dtype(source) is not None and node.attributes["to"].as_int() == known.dtype(
+            source
+        )
     if node.op_type == "Dropout":
         return len(node.inputs) < 3 or node.inputs[2] is None
     shape = known.shape(source)

@@ -19,9 +19,9 @@ _LARGEST = 1 << 22
 class EliminateNanGuards(NodePass):
     """Removes the replacement of NaN by zero after a softmax, if no mask can cause a NaN.
 
-    PyTorch writes it after the softmax of each masked attention, for rows that are masked completely. Finite results
-    stay the same; a NaN in the activations stays a NaN. Products of float16 may overflow, which is a NaN after the
-    softmax, too: their guards stay.
+    PyTorch writes it after the softmax of each masked attention, for rows that are masked
+    completely. Finite results stay the same; a NaN in the activations stays a NaN. Products of
+    float16 may overflow, which is a NaN after the softmax, too: their guards stay.
     """
 
     operators = ("Where",)
@@ -49,6 +49,8 @@ def _has_finite_rows(value: ir.Value | None, *, masked: bool = True) -> bool:
         if np.isfinite(numbers).all():
             return _has_finite_rows(operand, masked=masked)
         rows = np.isfinite(numbers).any(axis=-1) if numbers.ndim else np.zeros(1, bool)
-        only_masks = node.op_type == "Add" and not np.isnan(numbers).any() and not (numbers == np.inf).any()
+        only_masks = (
+            node.op_type == "Add" and not np.isnan(numbers).any() and not (numbers == np.inf).any()
+        )
         return only_masks and bool(rows.all()) and _has_finite_rows(operand, masked=False)
     return False

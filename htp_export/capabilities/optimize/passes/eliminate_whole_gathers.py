@@ -18,8 +18,8 @@ from htp_export.shapes.symbolic import Symbolic
 class EliminateWholeGathers(NodePass):
     """Makes ``Unsqueeze`` of a ``GatherND`` whose indices count all places of each dimension.
 
-    ``mask[batch_index, key_index]``, with ranges that are broadcast to a grid, is the mask with further dimensions of
-    size 1. See https://onnx.ai/onnx/operators/onnx__GatherND.html.
+    ``mask[batch_index, key_index]``, with ranges that are broadcast to a grid, is the mask with
+    further dimensions of size 1. See https://onnx.ai/onnx/operators/onnx__GatherND.html.
     """
 
     operators = ("GatherND",)
@@ -28,17 +28,31 @@ class EliminateWholeGathers(NodePass):
     def rewrite(self, node: ir.Node) -> bool:
         source, indices = node.inputs[0], node.inputs[1]
         shape, grid = self.known.shape(source), self.known.shape(node.outputs[0])
-        parts = stacked(indices, self.known) if not node.attributes.get_int("batch_dims", 0) else None
-        if source is None or shape is None or grid is None or parts is None or len(parts) != len(shape):
+        parts = (
+            stacked(indices, self.known) if not node.attributes.get_int("batch_dims", 0) else None
+        )
+        if (
+            source is None
+            or shape is None
+            or grid is None
+            or parts is None
+            or len(parts) != len(shape)
+        ):
             return False
-        axes = [_counted(part, size, grid, self.known) for part, size in zip(parts, shape, strict=True)]
+        axes = [
+            _counted(part, size, grid, self.known) for part, size in zip(parts, shape, strict=True)
+        ]
         along = [axis for axis in axes if axis is not None]
         if len(along) < len(axes) or along != sorted(set(along)):
             return False
         added = [axis for axis in range(len(grid)) if axis not in along]
         if any(grid[axis] != 1 for axis in added):
             return False
-        made = ir.node("Unsqueeze", [source, integers(node, added, "axes")]) if added else ir.node("Identity", [source])
+        made = (
+            ir.node("Unsqueeze", [source, integers(node, added, "axes")])
+            if added
+            else ir.node("Identity", [source])
+        )
         replace(node, [made])
         return True
 
@@ -46,7 +60,11 @@ class EliminateWholeGathers(NodePass):
 def stacked(value: ir.Value | None, known: Symbolic) -> list[ir.Value] | None:
     """The tensors that are stacked along a new last axis, as the indices of each dimension are."""
     joined, rank = producer_of(value, "Concat"), known.rank(value)
-    if joined is None or rank is None or normalized(joined.attributes["axis"].as_int(), rank) != rank - 1:
+    if (
+        joined is None
+        or rank is None
+        or normalized(joined.attributes["axis"].as_int(), rank) != rank - 1
+    ):
         return None
     parts = []
     for each in joined.inputs:
@@ -73,4 +91,8 @@ def _counted(value: ir.Value, size: Dim, grid: Sequence[Dim], known: Symbolic) -
     if counting is None or len(axes) != 1 or not shape[axes[0]] == size == grid[axes[0]]:
         return None
     start, step = (known.constant(counting.inputs[place]) for place in (0, 2))
-    return axes[0] if (start, step) == ([0], [1]) and known.shape(counting.outputs[0]) == (size,) else None
+    return (
+        axes[0]
+        if (start, step) == ([0], [1]) and known.shape(counting.outputs[0]) == (size,)
+        else None
+    )

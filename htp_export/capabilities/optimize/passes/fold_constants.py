@@ -9,7 +9,15 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import decline, register
-from htp_export.editing.editing import Array, add_initializer, bytes_of, is_constant, release, remove_unused, stand_in
+from htp_export.editing.editing import (
+    Array,
+    add_initializer,
+    bytes_of,
+    is_constant,
+    release,
+    remove_unused,
+    stand_in,
+)
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import connected
 from htp_export.model.recipes import follow, lift_constants
@@ -36,10 +44,10 @@ _VIEWS = RESHAPING | {"Transpose"}
 class FoldConstants(ir.passes.InPlacePass):
     """Computes what depends on no input, with the kernels of ONNX Runtime: the results are what they were.
 
-    Any operator, with branches and loops, in subgraphs too; but nothing random, and no unpacking of quantized weights.
-    All that is stored in place of nodes may take 1 MiB, or a sixteenth of the model's weights, more than the constants
-    that go with the nodes. Weights are not copied: a transposed or reshaped weight is a view, laid out when the file is
-    written.
+    Any operator, with branches and loops, in subgraphs too; but nothing random, and no unpacking of
+    quantized weights. All that is stored in place of nodes may take 1 MiB, or a sixteenth of the
+    model's weights, more than the constants that go with the nodes. Weights are not copied: a
+    transposed or reshaped weight is a view, laid out when the file is written.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -60,7 +68,12 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
     for node in graph:
         weight = node.inputs[0] if is_standard(node, *_VIEWS) else None
         tensor = weight.const_value if weight is not None and is_constant(weight) else None
-        if weight is None or tensor is None or tensor.size <= _SMALL or tensor.dtype == ir.DataType.STRING:
+        if (
+            weight is None
+            or tensor is None
+            or tensor.size <= _SMALL
+            or tensor.dtype == ir.DataType.STRING
+        ):
             continue
         known = known or Symbolic(graph, model.opset_imports)
         shape = known.shape(node.outputs[0])
@@ -80,7 +93,9 @@ def _fold_views(model: ir.Model, graph: ir.Graph) -> bool:
     return modified
 
 
-def _view(tensor: ir.TensorProtocol, sizes: Sequence[int], perm: Sequence[int] | None) -> ir.LazyTensor:
+def _view(
+    tensor: ir.TensorProtocol, sizes: Sequence[int], perm: Sequence[int] | None
+) -> ir.LazyTensor:
     def laid_out() -> ir.TensorProtocol:
         array = tensor.numpy()
         return ir.tensor(array.reshape(sizes) if perm is None else array.transpose(perm))
@@ -92,7 +107,9 @@ def _fold(model: ir.Model, graph: ir.Graph) -> bool:
     """Fold the groups of constant nodes of a graph, within the limit of growth."""
     left_out: set[ir.Node] = set()
     folded = False
-    while works := find_constant_nodes(graph, room := room_left(model), left_out, model.opset_imports):
+    while works := find_constant_nodes(
+        graph, room := room_left(model), left_out, model.opset_imports
+    ):
         looked_at, nodes = len(left_out), len(graph)
         for work, results, fault in computed(model, works):
             if fault is not None:
@@ -116,7 +133,8 @@ def _keep(
     """Replace values by their results; values that are too large, or no tensors, keep their nodes.
 
     Returns:
-        Whether a value was replaced, and what is left of ``room``, the bytes by which the constants may grow.
+        Whether a value was replaced, and what is left of ``room``, the bytes by which the constants
+        may grow.
     """
     folded, recipes = False, dict[ir.Value, Recipe]()
     follow(graph, work.nodes, recipes)
@@ -140,10 +158,16 @@ def _keep(
 
 
 def _store(
-    graph: ir.Graph, value: ir.Value, tensor: ir.TensorProtocol, growth: int, recipes: Mapping[ir.Value, Recipe]
+    graph: ir.Graph,
+    value: ir.Value,
+    tensor: ir.TensorProtocol,
+    growth: int,
+    recipes: Mapping[ir.Value, Recipe],
 ) -> bool:
     recipe = recipes.get(value) or ["computed", "constant folding"]
-    stored = add_initializer(graph, tensor, str(value.name), recipe if tensor.dtype.is_floating_point() else CONSTANT)
+    stored = add_initializer(
+        graph, tensor, str(value.name), recipe if tensor.dtype.is_floating_point() else CONSTANT
+    )
     if growth:
         stored.meta[GROWTH] = growth
     return stand_in(value, stored)
@@ -207,30 +231,44 @@ class ConstantNodes:
             and (value.type is None or isinstance(value.type, ir.TensorType))
             and any(use.node not in self._inside for use in value.uses())
         ]
-        self.constants = list(dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made))
+        self.constants = list(
+            dict.fromkeys(value for node in nodes for value in _reads(node) if value not in made)
+        )
 
     @property
     def freed(self) -> int:
         """Bytes of constants without other consumers."""
-        alone = (value for value in self.constants if all(use.node in self._inside for use in value.uses()))
+        alone = (
+            value
+            for value in self.constants
+            if all(use.node in self._inside for use in value.uses())
+        )
         return sum(bytes_of(value.const_value) for value in alone if not value.is_graph_output())
 
 
 def find_constant_nodes(
-    graph: ir.Graph, room: int, left_out: Collection[ir.Node] = (), opsets: Mapping[str, int] | None = None
+    graph: ir.Graph,
+    room: int,
+    left_out: Collection[ir.Node] = (),
+    opsets: Mapping[str, int] | None = None,
 ) -> list[ConstantNodes]:
     """The nodes of one graph that can be folded, without those that are left out.
 
-    The graph is in topological order; values that it captures may be constants, too. ``room`` is how many bytes a
-    result may have in addition to those of the constants from which it is computed: a few bytes of a file can ask for
-    any number of values, so that a node is left until its size is known, or cannot become known any more.
+    The graph is in topological order; values that it captures may be constants, too. ``room`` is
+    how many bytes a result may have in addition to those of the constants from which it is
+    computed: a few bytes of a file can ask for any number of values, so that a node is left until
+    its size is known, or cannot become known any more.
     """
     known: Symbolic | None = None
     sources: dict[ir.Value, frozenset[ir.Value]] = {}
     constant_nodes: list[ir.Node] = []
     for node in graph:
         read = _reads(node)
-        if not all(value in sources or is_constant(value) for value in read) or node in left_out or _held_back(node):
+        if (
+            not all(value in sources or is_constant(value) for value in read)
+            or node in left_out
+            or _held_back(node)
+        ):
             continue
         known = known or Symbolic(graph, opsets)
         taken = frozenset[ir.Value]().union(*(sources.get(value, (value,)) for value in read))
@@ -239,7 +277,11 @@ def find_constant_nodes(
         if None in sizes and not all(is_constant(value) or _is_sequence(value) for value in read):
             continue  # once the tensors that it reads have been computed, its size may be known
         if None in sizes and (growing := _growing(node, known, most)) is not None:
-            decline("unfolded_constants", [node], f"the size of what {growing.op_type} makes is not known")
+            decline(
+                "unfolded_constants",
+                [node],
+                f"the size of what {growing.op_type} makes is not known",
+            )
             continue
         if all(size is None or size <= most for size in sizes):
             sources.update(dict.fromkeys(node.outputs, taken))
@@ -271,7 +313,10 @@ def _is_sequence(value: ir.Value) -> bool:
     if node is None or not onnx.defs.has(node.op_type, node.domain):
         return False
     formals = onnx.defs.get_schema(node.op_type, node.domain).outputs
-    return not any(kind.startswith("tensor") for kind in formals[min(value.index() or 0, len(formals) - 1)].types)
+    return not any(
+        kind.startswith("tensor")
+        for kind in formals[min(value.index() or 0, len(formals) - 1)].types
+    )
 
 
 def _size(value: ir.Value, known: Symbolic) -> int | None:
@@ -288,16 +333,27 @@ def computed(
 ) -> Iterator[tuple[ConstantNodes, Mapping[ir.Value, ir.TensorProtocol], ir.Node | None]]:
     """Each group with its results, and its first node that ONNX Runtime cannot run, if there is one.
 
-    Groups without large weights are computed in one run, and each other one by itself, so that the large weights of one
-    group only are in memory.
+    Groups without large weights are computed in one run, and each other one by itself, so that the
+    large weights of one group only are in memory.
     """
-    large = {work for work in works if any(bytes_of(value.const_value) > _LARGE for value in work.constants)}
-    runs = [[work for work in works if work not in large], *([work] for work in works if work in large)]
+    large = {
+        work
+        for work in works
+        if any(bytes_of(value.const_value) > _LARGE for value in work.constants)
+    }
+    runs = [
+        [work for work in works if work not in large],
+        *([work] for work in works if work in large),
+    ]
     while runs:
         together = runs.pop(0)
         nodes = [node for work in together for node in work.nodes]
         try:
-            tensors = _run(model, nodes, [value for work in together for value in work.results]) if nodes else {}
+            tensors = (
+                _run(model, nodes, [value for work in together for value in work.results])
+                if nodes
+                else {}
+            )
         except Exception:  # ONNX Runtime's errors share no base but this
             if len(together) > 1:
                 runs[:0] = [[work] for work in together]
@@ -316,7 +372,11 @@ def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
     while low < high:
         middle = (low + high) // 2
         try:
-            _run(model, nodes[: middle + 1], [value for value in nodes[middle].outputs if value.name][:1])
+            _run(
+                model,
+                nodes[: middle + 1],
+                [value for value in nodes[middle].outputs if value.name][:1],
+            )
             low = middle + 1
         except Exception:
             high = middle
@@ -325,11 +385,15 @@ def _first_fault(model: ir.Model, nodes: Sequence[ir.Node]) -> ir.Node:
 
 def _tensor(array: Array) -> ir.TensorProtocol:
     if array.dtype.kind in "OSU":
-        return ir.StringTensor([str(text).encode() for text in array.reshape(-1)], shape=ir.Shape(array.shape))
+        return ir.StringTensor(
+            [str(text).encode() for text in array.reshape(-1)], shape=ir.Shape(array.shape)
+        )
     return ir.tensor(array)
 
 
-def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) -> dict[ir.Value, ir.TensorProtocol]:
+def _run(
+    model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]
+) -> dict[ir.Value, ir.TensorProtocol]:
     """Run nodes without inputs in ONNX Runtime without its own optimisations; tensors only."""
     graph = onnx.GraphProto(name="constants")
     feeds: dict[str, Array] = {}
@@ -339,16 +403,26 @@ def _run(model: ir.Model, nodes: Sequence[ir.Node], wanted: Sequence[ir.Value]) 
         array = tensor.numpy()
         if tensor.nbytes > _LARGE and array.dtype.isbuiltin == 1 and array.dtype.kind in "biuf":
             feeds[name] = array
-            graph.input.append(onnx.helper.make_tensor_value_info(name, int(tensor.dtype), array.shape))
+            graph.input.append(
+                onnx.helper.make_tensor_value_info(name, int(tensor.dtype), array.shape)
+            )
         else:
-            in_memory = tensor if isinstance(tensor, ir.StringTensor) else ir.Tensor(array, dtype=tensor.dtype)
+            in_memory = (
+                tensor
+                if isinstance(tensor, ir.StringTensor)
+                else ir.Tensor(array, dtype=tensor.dtype)
+            )
             graph.initializer.append(ir.to_proto(in_memory))
             graph.initializer[-1].name = name
     graph.node.extend(ir.to_proto(node) for node in nodes)
     graph.output.extend(onnx.ValueInfoProto(name=str(value.name)) for value in wanted)
-    imports = [onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()]
+    imports = [
+        onnx.helper.make_opsetid(domain, version) for domain, version in model.opset_imports.items()
+    ]
     proto = onnx.helper.make_model(graph, opset_imports=imports, ir_version=model.ir_version)
-    session = Session(RunnableModel(proto.SerializeToString(), "constants"), changes=as_written(threads=1))
+    session = Session(
+        RunnableModel(proto.SerializeToString(), "constants"), changes=as_written(threads=1)
+    )
     longest = _LONGEST if any(map(subgraphs, nodes)) else None  # nothing else bounds a loop
     results = session.run(feeds, [str(value.name) for value in wanted], longest=longest)
     arrays = ((value, results[str(value.name)]) for value in wanted)

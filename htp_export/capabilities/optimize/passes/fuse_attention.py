@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.attention_matching import HEADS_FIRST, Placed, match_scores, turned_back
+from htp_export.capabilities.optimize.attention_matching import (
+    HEADS_FIRST,
+    Placed,
+    match_scores,
+    turned_back,
+)
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
 from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
 from htp_export.editing.editing import is_boundary, replace
@@ -19,8 +24,9 @@ from htp_export.shapes.symbolic import Symbolic
 class FuseAttention(NodePass):
     """Makes ``Attention`` of opset 23 of an attention's nodes, with its reshapes and transpositions where they fit.
 
-    See https://onnx.ai/onnx/operators/onnx__Attention.html. In a file of an older opset it does nothing. What a module
-    gives stays: where a dropout between softmax and product is a module of its own, so does the attention.
+    See https://onnx.ai/onnx/operators/onnx__Attention.html. In a file of an older opset it does
+    nothing. What a module gives stays: where a dropout between softmax and product is a module of
+    its own, so does the attention.
     """
 
     operators = ("Attention", "MatMul")
@@ -42,7 +48,9 @@ class FuseAttention(NodePass):
         if not attention.sources[1].is_turned:
             nodes.append(ir.node("Transpose", [keys], {"perm": HEADS_FIRST}))
             keys = nodes[0].outputs[0]
-        nodes.append(ir.node("Attention", [queries, keys, values, *attention.rest], attention.attributes))
+        nodes.append(
+            ir.node("Attention", [queries, keys, values, *attention.rest], attention.attributes)
+        )
         replace(node, nodes)
         return True
 
@@ -77,10 +85,14 @@ def _match(last: ir.Node, known: Symbolic) -> _Attention | None:
     if any(known.rank(value) != 4 for value in (scores.queries, scores.product.outputs[0], values)):
         return None
     perm = permutation(turning, known)
-    if perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(scores.bias, scores.product, known):
+    if perm not in ([0, 1, 3, 2], [0, 2, 3, 1]) or not _mask_fits(
+        scores.bias, scores.product, known
+    ):
         return None
     sources = [Placed(scores.queries), Placed(keys, is_turned=perm == [0, 1, 3, 2]), Placed(values)]
-    return _Attention(sources, [scores.bias] if scores.bias is not None else [], {"scale": scores.scale})
+    return _Attention(
+        sources, [scores.bias] if scores.bias is not None else [], {"scale": scores.scale}
+    )
 
 
 def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool:
@@ -89,10 +101,18 @@ def _mask_fits(mask: ir.Value | None, product: ir.Node, known: Symbolic) -> bool
         return True
     shape, scores = known.shape(mask), known.shape(product.outputs[0])
     numbers = known.dtype(mask) == known.dtype(product.outputs[0]) is not None
-    return shape is not None and scores is not None and numbers and 2 <= len(shape) <= 4 and shape[-2:] == scores[-2:]
+    return (
+        shape is not None
+        and scores is not None
+        and numbers
+        and 2 <= len(shape) <= 4
+        and shape[-2:] == scores[-2:]
+    )
 
 
-def _joined(last: ir.Node, attention: _Attention, known: Symbolic) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
+def _joined(
+    last: ir.Node, attention: _Attention, known: Symbolic
+) -> tuple[ir.Node, Sequence[ir.Value], int] | None:
     """The last node, inputs and number of heads of an attention between nodes that split and join heads."""
     apart = [placed.before_turning(known, _inside) for placed in attention.sources]
     inputs = [joint for placed in apart if (joint := placed.joint(known, _inside)) is not None]

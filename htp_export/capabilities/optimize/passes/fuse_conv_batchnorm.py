@@ -21,7 +21,8 @@ _LARGEST = 1e8
 class FuseConvBatchnorm(NodePass):
     """Scales the weights and bias of a convolution as the batch normalisation after it would scale the result.
 
-    The new weights are computed when they are written, one at a time: no second set is held in memory.
+    The new weights are computed when they are written, one at a time: no second set is held in
+    memory.
     """
 
     operators = ("BatchNormalization",)
@@ -47,7 +48,9 @@ class FuseConvBatchnorm(NodePass):
             norm.attributes.get_float("epsilon", 1e-5),
             column.shape,
         )
-        scaled = changed_when_written(tensor, lambda array: (array * column).astype(np.float32), recipes[0])
+        scaled = changed_when_written(
+            tensor, lambda array: (array * column).astype(np.float32), recipes[0]
+        )
         normalized = add_initializer(self.graph, scaled, f"{weight.name}_normalized", recipes[0])
         bias = add_initializer(self.graph, ir.tensor(shift), f"{weight.name}_bias", recipes[1])
         replace(norm, [ir.node("Conv", [conv.inputs[0], normalized, bias], conv.attributes)])
@@ -59,7 +62,11 @@ def _why_not(conv: ir.Node, norm: ir.Node) -> str:
         return "what the Conv gives is read elsewhere"
     if norm.attributes.get_int("training_mode", 0) or len(norm.outputs) > 1:
         return "the normalisation is in training mode"
-    weights = [conv.inputs[1], *norm.inputs[1:], *(value for value in conv.inputs[2:] if value is not None)]
+    weights = [
+        conv.inputs[1],
+        *norm.inputs[1:],
+        *(value for value in conv.inputs[2:] if value is not None),
+    ]
     if not all(map(is_constant, weights)):
         return "weights or statistics are computed"
     if weights[0].dtype != ir.DataType.FLOAT:  # type: ignore[union-attr]

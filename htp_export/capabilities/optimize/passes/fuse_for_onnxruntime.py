@@ -10,7 +10,13 @@ import onnx_ir as ir
 from htp_export.capabilities.optimize.onnxscript_rules import changed_rules
 from htp_export.capabilities.optimize.passes.fuse_conv_batchnorm import has_large_factors
 from htp_export.capabilities.optimize.passes.simplify_shape_chains import reshape_target
-from htp_export.capabilities.optimize.registry import LibraryPass, LibraryResult, NodePass, integers, register
+from htp_export.capabilities.optimize.registry import (
+    LibraryPass,
+    LibraryResult,
+    NodePass,
+    integers,
+    register,
+)
 from htp_export.editing.editing import (
     constant_array,
     is_constant,
@@ -41,7 +47,11 @@ class FuseForOnnxruntime(LibraryPass):
         _WriteReciprocals()(model)
         hidden = [node for node in model.graph.all_nodes() if _is_unsound(node)]
         growing = _growing(model.graph)
-        with quiet("onnx_ir", "onnxscript"), _hidden(model, [*hidden, *growing]), changed_rules() as unhandled:
+        with (
+            quiet("onnx_ir", "onnxscript"),
+            _hidden(model, [*hidden, *growing]),
+            changed_rules() as unhandled,
+        ):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
@@ -55,9 +65,11 @@ class FuseForOnnxruntime(LibraryPass):
 
 def _is_unsound(node: ir.Node) -> bool:
     """Whether rules would make of a node what does not run, computes something else, or is not finite where it was."""
-    if is_standard(node, "InstanceNormalization"):  # taken for group normalization: an operator that runs on GPUs only
+    # taken for group normalization: an operator that runs on GPUs only
+    if is_standard(node, "InstanceNormalization"):
         return True
-    if is_standard(node, "Gemm"):  # between reshapes, it becomes a product of its factors as they are
+    # between reshapes, it becomes a product of its factors as they are
+    if is_standard(node, "Gemm"):
         return _is_turned(node)
     if is_standard(node, "Div"):  # multiplied by the reciprocal
         return constant_array(node.inputs[1], 1) is not None and multiple(node) is None
@@ -75,7 +87,9 @@ def _growing(graph: ir.Graph) -> list[ir.Node]:
     known: Symbolic | None = None
     growing = []
     for node in graph:
-        read = [ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None]
+        read = [
+            ir.convenience.get_const_tensor(value) for value in node.inputs if value is not None
+        ]
         if node.domain or not all(tensor is not None for tensor in read):
             continue
         known = known or Symbolic(graph)
@@ -105,18 +119,26 @@ def _hidden(model: ir.Model, nodes: Sequence[ir.Node]) -> Iterator[None]:
 class _Unflatten(NodePass):
     """Replaces a ``Gemm`` between reshapes that join the dimensions before the last by ``MatMul`` and ``Add``.
 
-    onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for the original one.
+    onnxscript's rules for attention do not match these reshapes, or mistake the joined shape for
+    the original one.
     """
 
     operators = ("Gemm",)
 
     def rewrite(self, node: ir.Node) -> bool:
         known, settings = self.known, node.attributes
-        first, last = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+        first, last = (
+            producer_of(node.inputs[0], "Reshape"),
+            only_consumer(node.outputs[0], "Reshape"),
+        )
         is_scaled = any(settings.get_float(key, 1.0) != 1.0 for key in ("alpha", "beta"))
         if first is None or last is None or len(node.inputs) < 3 or _is_turned(node) or is_scaled:
             return False
-        source, shape, matrix = first.inputs[0], known.shape(first.inputs[0]), known.shape(node.inputs[1])
+        source, shape, matrix = (
+            first.inputs[0],
+            known.shape(first.inputs[0]),
+            known.shape(node.inputs[1]),
+        )
         result = known.shape(last.outputs[0])
         if source is None or shape is None or matrix is None or result is None or len(result) < 3:
             return False
@@ -147,7 +169,10 @@ class _WriteReciprocals(NodePass):
         if root is None or mean is None or number is None or number.ndim or number.item() != 1:
             return False
         if len(mean.inputs) == 2 and "noop_with_empty_axes" not in mean.attributes:
-            settings = {**mean.attributes, "noop_with_empty_axes": ir.AttrInt64("noop_with_empty_axes", 0)}
+            settings = {
+                **mean.attributes,
+                "noop_with_empty_axes": ir.AttrInt64("noop_with_empty_axes", 0),
+            }
             replace(mean, [ir.node("ReduceMean", mean.inputs, settings)])
         replace(node, [ir.node("Reciprocal", root.outputs)])
         return True
@@ -157,7 +182,11 @@ def _join_results(graph: ir.Graph, names: Sequence[str | None]) -> None:
     """Return a tensor twice that was returned twice: onnxscript copies it under a name of its own for the second."""
     for place, (value, name) in enumerate(zip(graph.outputs, names, strict=True)):
         copying = value.producer()
-        if value.name != name and copying is not None and (source := without_copies(value)).name == name:
+        if (
+            value.name != name
+            and copying is not None
+            and (source := without_copies(value)).name == name
+        ):
             graph.outputs[place] = source
             graph.remove(copying, safe=True)
 
@@ -165,13 +194,18 @@ def _join_results(graph: ir.Graph, names: Sequence[str | None]) -> None:
 def _turn_batches(model: ir.Model) -> None:
     """Insert a ``Transpose`` in place of ``transBatchA`` or ``transBatchB`` of a ``FusedMatMul`` with other ranks.
 
-    ONNX Runtime runs these only if both factors have the same rank, which onnxscript's rules do not check.
+    ONNX Runtime runs these only if both factors have the same rank, which onnxscript's rules do not
+    check.
     """
     known: Symbolic | None = None
     for node in list(model.graph):
         if (node.domain, node.op_type) != ("com.microsoft", "FusedMatMul"):
             continue
-        turned = [place for place, side in enumerate("AB") if node.attributes.get_int(f"transBatch{side}", 0)]
+        turned = [
+            place
+            for place, side in enumerate("AB")
+            if node.attributes.get_int(f"transBatch{side}", 0)
+        ]
         known = known or (Symbolic(model.graph) if turned else None)
         if known is None or known.rank(node.inputs[0]) == known.rank(node.inputs[1]):
             continue
@@ -179,7 +213,9 @@ def _turn_batches(model: ir.Model) -> None:
             value, rank = node.inputs[place], known.rank(node.inputs[place])
             if value is not None and rank is not None:
                 perm = [*range(1, rank - 1), 0, rank - 1]
-                back = ir.node("Transpose", [value], {"perm": perm}, name=f"{node.name}_Transpose{place}")
+                back = ir.node(
+                    "Transpose", [value], {"perm": perm}, name=f"{node.name}_Transpose{place}"
+                )
                 model.graph.insert_before(node, back)
                 node.replace_input_with(place, back.outputs[0])
                 node.attributes.pop(f"transBatch{'AB'[place]}")
@@ -188,14 +224,19 @@ def _turn_batches(model: ir.Model) -> None:
 def _complete(model: ir.Model) -> None:
     """Remove optional outputs of ONNX Runtime's operators that nothing reads, and set the shapes of the others.
 
-    onnxscript's rules leave both to others: the sum before a normalisation, and shapes that later passes need.
+    onnxscript's rules leave both to others: the sum before a normalisation, and shapes that later
+    passes need.
     """
     known = Symbolic(model.graph)
     for node in model.graph:
         if node.domain != "com.microsoft":
             continue
         count = len(node.outputs)
-        while count > 1 and not node.outputs[count - 1].uses() and not node.outputs[count - 1].is_graph_output():
+        while (
+            count > 1
+            and not node.outputs[count - 1].uses()
+            and not node.outputs[count - 1].is_graph_output()
+        ):
             count -= 1
         node.resize_outputs(count)
         for value in node.outputs:

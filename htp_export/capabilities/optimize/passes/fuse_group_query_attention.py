@@ -24,7 +24,13 @@ from htp_export.capabilities.optimize.cache_lengths import CacheLengths, Lengths
 from htp_export.capabilities.optimize.passes.eliminate_redundant_transposes import permutation
 from htp_export.capabilities.optimize.registry import NodePass, decline, integers, register
 from htp_export.capabilities.optimize.rotary import Rotation, match_rotation
-from htp_export.editing.editing import add_constant, constant_array, remove_unused, replace, stand_in
+from htp_export.editing.editing import (
+    add_constant,
+    constant_array,
+    remove_unused,
+    replace,
+    stand_in,
+)
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import lift_constants
 from htp_export.shapes.known import axes_of, normalized
@@ -40,9 +46,10 @@ _DOMAIN = "com.microsoft"
 class FuseGroupQueryAttention(NodePass):
     """Makes ``GroupQueryAttention`` of rotation, cache and attention of a decoder.
 
-    The node has the file's own mask as its bias: padding on any side, windows and summands by distance stay what they
-    were. It takes the length of the cache from the model's other inputs, so that past and present can share one buffer.
-    See https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
+    The node has the file's own mask as its bias: padding on any side, windows and summands by
+    distance stay what they were. It takes the length of the cache from the model's other inputs, so
+    that past and present can share one buffer. See
+    https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
     """
 
     operators = ("MatMul",)
@@ -70,10 +77,18 @@ class FuseGroupQueryAttention(NodePass):
         if found is None:
             return False
         if not _takes_query_seqlens():
-            return decline(_NAME, [node], "the operator of the installed ONNX Runtime has no input query_seqlens")
+            return decline(
+                _NAME,
+                [node],
+                "the operator of the installed ONNX Runtime has no input query_seqlens",
+            )
         lengths = self._lengths.find(found.dims, found.past[0], self.known)
         if lengths is None:
-            return decline(_NAME, [node], "no input but the cache has the sizes of the batch and of the new tokens")
+            return decline(
+                _NAME,
+                [node],
+                "no input but the cache has the sizes of the batch and of the new tokens",
+            )
         self._fuse(found, lengths)
         return True
 
@@ -110,21 +125,29 @@ class FuseGroupQueryAttention(NodePass):
         for old, new_value in zip(present, node.outputs[1:], strict=True):
             stand_in(old, new_value)
 
-    def _tables_of(self, rotation: Rotation, lengths: Lengths, nodes: list[ir.Node]) -> list[ir.Value]:
+    def _tables_of(
+        self, rotation: Rotation, lengths: Lengths, nodes: list[ir.Node]
+    ) -> list[ir.Value]:
         """Cosines, sines and positions: the file's own, in a row for each token, and the number of this row.
 
-        The operator asks for at least as many rows as there are tokens with the cache. Those that are missing are zeros
-        and not read.
+        The operator asks for at least as many rows as there are tokens with the cache. Those that
+        are missing are zeros and not read.
         """
         key = (rotation.cos, rotation.sin)
         if key not in self._tables:
-            step, half = (2, rotation.features // 2) if rotation.interleaved else (1, rotation.features // 2)
+            step, half = (
+                (2, rotation.features // 2) if rotation.interleaved else (1, rotation.features // 2)
+            )
             bounds = [self._numbers([number]) for number in (0, half * step, -1, step)]
             one = self.known.shape(rotation.cos)[0] == 1 != lengths.dims[0]  # type: ignore[index]
             pads, positions = self._lengths.missing(lengths, one=one)
             tables = []
             for value in key:
-                for operator, more in (("Slice", bounds), ("Reshape", [self._numbers([-1, half])]), ("Pad", [pads])):
+                for operator, more in (
+                    ("Slice", bounds),
+                    ("Reshape", [self._numbers([-1, half])]),
+                    ("Pad", [pads]),
+                ):
                     nodes.append(ir.node(operator, [value, *more]))
                     value = nodes[-1].outputs[0]
                 tables.append(value)
@@ -142,7 +165,9 @@ class FuseGroupQueryAttention(NodePass):
         score = max(found.mask.hiding, float(np.finfo(dtype).min)) / 8
         key = (found.heads, score)
         if key not in self._sinks:
-            self._sinks[key] = add_constant(self.graph, np.full(found.heads, score, dtype), "hidden_row_score")
+            self._sinks[key] = add_constant(
+                self.graph, np.full(found.heads, score, dtype), "hidden_row_score"
+            )
         return self._sinks[key]
 
 
@@ -151,7 +176,9 @@ def _takes_query_seqlens() -> bool:
     """Whether the operator has the input with which several new tokens of several texts follow a cache, as 1.32 has."""
     from onnxruntime.capi.onnxruntime_pybind11_state import get_all_operator_schema
 
-    schemas = (schema for schema in get_all_operator_schema() if schema.name == "GroupQueryAttention")
+    schemas = (
+        schema for schema in get_all_operator_schema() if schema.name == "GroupQueryAttention"
+    )
     return any(given.name == "query_seqlens" for schema in schemas for given in schema.inputs)
 
 
@@ -189,7 +216,8 @@ def _flat(placed: Placed, end: ir.Node, known: Symbolic, nodes: list[ir.Node]) -
 class _CachedAttention:
     """Attention of a decoder with a cache; sizes are numbers where the operator needs numbers."""
 
-    end: ir.Node  # the last node, of batch, length and features; or of batch, length, heads and features
+    # the last node, of batch, length and features; or of batch, length, heads and features
+    end: ir.Node
     is_flat: bool
     scores: Scores
     caches: tuple[ir.Node, ir.Node]
@@ -222,7 +250,10 @@ def _match(last: ir.Node, known: Symbolic) -> _CachedAttention | str | None:
     if scores is None:
         return "its scores are not a product that is scaled, capped and added to a mask"
     keys = _cached(_untransposed(scores.keys, known), known)
-    shape, cache = known.shape(scores.queries), known.shape(keys.outputs[0]) if keys is not None else None
+    shape, cache = (
+        known.shape(scores.queries),
+        known.shape(keys.outputs[0]) if keys is not None else None,
+    )
     if keys is None or shape is None or cache is None or len(shape) != 4:
         return None
     (batch, heads, new, features), (_, shared, total, _) = shape, cache
@@ -246,14 +277,22 @@ def _match(last: ir.Node, known: Symbolic) -> _CachedAttention | str | None:
         if mask is None or not mask.causal:
             return "its mask is not known to hide later tokens, which the operator always does"
         bias = known.shape(scores.bias) or ()
-        if len(bias) != 4 or bias[2:] != (new, total) or bias[0] not in (1, batch) or bias[1] not in (1, heads):
+        if (
+            len(bias) != 4
+            or bias[2:] != (new, total)
+            or bias[0] not in (1, batch)
+            or bias[1] not in (1, heads)
+        ):
             return "its mask has not a number for each query and key"
-    hides_nan = weights is not None and mask is not None and mask.hiding == -np.inf  # its row is NaN, and then zeros
+    # its row is NaN, and then zeros
+    hides_nan = weights is not None and mask is not None and mask.hiding == -np.inf
     end = _end(last, mask, known, (batch, new, heads, features), gives_zeros=hides_nan)
     if isinstance(end, str):
         return end
     dims = batch, new, total
-    return _CachedAttention(*end, scores, (keys, values), heads, shared, features, dims, mask, dtype)
+    return _CachedAttention(
+        *end, scores, (keys, values), heads, shared, features, dims, mask, dtype
+    )
 
 
 def _untransposed(value: ir.Value | None, known: Symbolic) -> ir.Value | None:
@@ -281,11 +320,26 @@ def _cached(value: ir.Value | None, known: Symbolic) -> ir.Node | None:
         expand = producer_of(node.inputs[0], "Expand")
         unsqueeze = producer_of(expand.inputs[0], "Unsqueeze") if expand is not None else None
         axes = axes_of(unsqueeze, known) if unsqueeze is not None else None
-        before, after = (known.shape(expand.inputs[0]), known.shape(expand.outputs[0])) if expand else (None, None)
+        before, after = (
+            (known.shape(expand.inputs[0]), known.shape(expand.outputs[0]))
+            if expand
+            else (None, None)
+        )
         shape = known.shape(value)
-        if unsqueeze is None or axes != [2] or before is None or after is None or shape is None or len(after) != 5:
+        if (
+            unsqueeze is None
+            or axes != [2]
+            or before is None
+            or after is None
+            or shape is None
+            or len(after) != 5
+        ):
             return None
-        if shape != (after[0], after[1] * after[2], *after[3:]) or before[1] != after[1] or before[3:] != after[3:]:
+        if (
+            shape != (after[0], after[1] * after[2], *after[3:])
+            or before[1] != after[1]
+            or before[3:] != after[3:]
+        ):
             return None
         value = unsqueeze.inputs[0]
     cache = producer_of(value, "Concat")
@@ -295,18 +349,30 @@ def _cached(value: ir.Value | None, known: Symbolic) -> ir.Node | None:
 
 
 def _end(
-    last: ir.Node, mask: Mask | None, known: Symbolic, shape: tuple[Dim, Dim, int, int], *, gives_zeros: bool
+    last: ir.Node,
+    mask: Mask | None,
+    known: Symbolic,
+    shape: tuple[Dim, Dim, int, int],
+    *,
+    gives_zeros: bool,
 ) -> tuple[ir.Node, bool] | str:
     """The last node, and whether it gives batch, length and features, or still has a dimension for the heads."""
     value = last.outputs[0]
     guard = only_consumer(value, "Where")
     if guard is not None and guard.inputs[2] is value:
         zero = constant_array(guard.inputs[1], 1)
-        if mask is None or zero is None or zero.any() or not hides_rows(guard.inputs[0], mask.visible, known):
+        if (
+            mask is None
+            or zero is None
+            or zero.any()
+            or not hides_rows(guard.inputs[0], mask.visible, known)
+        ):
             return "its result depends on another condition than its mask"
         value = guard.outputs[0]
     elif mask is not None and not mask.by_keys and not gives_zeros:
-        return "it averages all values for queries without a visible key, and the operator gives zeros"
+        return (
+            "it averages all values for queries without a visible key, and the operator gives zeros"
+        )
     while (copy := only_consumer(value, "Reshape", "Identity")) is not None:
         if known.shape(copy.outputs[0]) != known.shape(value) or copy.inputs[0] is not value:
             break

@@ -22,7 +22,9 @@ class FuseMatmulAdd(NodePass):
             return False
         product, bias = parts
         if not _fits(self.known, product, bias):
-            return decline("matmul_add_2d", [product, node], "the bias does not fit the columns of the weight")
+            return decline(
+                "matmul_add_2d", [product, node], "the bias does not fit the columns of the weight"
+            )
         replace(node, [ir.node("Gemm", [*product.inputs, bias])])
         return True
 
@@ -36,8 +38,15 @@ def product_and_bias(node: ir.Node) -> tuple[ir.Node, ir.Value] | None:
         if is_constant(bias):
             if only_consumer(product) is not None and not is_boundary(product):
                 return maker, bias
-            ranks = [None if value is None or value.shape is None else len(value.shape) for value in maker.inputs]
-            why = "a module gives the product" if is_boundary(product) else "the product without its bias is read, too"
+            ranks = [
+                None if value is None or value.shape is None else len(value.shape)
+                for value in maker.inputs
+            ]
+            why = (
+                "a module gives the product"
+                if is_boundary(product)
+                else "the product without its bias is read, too"
+            )
             decline("matmul_add_2d" if ranks == [2, 2] else "matmul_add_3d", [maker, node], why)
     return None
 
@@ -47,4 +56,6 @@ def _fits(known: Symbolic, product: ir.Node, bias: ir.Value) -> bool:
     result, shape = known.shape(product.outputs[0]), known.shape(bias)
     if result is None or shape is None or len(shape) > 2:
         return False
-    return all(dim in (1, size) for dim, size in zip(reversed(shape), reversed(result), strict=False))
+    return all(
+        dim in (1, size) for dim, size in zip(reversed(shape), reversed(result), strict=False)
+    )

@@ -14,8 +14,8 @@ from htp_export.editing.editing import is_constant, replace
 class FuseMatmulAdd3d(NodePass):
     """Makes ``Reshape``, ``Gemm``, ``Reshape`` of ``MatMul`` and ``Add`` with a batch.
 
-    It saves nodes where reshapes merge, and costs exactness there: the result of the linear layer is no tensor of the
-    file any more.
+    It saves nodes where reshapes merge, and costs exactness there: the result of the linear layer
+    is no tensor of the file any more.
     """
 
     operators = ("Add",)
@@ -27,9 +27,16 @@ class FuseMatmulAdd3d(NodePass):
         product, bias = parts
         source, weight = product.inputs
         source_shape, matrix, result = map(self.known.shape, (source, weight, node.outputs[0]))
-        if source_shape is None or matrix is None or result is None or len(source_shape) < 3 or len(matrix) != 2:
+        if (
+            source_shape is None
+            or matrix is None
+            or result is None
+            or len(source_shape) < 3
+            or len(matrix) != 2
+        ):
             return False
-        target = reshape_target((), result) if source_shape[:-1] == result[:-1] else None  # one size may be open
+        # one size may be open
+        target = reshape_target((), result) if source_shape[:-1] == result[:-1] else None
         if not is_constant(weight):
             why = "the weight is computed"
         elif self.known.shape(bias) != matrix[-1:]:
@@ -39,6 +46,13 @@ class FuseMatmulAdd3d(NodePass):
         else:
             rows = ir.node("Reshape", [source, integers(node, [-1, matrix[0]], "rows")])
             gemm = ir.node("Gemm", [rows.outputs[0], weight, bias])
-            replace(node, [rows, gemm, ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")])])
+            replace(
+                node,
+                [
+                    rows,
+                    gemm,
+                    ir.node("Reshape", [gemm.outputs[0], integers(node, target, "shape")]),
+                ],
+            )
             return True
         return decline("matmul_add_3d", [product, node], why)

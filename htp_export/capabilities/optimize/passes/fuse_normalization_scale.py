@@ -6,7 +6,14 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
-from htp_export.editing.editing import Array, add_constant, constant_array, is_constant, replace, times
+from htp_export.editing.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_constant,
+    replace,
+    times,
+)
 from htp_export.model.recipes import of_values
 
 _NORMALIZATIONS = ("BatchNormalization", "InstanceNormalization")
@@ -21,15 +28,27 @@ class FuseNormalizationScale(NodePass):
 
     def rewrite(self, node: ir.Node) -> bool:
         for place in (0, 1):
-            norm, numbers = absorbed(node.inputs[place], *_NORMALIZATIONS), constant_array(node.inputs[1 - place])
+            norm, numbers = (
+                absorbed(node.inputs[place], *_NORMALIZATIONS),
+                constant_array(node.inputs[1 - place]),
+            )
             if numbers is not None and norm is not None and self._fuse(norm, node, numbers):
                 return True
         return False
 
     def _fuse(self, norm: ir.Node, node: ir.Node, numbers: Array) -> bool:
         scale, bias = constant_array(norm.inputs[1]), constant_array(norm.inputs[2])
-        rank, training = self.known.rank(norm.inputs[0]), norm.attributes.get_int("training_mode", 0)
-        if scale is None or bias is None or rank is None or training or any(out.uses() for out in norm.outputs[1:]):
+        rank, training = (
+            self.known.rank(norm.inputs[0]),
+            norm.attributes.get_int("training_mode", 0),
+        )
+        if (
+            scale is None
+            or bias is None
+            or rank is None
+            or training
+            or any(out.uses() for out in norm.outputs[1:])
+        ):
             return False
         per_channel = _per_channel(numbers, rank, len(scale))
         if per_channel is None or per_channel.dtype != scale.dtype:
@@ -47,7 +66,14 @@ class FuseNormalizationScale(NodePass):
             add_constant(self.graph, array, f"{name}_{what}", recipe)
             for array, what, recipe in zip((scale, bias), ("scale", "bias"), recipes, strict=True)
         ]
-        replace(node, [ir.node(norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes)])
+        replace(
+            node,
+            [
+                ir.node(
+                    norm.op_type, [norm.inputs[0], *parameters, *norm.inputs[3:]], norm.attributes
+                )
+            ],
+        )
         return True
 
 
@@ -56,6 +82,9 @@ def _per_channel(numbers: Array, rank: int, channels: int) -> Array | None:
     if numbers.ndim > rank:
         return None
     shape = (1,) * (rank - numbers.ndim) + numbers.shape
-    if any(size != 1 for axis, size in enumerate(shape) if axis != 1) or shape[1] not in (1, channels):
+    if any(size != 1 for axis, size in enumerate(shape) if axis != 1) or shape[1] not in (
+        1,
+        channels,
+    ):
         return None
     return np.ascontiguousarray(np.broadcast_to(numbers.reshape(-1), (channels,)))

@@ -16,7 +16,10 @@ class FusePadIntoConv(NodePass):
     operators = ("Conv",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        pad, auto = producer_of(node.inputs[0], "Pad"), node.attributes.get_string("auto_pad", "NOTSET")
+        pad, auto = (
+            producer_of(node.inputs[0], "Pad"),
+            node.attributes.get_string("auto_pad", "NOTSET"),
+        )
         if pad is None or only_consumer(pad.outputs[0]) is None or auto not in ("NOTSET", "VALID"):
             return False
         pads = self.known.constant(pad.inputs[1]) if len(pad.inputs) > 1 else None
@@ -25,9 +28,15 @@ class FusePadIntoConv(NodePass):
             return False
         if not _is_zero(pad) or any(pads[axis] or pads[axis + rank] for axis in (0, 1)):
             return False
-        own = (node.attributes.get_ints("pads") if auto == "NOTSET" else None) or [0] * (2 * rank - 4)
-        attributes: dict[str, ir.Attr | list[int]] = {k: v for k, v in node.attributes.items() if k != "auto_pad"}
-        attributes["pads"] = [a + b for a, b in zip(own, (*pads[2:rank], *pads[rank + 2 :]), strict=True)]
+        own = (node.attributes.get_ints("pads") if auto == "NOTSET" else None) or [0] * (
+            2 * rank - 4
+        )
+        attributes: dict[str, ir.Attr | list[int]] = {
+            k: v for k, v in node.attributes.items() if k != "auto_pad"
+        }
+        attributes["pads"] = [
+            a + b for a, b in zip(own, (*pads[2:rank], *pads[rank + 2 :]), strict=True)
+        ]
         replace(node, [ir.node("Conv", [pad.inputs[0], *node.inputs[1:]], attributes)])
         return True
 

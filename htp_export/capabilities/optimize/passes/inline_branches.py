@@ -24,7 +24,9 @@ class InlineBranches(ir.passes.InPlacePass):
             for node in conditionals:
                 taken = known.constant(node.inputs[0]) if known is not None else None
                 if taken is not None and len(taken) == 1:
-                    modified |= inline_branch(model, graph, node, "then_branch" if taken[0] else "else_branch")
+                    modified |= inline_branch(
+                        model, graph, node, "then_branch" if taken[0] else "else_branch"
+                    )
         if modified:
             remove_unused(model)
         return ir.passes.PassResult(model, modified)

@@ -6,7 +6,14 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import NodePass, absorbed, register
-from htp_export.editing.editing import Array, add_constant, constant_array, is_constant, replace, stand_in
+from htp_export.editing.editing import (
+    Array,
+    add_constant,
+    constant_array,
+    is_constant,
+    replace,
+    stand_in,
+)
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
 
@@ -28,7 +35,9 @@ class MergeConstantSums(NodePass):
         if value is None or numbers is None:
             return False
         shape = self.known.shape(value)
-        is_zero = not numbers.any() and shape is not None and shape == self.known.shape(node.outputs[0])
+        is_zero = (
+            not numbers.any() and shape is not None and shape == self.known.shape(node.outputs[0])
+        )
         if is_zero and stand_in(node.outputs[0], value):
             return True
         inner = absorbed(value, "Add")
@@ -36,7 +45,9 @@ class MergeConstantSums(NodePass):
         joint = None if others is None else _sum(others, numbers)
         if joint is None:
             return False
-        recipe = step("add", *(recipe_of(each) for each in (*inner.inputs, *node.inputs) if is_constant(each)))  # type: ignore[union-attr]
+        assert inner is not None
+        values = [each for each in (*inner.inputs, *node.inputs) if each is not None]
+        recipe = step("add", *map(recipe_of, filter(is_constant, values)))
         summand = add_constant(self.graph, joint, f"{node.outputs[0].name}_summand", recipe)
         replace(node, [ir.node("Add", [source, summand])])
         return True

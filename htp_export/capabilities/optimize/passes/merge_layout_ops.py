@@ -24,7 +24,10 @@ class MergeLayoutOps(NodePass):
     operators = ("Transpose",)
 
     def rewrite(self, node: ir.Node) -> bool:
-        before, after = producer_of(node.inputs[0], "Reshape"), only_consumer(node.outputs[0], "Reshape")
+        before, after = (
+            producer_of(node.inputs[0], "Reshape"),
+            only_consumer(node.outputs[0], "Reshape"),
+        )
         perm = permutation(node, self.known)
         if perm is None:
             return False
@@ -36,7 +39,10 @@ class MergeLayoutOps(NodePass):
         """Make one ``Transpose`` of a transposition between two reshapes."""
         values = (first.inputs[0], node.inputs[0], last.outputs[0])
         source_shape, joined, result = (self.known.shape(value) for value in values)
-        if any(map(is_boundary, (first.outputs[0], node.outputs[0]))) or last.inputs[0] is not node.outputs[0]:
+        if (
+            any(map(is_boundary, (first.outputs[0], node.outputs[0])))
+            or last.inputs[0] is not node.outputs[0]
+        ):
             return False
         groups = None if source_shape is None or joined is None else grouped(source_shape, joined)
         if groups is None or source_shape is None:

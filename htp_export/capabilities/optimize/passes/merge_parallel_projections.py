@@ -26,9 +26,10 @@ _FEWEST = 3
 class MergeParallelProjections(ir.passes.InPlacePass):
     """Makes one product of three or more linear layers that read the same tensor, and slices their results.
 
-    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights are concatenated
-    when they are written, so that no second set is held in memory. `pack_attention_inputs` does the same for an
-    attention, also of layers without a bias, and of those whose weights have few bits.
+    Each layer stays exact: its slice is its own, and the product belongs to all. The joint weights
+    are concatenated when they are written, so that no second set is held in memory.
+    `pack_attention_inputs` does the same for an attention, also of layers without a bias, and of
+    those whose weights have few bits.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -67,8 +68,16 @@ class Layer:
     @property
     def settings(self) -> tuple[object, ...]:
         """What layers have in common whose weights can be one: all but the number of columns."""
-        types = [None if value is None else value.dtype for value in (*self.product.inputs[1:], self.bias)]
-        return self.product.inputs[0], self.product.op_type, {**self.product.attributes, "N": None}, types
+        types = [
+            None if value is None else value.dtype
+            for value in (*self.product.inputs[1:], self.bias)
+        ]
+        return (
+            self.product.inputs[0],
+            self.product.op_type,
+            {**self.product.attributes, "N": None},
+            types,
+        )
 
 
 def layer_of(value: ir.Value | None) -> Layer | None:
@@ -88,8 +97,13 @@ def layer_of(value: ir.Value | None) -> Layer | None:
         is_matrix = is_constant(weight) and len(weight.const_value.shape) == 2  # type: ignore[union-attr]
     else:
         blocks, order = product.inputs[1:4], product.inputs[4:5]
-        is_matrix = (product.domain, product.op_type) == ("com.microsoft", "MatMulNBits") and not any(order)
-        is_matrix = is_matrix and all(part is None or is_constant(part) for part in (*blocks, *product.inputs[5:]))
+        is_matrix = (product.domain, product.op_type) == (
+            "com.microsoft",
+            "MatMulNBits",
+        ) and not any(order)
+        is_matrix = is_matrix and all(
+            part is None or is_constant(part) for part in (*blocks, *product.inputs[5:])
+        )
     if not is_matrix or (bias is not None and list(bias.const_value.shape) != [layer.columns]):  # type: ignore[union-attr]
         return None
     return layer
@@ -134,7 +148,9 @@ def _slice(joint: ir.Value, layers: Sequence[Layer]) -> None:
         start += layer.columns
 
 
-def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name: str) -> ir.Value | None:
+def _joined(
+    graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name: str
+) -> ir.Value | None:
     """A new initializer: tensors side by side, concatenated when they are written. None of none."""
     present = [value for value in values if value is not None]
     if not present:
@@ -147,7 +163,9 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int, name:
         return np.concatenate([first, *(tensor.numpy() for tensor in tensors[1:])], axis=axis)
 
     recipe = step("concat", *map(recipe_of, present), axis)
-    return add_initializer(graph, changed_when_written(tensors[0], concatenated, recipe, shape), name, recipe)
+    return add_initializer(
+        graph, changed_when_written(tensors[0], concatenated, recipe, shape), name, recipe
+    )
 
 
 def _decline(graph: ir.Graph) -> None:
@@ -157,9 +175,12 @@ def _decline(graph: ir.Graph) -> None:
         if is_standard(node, "MatMul", "Gemm") and is_constant(node.inputs[1]):
             readers[node.inputs[0]].append(node)
     for nodes in readers.values():
-        if len(nodes) != _FEWEST or len({*map(_columns, nodes)}) == _FEWEST:  # grouped queries are wider than keys
+        # grouped queries are wider than keys
+        if len(nodes) != _FEWEST or len({*map(_columns, nodes)}) == _FEWEST:
             continue
-        added = [any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes]
+        added = [
+            any(is_standard(use.node, "Add") for use in node.outputs[0].uses()) for node in nodes
+        ]
         if any(node.op_type == "Gemm" for node in nodes):
             why = "they are Gemm, not MatMul and Add"
         else:

@@ -29,7 +29,9 @@ class MergeReductions(NodePass):
         left = [axis for axis in range(rank or 0) if keep or axis not in first_axes]
         axes = sorted({*first_axes, *(left[axis] for axis in second_axes)})
         if "axes" in node.attributes:
-            replace(node, [ir.node(node.op_type, [first.inputs[0]], {"axes": axes, "keepdims": keep})])
+            replace(
+                node, [ir.node(node.op_type, [first.inputs[0]], {"axes": axes, "keepdims": keep})]
+            )
         else:
             inputs = [first.inputs[0], integers(node, axes, "axes")]
             replace(node, [ir.node(node.op_type, inputs, {"keepdims": keep})])

@@ -27,7 +27,9 @@ class MergeReshapes(NodePass):
         target = reshape_target(self.known.shape(source), self.known.shape(node.outputs[0]))
         if target is None:
             return decline(
-                "chained_reshapes", [first, node], "more than one size of the result is not known beforehand"
+                "chained_reshapes",
+                [first, node],
+                "more than one size of the result is not known beforehand",
             )
         replace(node, [ir.node("Reshape", [source, integers(node, target, "shape")])])
         return True
@@ -38,5 +40,7 @@ def _needed(node: ir.Node) -> str:
     value = node.outputs[0]
     if is_boundary(value):
         return "a module takes or gives the tensor in between"
-    alone = not value.is_graph_output() and all(is_standard(use.node, *RESHAPING) for use in value.uses())
+    alone = not value.is_graph_output() and all(
+        is_standard(use.node, *RESHAPING) for use in value.uses()
+    )
     return "" if alone else "what lies between is read elsewhere"

@@ -23,9 +23,10 @@ _MOST_INDICES = 1 << 14
 class MergeSlices(ir.passes.InPlacePass):
     """Makes one node of slices: of two in a row, of all parts of a tensor, and of parts that are put together again.
 
-    Two slices in a row that cut other dimensions are one. Slices of one tensor that are joined along the same dimension
-    (``torch.roll``) are one ``Gather``. Slices that leave nothing of a tensor out are one ``Split``, but for those that
-    modules give: they stay results of nodes of their own.
+    Two slices in a row that cut other dimensions are one. Slices of one tensor that are joined
+    along the same dimension (``torch.roll``) are one ``Gather``. Slices that leave nothing of a
+    tensor out are one ``Split``, but for those that modules give: they stay results of nodes of
+    their own.
     """
 
     def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -69,15 +70,22 @@ def part_of(value: ir.Value | None, known: Symbolic) -> Part | None:
     if node.op_type == "Split":
         axis = normalized(node.attributes.get_int("axis", 0), len(shape))
         shapes = [known.shape(each) for each in node.outputs[: [*node.outputs].index(value) + 1]]  # type: ignore[arg-type]
-        sizes = [size for each in shapes if each is not None and isinstance(size := each[axis], int)]
-        return Part(source, axis, sum(sizes[:-1]), sum(sizes), 1) if len(sizes) == len(shapes) else None
+        sizes = [
+            size for each in shapes if each is not None and isinstance(size := each[axis], int)
+        ]
+        return (
+            Part(source, axis, sum(sizes[:-1]), sum(sizes), 1)
+            if len(sizes) == len(shapes)
+            else None
+        )
     bounds = _bounds(node, known)
     if bounds is None or len(bounds) != 1:
         return None
     ((axis, (start, end, step)),) = bounds.items()
     if not isinstance(size := shape[axis], int):
         return None
-    return Part(source, axis, *slice(max(start, -size), end, step).indices(size))  # Python clamps the others as ONNX
+    # Python clamps the others as ONNX
+    return Part(source, axis, *slice(max(start, -size), end, step).indices(size))
 
 
 def covers(parts: Sequence[Part], known: Symbolic) -> bool:
@@ -85,7 +93,9 @@ def covers(parts: Sequence[Part], known: Symbolic) -> bool:
     source, axis = parts[0][:2]
     edges, shape = [0, *(part.end for part in parts)], known.shape(source)
     alike = all(part.source is source and (part.axis, part.step) == (axis, 1) for part in parts)
-    apart = [part.start for part in parts] == edges[:-1] and all(part.start < part.end for part in parts)
+    apart = [part.start for part in parts] == edges[:-1] and all(
+        part.start < part.end for part in parts
+    )
     return alike and apart and shape is not None and edges[-1] == shape[axis]
 
 
@@ -105,7 +115,15 @@ def _merge_in_a_row(node: ir.Node, known: Symbolic) -> bool:
     bounds = inner | outer
     starts, ends, steps = zip(*bounds.values(), strict=True)
     columns = {"starts": starts, "ends": ends, "axes": [*bounds], "steps": steps}
-    replace(node, [ir.node("Slice", [first.inputs[0], *(integers(node, n, what) for what, n in columns.items())])])
+    replace(
+        node,
+        [
+            ir.node(
+                "Slice",
+                [first.inputs[0], *(integers(node, n, what) for what, n in columns.items())],
+            )
+        ],
+    )
     return True
 
 
@@ -116,7 +134,10 @@ def _gather(node: ir.Node, known: Symbolic) -> bool:
     rank = known.rank(node.outputs[0])
     axis = None if rank is None else normalized(node.attributes["axis"].as_int(), rank)
     parts = [part_of(value if absorbed(value, "Slice") else None, known) for value in node.inputs]
-    (source, *others), found = {part and part.source for part in parts}, [part for part in parts if part is not None]
+    (source, *others), found = (
+        {part and part.source for part in parts},
+        [part for part in parts if part is not None],
+    )
     if others or any(part.axis != axis for part in found):
         return False
     indices = [index for part in found for index in range(*part[2:])]
@@ -132,21 +153,31 @@ def _split(graph: ir.Graph, node: ir.Node, known: Symbolic) -> bool:
     if first is None or first.start != 0:
         return False
     readers = dict.fromkeys(use.node for use in first.source.uses() if use.node.graph is graph)
-    slices = [each for each in readers if is_standard(each, "Slice") and not is_boundary(each.outputs[0])]
-    found = [(part, each) for each in slices if (part := part_of(each.outputs[0], known)) is not None]
+    slices = [
+        each for each in readers if is_standard(each, "Slice") and not is_boundary(each.outputs[0])
+    ]
+    found = [
+        (part, each) for each in slices if (part := part_of(each.outputs[0], known)) is not None
+    ]
     alike = [(part, each) for part, each in found if (part.axis, part.step) == (first.axis, 1)]
     parts = sorted(alike, key=lambda each: each[0][2:4])
     if len(parts) < 2 or not covers([part for part, _ in parts], known):
         return False
-    put_split(graph, first.source, first.axis, [(part.end - part.start, each) for part, each in parts])
+    put_split(
+        graph, first.source, first.axis, [(part.end - part.start, each) for part, each in parts]
+    )
     return True
 
 
-def put_split(graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]) -> None:
+def put_split(
+    graph: ir.Graph, source: ir.Value, axis: int, parts: Sequence[tuple[int, ir.Node]]
+) -> None:
     """Replace nodes by one ``Split`` of a tensor: the size of each part, and the node whose output it takes over."""
     nodes = {node for _, node in parts}
     earliest = next(node for node in graph if node in nodes)
-    outputs = [ir.Value(type=node.outputs[0].type, shape=node.outputs[0].shape) for _, node in parts]
+    outputs = [
+        ir.Value(type=node.outputs[0].type, shape=node.outputs[0].shape) for _, node in parts
+    ]
     sizes = [size for size, _ in parts]
     inputs, attributes = [source], {"axis": axis}
     if graph.opset_imports.get("", 1) >= 13:

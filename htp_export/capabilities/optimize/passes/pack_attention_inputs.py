@@ -6,14 +6,24 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from htp_export.capabilities.optimize.passes.merge_parallel_projections import Layer, joint_product, layer_of
+from htp_export.capabilities.optimize.passes.merge_parallel_projections import (
+    Layer,
+    joint_product,
+    layer_of,
+)
 from htp_export.capabilities.optimize.passes.merge_slices import covers, part_of, put_split
 from htp_export.capabilities.optimize.registry import register
 from htp_export.editing.editing import remove_unused
 from htp_export.shapes.operator_kinds import LAYOUT, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
-_BETWEEN = (*LAYOUT, "Cast", "LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+_BETWEEN = (
+    *LAYOUT,
+    "Cast",
+    "LayerNormalization",
+    "RMSNormalization",
+    "SimplifiedLayerNormalization",
+)
 """What models do to queries and keys before the attention that turns them by their positions."""
 
 
@@ -21,8 +31,9 @@ _BETWEEN = (*LAYOUT, "Cast", "LayerNormalization", "RMSNormalization", "Simplifi
 class PackAttentionInputs(ir.passes.InPlacePass):
     """Gives ``GroupQueryAttention`` one tensor of which its queries, keys and values are the consecutive parts.
 
-    Three linear layers that it reads become one product and a ``Split``, also where queries and keys are normalized in
-    between. The operator takes the parts of one tensor without a copy, as query without key and value. See
+    Three linear layers that it reads become one product and a ``Split``, also where queries and
+    keys are normalized in between. The operator takes the parts of one tensor without a copy, as
+    query without key and value. See
     https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.GroupQueryAttention.
     """
 
@@ -31,11 +42,14 @@ class PackAttentionInputs(ir.passes.InPlacePass):
         known = Symbolic(model.graph) if found else None
         modified = False
         for node in found:
-            layers = [layer for value in node.inputs[:3] if (layer := _layer_behind(value)) is not None]
+            layers = [
+                layer for value in node.inputs[:3] if (layer := _layer_behind(value)) is not None
+            ]
             joint = joint_product(model.graph, layers)
             if joint is not None:
                 put_split(model.graph, joint, -1, [(layer.columns, layer.end) for layer in layers])
-                modified = True  # its parts are read as one next time, unless the layers have to stay exact
+                # its parts are read as one next time, unless the layers have to stay exact
+                modified = True
                 continue
             whole = _whole(node.inputs[:3], known) if known is not None else None
             if whole is not None:
@@ -72,5 +86,14 @@ def _whole(values: Sequence[ir.Value | None], known: Symbolic) -> ir.Value | Non
 
 def _read(node: ir.Node, whole: ir.Value) -> None:
     inputs, outputs = [whole, None, None, *node.inputs[3:]], list(node.outputs)
-    new = ir.node(node.op_type, inputs, node.attributes, domain=node.domain, num_outputs=len(outputs), name=node.name)
-    ir.convenience.replace_nodes_and_values(node.graph, node, [node], [new], outputs, list(new.outputs))  # type: ignore[arg-type]
+    new = ir.node(
+        node.op_type,
+        inputs,
+        node.attributes,
+        domain=node.domain,
+        num_outputs=len(outputs),
+        name=node.name,
+    )
+    graph = node.graph
+    assert graph is not None
+    ir.convenience.replace_nodes_and_values(graph, node, [node], [new], outputs, list(new.outputs))

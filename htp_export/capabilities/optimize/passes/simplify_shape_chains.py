@@ -34,7 +34,11 @@ class SimplifyShapeChains(NodePass):
     def _constant_target(self, node: ir.Node) -> bool:
         """Give a ``Reshape`` or ``Expand`` a constant in place of a computed shape."""
         known, is_reshape = self.known, node.op_type == "Reshape"
-        if not is_standard(node, "Reshape", "Expand") or node.inputs[1] is None or known.constant(node.inputs[1]):
+        if (
+            not is_standard(node, "Reshape", "Expand")
+            or node.inputs[1] is None
+            or known.constant(node.inputs[1])
+        ):
             return False
         shapes = known.shape(node.inputs[0]), known.shape(node.outputs[0])
         target = reshape_target(*shapes) if is_reshape else _expand_target(*shapes)
@@ -72,7 +76,12 @@ class SimplifyShapeChains(NodePass):
     def _put_together(self, node: ir.Node, contents: Contents) -> bool:
         """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""
         dtype, seen = self.known.dtype(node.outputs[0]), self._seen
-        if not is_standard(node, "Where") or contents.ndim != 1 or dtype is None or not node.outputs[0].uses():
+        if (
+            not is_standard(node, "Where")
+            or contents.ndim != 1
+            or dtype is None
+            or not node.outputs[0].uses()
+        ):
             return False
         parts: list[ir.Value] = []
         for item in contents:
@@ -85,11 +94,14 @@ class SimplifyShapeChains(NodePass):
                 return False
         concat = ir.node("Concat", parts, {"axis": 0})
         replace(node, [concat])
-        seen[dtype, contents.shape, *contents.tolist()] = concat.outputs[0]  # the old value has no producer any more
+        # the old value has no producer any more
+        seen[dtype, contents.shape, *contents.tolist()] = concat.outputs[0]
         return True
 
 
-def reshape_target(source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None) -> list[int] | None:
+def reshape_target(
+    source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None
+) -> list[int] | None:
     """The shape argument of a ``Reshape`` from one shape to another, in numbers; None if there is none.
 
     A size that stays in its place is 0, and one other unknown size -1.
@@ -119,10 +131,16 @@ def reshape_target(source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | Non
     return target
 
 
-def _expand_target(source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None) -> list[int] | None:
+def _expand_target(
+    source: tuple[Dim, ...] | None, result: tuple[Dim, ...] | None
+) -> list[int] | None:
     """The shape argument of an ``Expand``, in numbers; a size that the input has itself is 1."""
     if source is None or result is None:
         return None
     aligned: tuple[Dim, ...] = (1,) * (len(result) - len(source)) + source
     target = [1 if dim == mine else dim for dim, mine in zip(result, aligned, strict=True)]
-    return [dim for dim in target if isinstance(dim, int)] if all(isinstance(dim, int) for dim in target) else None
+    return (
+        [dim for dim in target if isinstance(dim, int)]
+        if all(isinstance(dim, int) for dim in target)
+        else None
+    )

@@ -55,21 +55,27 @@ class Cache(Method):
         return iter(())
 
     def _quantize(self, node: ir.Node, work: Work, largest: dict[str, Array]) -> None:
-        node.resize_inputs(max(len(node.inputs), 1 + max(place for _, _, place in _CACHES.values())))
+        node.resize_inputs(
+            max(len(node.inputs), 1 + max(place for _, _, place in _CACHES.values()))
+        )
         for which, (past, present) in _caches_of(node).items():
             bound = largest[str(present.name)].reshape(-1)
             if not self.precision.per_channel:
                 bound = bound.max(keepdims=True)
             scale = np.where(bound > 0, bound / _LARGEST, 1).astype(np.float32)
             name = work.names.tensors.unused(f"{present.name}_scale")
-            made = add_initializer(work.model.graph, ir.Tensor(scale), name, step("computed", "quantized"))
+            made = add_initializer(
+                work.model.graph, ir.Tensor(scale), name, step("computed", "quantized")
+            )
             node.replace_input_with(_CACHES[which][2], made)
             kind = "PER_CHANNEL" if self.precision.per_channel else "PER_TENSOR"
             node.attributes[f"{which}_quant_type"] = ir.AttrString(f"{which}_quant_type", kind)
             for value in (past, present):
                 assert value is not None
                 value.type = ir.TensorType(ir.DataType.INT8)
-        node.attributes["kv_cache_bit_width"] = ir.AttrInt64("kv_cache_bit_width", self.precision.bits)
+        node.attributes["kv_cache_bit_width"] = ir.AttrInt64(
+            "kv_cache_bit_width", self.precision.bits
+        )
 
 
 METHOD = Cache
@@ -77,7 +83,10 @@ METHOD = Cache
 
 def _caches_of(node: ir.Node) -> dict[str, tuple[ir.Value | None, ir.Value]]:
     """Keys and values: what comes in, and what goes out."""
-    return {which: (node.inputs[past], node.outputs[present]) for which, (past, present, _) in _CACHES.items()}
+    return {
+        which: (node.inputs[past], node.outputs[present])
+        for which, (past, present, _) in _CACHES.items()
+    }
 
 
 def _is_read_by_none(value: ir.Value, but: ir.Node) -> bool:

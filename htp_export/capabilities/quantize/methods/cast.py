@@ -1,7 +1,8 @@
 """Operators in another float type: their tensors and weights are cast, with Casts where they meet others.
 
-There is one Cast for each tensor that crosses a border, in each direction, and none between operators of one type, also
-if these got it in several calls: what an earlier Cast widened is read before that Cast.
+There is one Cast for each tensor that crosses a border, in each direction, and none between
+operators of one type, also if these got it in several calls: what an earlier Cast widened is read
+before that Cast.
 """
 
 from __future__ import annotations
@@ -57,14 +58,22 @@ class Cast(Method):
     def check(self) -> None:
         if self.precision.activation != self.precision.weight:
             raise self.precision.fault("activations and weights have the same float type")
-        self.precision.check("narrow_io", self.precision.options.get("narrow_io", False), (False, True))
+        self.precision.check(
+            "narrow_io", self.precision.options.get("narrow_io", False), (False, True)
+        )
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return self._ports(node, facts) is not None
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         ports = self._ports(node, facts)
-        return 2 * math.prod(tensor.shape.numpy()) if ports is not None and place in ports.inputs else None
+        return (
+            2 * math.prod(tensor.shape.numpy())
+            if ports is not None and place in ports.inputs
+            else None
+        )
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         cast_nodes(nodes, self.precision, work)
@@ -95,14 +104,20 @@ def cast_nodes(nodes: Iterable[ir.Node], precision: Precision, work: Work) -> No
 def _ports(node: ir.Node, activation: str, facts: Facts) -> _Ports | None:
     """The inputs and outputs of a node that can have the type; None if that changes nothing of it.
 
-    The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32 bits always (the
-    scales of ``Resize``), some operators know a type only from a later opset on (``Conv`` in bfloat16).
+    The ONNX definition of the operator in the model's opset decides: some inputs are floats of 32
+    bits always (the scales of ``Resize``), some operators know a type only from a later opset on
+    (``Conv`` in bfloat16).
     """
     if not facts.packed.isdisjoint((*node.inputs, *node.outputs)):
-        return None  # sequences and optionals keep their element type, and what is put into or taken out of them has it
+        # sequences and optionals keep their element type, and what is put into or taken out of them
+        # has it
+        return None
     if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain) or _is_quantized(node):
         return None
-    if is_standard(node, "ScatterElements", "ScatterND") and node.attributes.get_string("reduction", "none") != "none":
+    if (
+        is_standard(node, "ScatterElements", "ScatterND")
+        and node.attributes.get_string("reduction", "none") != "none"
+    ):
         return None  # ONNX Runtime has kernels for narrow floats, which refuse to sum when they run
     known = _type_names(node.domain, node.op_type, facts.opset)
     if known is None:
@@ -124,15 +139,18 @@ def _ports(node: ir.Node, activation: str, facts: Facts) -> _Ports | None:
     if not (found.outputs if has_float_output else found.inputs):
         return None
     if not found.inputs and not is_standard(node, *_HOLDING):
-        return None  # ONNX Runtime's CPU computes in fp32 what reads narrow floats, and does not what only makes some
+        # ONNX Runtime's CPU computes in fp32 what reads narrow floats, and does not what only makes
+        # some
+        return None
     return found if _stays_valid(node, found, _TYPES[activation], facts) else None
 
 
 def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) -> bool:
     """Whether onnx infers the types of a node in another type as they are expected, or fails on it as it does now.
 
-    The type variables of an operator do not say everything: ``BitCast`` needs types of equal width, a window function
-    has its type from an attribute of its own, ``MeanVarianceNormalization`` is a function with constants in fp32.
+    The type variables of an operator do not say everything: ``BitCast`` needs types of equal width,
+    a window function has its type from an attribute of its own, ``MeanVarianceNormalization`` is a
+    function with constants in fp32.
     """
     values = [value for value in (*node.inputs, *node.outputs) if value is not None]
     domain, version = node.domain, facts.graph.opset_imports.get(node.domain, 1)
@@ -147,10 +165,14 @@ def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) ->
     _convert_attributes(converted, to)
 
     def fault(attributes: ir.Node, types: Mapping[ir.Value, ir.DataType | None]) -> str:
-        proto = onnx.NodeProto(op_type=node.op_type, domain=domain, attribute=ir.to_proto(attributes).attribute)
+        proto = onnx.NodeProto(
+            op_type=node.op_type, domain=domain, attribute=ir.to_proto(attributes).attribute
+        )
         proto.input.extend("" if value is None else names[value] for value in node.inputs)
         proto.output.extend(names[value] for value in node.outputs)
-        return _fault_of(proto.SerializeToString(), version, tuple((names[each], types[each]) for each in names))
+        return _fault_of(
+            proto.SerializeToString(), version, tuple((names[each], types[each]) for each in names)
+        )
 
     found = fault(converted, narrow)
     return not found or found == fault(node, kinds)
@@ -160,14 +182,20 @@ def _stays_valid(node: ir.Node, ports: _Ports, to: ir.DataType, facts: Facts) ->
 def _fault_of(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | None], ...]) -> str:
     """Why onnx does not infer these element types for a node, whose inputs and outputs have these names; "" if it does.
 
-    A fault that the node has in fp32 is known: the file that is written may have it, too, and no other.
+    A fault that the node has in fp32 is known: the file that is written may have it, too, and no
+    other.
     """
     proto = onnx.NodeProto.FromString(node)
     made = frozenset(proto.output)
-    described = {name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None) for name, dtype in dtypes}
+    described = {
+        name: onnx.helper.make_tensor_value_info(name, int(dtype or 0), None)
+        for name, dtype in dtypes
+    }
     given = [value for name, value in described.items() if name not in made]
     graph = onnx.helper.make_graph([proto], "g", given, [described[name] for name in proto.output])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid(proto.domain, version)])
+    model = onnx.helper.make_model(
+        graph, opset_imports=[onnx.helper.make_opsetid(proto.domain, version)]
+    )
     try:
         onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
     except Exception as error:  # onnx's errors share no base but this
@@ -179,7 +207,9 @@ def _is_quantized(node: ir.Node) -> bool:
     """Whether an operator computes with quantized activations: ONNX Runtime fuses it with scales in float32 alone."""
     makers = (producer_of(value, "DequantizeLinear") for value in (*node.inputs, *node.outputs[:1]))
     dequantized = (maker.inputs[0] for maker in makers if maker is not None)
-    return is_standard(node, "QuantizeLinear") or any(constant_of(value) is None for value in dequantized)
+    return is_standard(node, "QuantizeLinear") or any(
+        constant_of(value) is None for value in dequantized
+    )
 
 
 @dataclass(frozen=True)
@@ -198,7 +228,9 @@ def _type_names(domain: str, op_type: str, opset: int) -> _TypeNames | None:
         if not onnx.defs.has(op_type, opset):
             return None
         schema = onnx.defs.get_schema(op_type, opset)
-        formals = [[formal.type_str for formal in listed] for listed in (schema.inputs, schema.outputs)]
+        formals = [
+            [formal.type_str for formal in listed] for listed in (schema.inputs, schema.outputs)
+        ]
     else:
         from onnxruntime.capi import onnxruntime_pybind11_state
 
@@ -207,8 +239,13 @@ def _type_names(domain: str, op_type: str, opset: int) -> _TypeNames | None:
         if not known:
             return None
         schema = max(known, key=lambda schema: schema.since_version)
-        formals = [[formal.typeStr for formal in listed] for listed in (schema.inputs, schema.outputs)]
-    allowed = {constraint.type_param_str: constraint.allowed_type_strs for constraint in schema.type_constraints}
+        formals = [
+            [formal.typeStr for formal in listed] for listed in (schema.inputs, schema.outputs)
+        ]
+    allowed = {
+        constraint.type_param_str: constraint.allowed_type_strs
+        for constraint in schema.type_constraints
+    }
     return _TypeNames(formals[0], formals[1], allowed)
 
 
@@ -219,7 +256,9 @@ class _Casting:
         self._chosen, self._precision, self._work, self._names = chosen, precision, work, work.names
         self._suffix, self._type = precision.activation, _TYPES[precision.activation]
         self._narrows_io = precision.options.get("narrow_io", False)
-        self._made = {node.outputs[place] for node, ports in chosen.items() for place in ports.outputs}
+        self._made = {
+            node.outputs[place] for node, ports in chosen.items() for place in ports.outputs
+        }
         self._cast: dict[tuple[ir.Value, ir.Graph | None], ir.Value] = {}
         self._weights: dict[ir.Value, ir.Value] = {}
         self._widened: dict[ir.Value, ir.Value] = {}
@@ -238,7 +277,11 @@ class _Casting:
                 self._give_back(node.outputs[place])
         for node in self._chosen:
             source = node.inputs[0] if _casts_to(node, self._type) else None
-            if source is not None and source.dtype == self._type and not node.outputs[0].is_graph_output():
+            if (
+                source is not None
+                and source.dtype == self._type
+                and not node.outputs[0].is_graph_output()
+            ):
                 node.outputs[0].replace_all_uses_with(source)
                 self._widened[node.outputs[0]] = source
         for value, source in self._widened.items():
@@ -264,7 +307,11 @@ class _Casting:
             self._widened[value], value = source, source
             if source.dtype == self._type:
                 return source
-        if self._narrows_io and value.is_graph_input() and self._all_read_narrow(value, *SIZES_ONLY):
+        if (
+            self._narrows_io
+            and value.is_graph_input()
+            and self._all_read_narrow(value, *SIZES_ONLY)
+        ):
             value.type = ir.TensorType(self._type)
             return value
         graph = reader.graph
@@ -282,7 +329,9 @@ class _Casting:
     def _narrow_weight(self, value: ir.Value, tensor: ir.TensorProtocol) -> ir.Value:
         """A weight in the type, read when it is written: under its own name if nothing reads it as it was any more."""
         to, shape = self._type, ir.Shape(tensor.shape.numpy())
-        lazy = ir.LazyTensor(lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name)
+        lazy = ir.LazyTensor(
+            lambda: ir.Tensor(narrowed(tensor.numpy(), to), dtype=to), to, shape, name=tensor.name
+        )
         narrow = recorded(lazy, step("narrow", recipe_of(value), to.name.lower()))
         if value.is_initializer() and not value.is_graph_output() and self._all_read_narrow(value):
             value.const_value, value.type = narrow, ir.TensorType(to)
@@ -300,7 +349,8 @@ class _Casting:
     def _all_read_narrow(self, value: ir.Value, *others: str) -> bool:
         """Whether nothing else reads a value, other than operators of these types."""
         return all(
-            self._reads_narrow(use.node, use.idx) or (bool(others) and is_standard(use.node, *others))
+            self._reads_narrow(use.node, use.idx)
+            or (bool(others) and is_standard(use.node, *others))
             for use in value.uses()
         )
 
@@ -310,7 +360,8 @@ class _Casting:
     def _give_back(self, value: ir.Value) -> None:
         """Let a value have the type; those who read it as it was read a Cast, which has its name.
 
-        Those that read the size of a tensor alone, and have the same precision in the plan, need none of the old type.
+        Those that read the size of a tensor alone, and have the same precision in the plan, need
+        none of the old type.
         """
         others = [use for use in value.uses() if not self._reads_narrow(use.node, use.idx)]
         for use in others:
@@ -318,7 +369,11 @@ class _Casting:
                 self._widened[use.node.outputs[0]] = value
                 use.node.outputs[0].replace_all_uses_with(value)
         others = [use for use in others if not _narrows(use.node)]
-        others = [use for use in others if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))]
+        others = [
+            use
+            for use in others
+            if not (is_standard(use.node, *SIZES_ONLY) and self._is_planned(use.node))
+        ]
         stays = value.is_graph_output() and not (self._narrows_io and not others)
         if others or stays:
             maker = value.producer()
@@ -328,7 +383,9 @@ class _Casting:
             maker.graph.insert_after(maker, back)
             result = back.outputs[0]
             result.metadata_props.update(value.metadata_props)
-            take_place(value, result, others, self._names.tensors.unused(f"{value.name}_{self._suffix}"))
+            take_place(
+                value, result, others, self._names.tensors.unused(f"{value.name}_{self._suffix}")
+            )
         value.type = ir.TensorType(self._type)
 
     def _cast_node(self, value: ir.Value, to: ir.DataType, name: str) -> ir.Node:
@@ -355,12 +412,19 @@ def _casts_to(node: ir.Node, dtype: ir.DataType) -> bool:
 def _narrows(node: ir.Node) -> bool:
     """Whether a node is a Cast to 16 bits, which `quantize` inserted: it may read a tensor of 16 bits as well."""
     is_bound = any(value.is_graph_output() for value in node.outputs)
-    return _is_inserted_cast(node) and not is_bound and node.attributes["to"].as_int() in _TYPES.values()
+    return (
+        _is_inserted_cast(node)
+        and not is_bound
+        and node.attributes["to"].as_int() in _TYPES.values()
+    )
 
 
 def _is_inserted_cast(node: ir.Node) -> bool:
     """Whether a node is such a Cast; new ones get their tags at the end."""
-    is_ours = tags.MODULE not in node.metadata_props or node.metadata_props.get(tags.REASON) == Reason.INSERTED
+    is_ours = (
+        tags.MODULE not in node.metadata_props
+        or node.metadata_props.get(tags.REASON) == Reason.INSERTED
+    )
     return is_ours and is_standard(node, "Cast")
 
 
@@ -373,7 +437,9 @@ def _convert_attributes(node: ir.Node, to: ir.DataType) -> None:
         value = node.attributes.get("value")
         _hold(node, value.as_tensor().numpy() if value is not None else np.zeros(1, np.float32), to)
     if node.op_type == "Constant":
-        name = next(name for name in ("value", "value_float", "value_floats") if name in node.attributes)
+        name = next(
+            name for name in ("value", "value_float", "value_floats") if name in node.attributes
+        )
         held = node.attributes.pop(name).value
         _hold(node, held.numpy() if name == "value" else np.asarray(held, np.float32), to)
 

@@ -14,7 +14,11 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     quantizers,
     quietly,
 )
-from htp_export.capabilities.quantize.weight_operators import can_be_product, way_as_product, write_products
+from htp_export.capabilities.quantize.weight_operators import (
+    can_be_product,
+    way_as_product,
+    write_products,
+)
 from htp_export.capabilities.quantize.work import Facts, Work
 from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.files.model_files import read_model
@@ -45,10 +49,14 @@ class Dynamic(Method):
         if not _is_float(constant_of(node.inputs[weight_place(node)])):
             return False
         if node.op_type == "LSTM":
-            return not node.attributes.get_int("layout", 0) and _is_float(constant_of(node.inputs[2]))
+            return not node.attributes.get_int("layout", 0) and _is_float(
+                constant_of(node.inputs[2])
+            )
         return node.op_type not in _PRODUCTS or can_be_product(node)
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         axes = weight_axes(node, place)
         if place != weight_place(node) and (axes is None or node.op_type != "LSTM"):
             if place == 0:
@@ -79,7 +87,9 @@ class Dynamic(Method):
         yield from ([node] for node in recurrent)
 
     def _has_scales_by_channel(self, node: ir.Node) -> bool:
-        return self.precision.per_channel and node.op_type in _BY_CHANNEL and not _has_one_scale(node)
+        return (
+            self.precision.per_channel and node.op_type in _BY_CHANNEL and not _has_one_scale(node)
+        )
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         """ONNX Runtime runs ``ConvInteger`` with unsigned weights alone, so convolutions get these."""
@@ -92,7 +102,8 @@ class Dynamic(Method):
                 part.proto(),
                 target,
                 op_types_to_quantize=sorted(kinds),
-                per_channel="Conv" not in kinds and any(map(self._has_scales_by_channel, part.model.graph)),
+                per_channel="Conv" not in kinds
+                and any(map(self._has_scales_by_channel, part.model.graph)),
                 reduce_range=self.precision.reduce_range,
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},

@@ -1,7 +1,8 @@
 """Products in floats of 8 bits, E4M3, with ranges measured ahead: QuantizeLinear and DequantizeLinear at their inputs.
 
-The largest value of a range becomes 448, the largest of the type, as ModelOpt and TensorRT do (https://arxiv.org/abs/2209.05433).
-What products make is not quantized: engines add up in a wider type.
+The largest value of a range becomes 448, the largest of the type, as ModelOpt and TensorRT do
+(https://arxiv.org/abs/2209.05433). What products make is not quantized: engines add up in a wider
+type.
 """
 
 from __future__ import annotations
@@ -48,16 +49,26 @@ class Float8(Static):
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         return not node.domain and node.op_type in _PRODUCTS and facts.has_floats(node)
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         if place >= _READ:
             return None
         return math.prod(tensor.shape.numpy()) + 5 * self.channels(node, place)
 
     def channels(self, node: ir.Node, place: int = 1) -> int:
-        return self.scales_along(channel_axis(node), constant_of(node.inputs[place])) if place == 1 else 0
+        return (
+            self.scales_along(channel_axis(node), constant_of(node.inputs[place]))
+            if place == 1
+            else 0
+        )
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
-        return ("axis", channel_axis(node) if self.channels(node, place) else None) if place < _READ else None
+        return (
+            ("axis", channel_axis(node) if self.channels(node, place) else None)
+            if place < _READ
+            else None
+        )
 
     def ranged(self, node: ir.Node) -> Sequence[ir.Value | None]:
         return node.inputs[:_READ]
@@ -68,7 +79,10 @@ class Float8(Static):
             write_for_tool(part.model, file)
             ranges = self.ranges(part, file, work, {})
         left = self.immeasurable(part, ranges)
-        largest = {name: np.abs(np.asarray(bounds, np.float64)).max() for name, bounds in ranges.bounds.items()}
+        largest = {
+            name: np.abs(np.asarray(bounds, np.float64)).max()
+            for name, bounds in ranges.bounds.items()
+        }
         self._write(part.model.graph, largest, left)
         return Made(part.model, left)
 
@@ -90,7 +104,11 @@ METHOD = Float8
 
 
 def _quantized(
-    graph: ir.Graph, reader: ir.Node, value: ir.Value, axis: int | None, largest: Mapping[str, float]
+    graph: ir.Graph,
+    reader: ir.Node,
+    value: ir.Value,
+    axis: int | None,
+    largest: Mapping[str, float],
 ) -> ir.Value:
     """A value in the type and back, before its first reader; of a weight, the way there is gone ahead.
 
@@ -100,7 +118,8 @@ def _quantized(
     array = np.asarray(largest[str(value.name)]) if tensor is None else np.asarray(tensor.numpy())
     others = None if axis is None else tuple(k for k in range(array.ndim) if k != axis % array.ndim)
     measured = np.abs(array).max(others, keepdims=True, initial=0) / _LARGEST
-    scale = np.where(measured > np.finfo(np.float32).tiny, measured, 1).astype(np.float32)  # zeros have some scale
+    # zeros have some scale
+    scale = np.where(measured > np.finfo(np.float32).tiny, measured, 1).astype(np.float32)
     scales = scale.reshape(() if axis is None else -1)
     recipe = step("computed", *([] if tensor is None else [recipe_of(value)]), "quantized")
 
@@ -108,9 +127,18 @@ def _quantized(
         return add_initializer(graph, ir.Tensor(np.asarray(array)), f"{value.name}_{end}", recipe)
 
     def made(op_type: str, read: ir.Value, to: ir.DataType) -> ir.Value:
-        node = ir.node(op_type, [read, *by], {} if axis is None else {"axis": axis}, name=f"{value.name}_{op_type}")
+        node = ir.node(
+            op_type,
+            [read, *by],
+            {} if axis is None else {"axis": axis},
+            name=f"{value.name}_{op_type}",
+        )
         [result] = node.outputs
-        result.name, result.type, result.shape = f"{node.name}_output", ir.TensorType(to), value.shape
+        result.name, result.type, result.shape = (
+            f"{node.name}_output",
+            ir.TensorType(to),
+            value.shape,
+        )
         graph.insert_before(reader, node)
         return result
 
@@ -118,5 +146,7 @@ def _quantized(
     if tensor is None:
         narrow = made("QuantizeLinear", value, _TYPE)
     else:
-        narrow = constant(np.clip(array / scale, -_LARGEST, _LARGEST).astype(_TYPE.numpy()), "quantized")
+        narrow = constant(
+            np.clip(array / scale, -_LARGEST, _LARGEST).astype(_TYPE.numpy()), "quantized"
+        )
     return made("DequantizeLinear", narrow, ir.DataType.FLOAT)

@@ -18,7 +18,13 @@ from htp_export.capabilities.quantize.calibrating import (
 )
 from htp_export.capabilities.quantize.method import Made, Method
 from htp_export.capabilities.quantize.ort_quantizers import quantizers, raised_by_tool, tool_error
-from htp_export.capabilities.quantize.static_biases import WITH_BIAS, bias_shape, fit_biases, hide_biases, is_bias
+from htp_export.capabilities.quantize.static_biases import (
+    WITH_BIAS,
+    bias_shape,
+    fit_biases,
+    hide_biases,
+    is_bias,
+)
 from htp_export.capabilities.quantize.static_part import TYPES, StaticPart
 from htp_export.capabilities.quantize.weight_operators import factor_of, fold_factors
 from htp_export.capabilities.quantize.work import Facts, Work
@@ -71,9 +77,16 @@ class Static(Method):
         """Whether the quantizer knows the operator, and reads or makes floats."""
         registry = quantizers("registry")
         known = {*registry.QDQRegistry, *registry.QLinearOpsRegistry}
-        return not node.domain and node.op_type in known and not subgraphs(node) and facts.has_floats(node)
+        return (
+            not node.domain
+            and node.op_type in known
+            and not subgraphs(node)
+            and facts.has_floats(node)
+        )
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         """The bytes of a constant; scales that are numbers and no vectors are no weights. Biases have 32 bits."""
         if place >= _FLOATS_FROM.get(node.op_type, place + 1):
             return None
@@ -91,13 +104,22 @@ class Static(Method):
 
     def scales_along(self, axis: int | None, weight: ir.TensorProtocol | None) -> int:
         """The scales of a weight, one for each element of an axis; 0 for one scale."""
-        if not self.precision.per_channel or axis is None or weight is None or len(weight.shape) < 2:
+        if (
+            not self.precision.per_channel
+            or axis is None
+            or weight is None
+            or len(weight.shape) < 2
+        ):
             return 0
         return int(weight.shape.numpy()[axis])
 
     def shared_by(self, node: ir.Node, place: int) -> Hashable:
         tensor = constant_of(node.inputs[place])
-        if tensor is None or not tensor.dtype.is_floating_point() or place >= _FLOATS_FROM.get(node.op_type, place + 1):
+        if (
+            tensor is None
+            or not tensor.dtype.is_floating_point()
+            or place >= _FLOATS_FROM.get(node.op_type, place + 1)
+        ):
             return None
         if is_bias(node, place):  # its scale is made of that of the input
             return None if _bias_bytes(node, tensor, self.channels(node)) is None else node
@@ -115,13 +137,24 @@ class Static(Method):
             write_for_tool(part.model, file)
             ranges = self.ranges(part, file, work, hidden)
             left = self.immeasurable(part, ranges)
-            return StaticPart(part, self.precision, work.name, file, ranges, left, floats, hidden).made()
+            return StaticPart(
+                part, self.precision, work.name, file, ranges, left, floats, hidden
+            ).made()
 
-    def ranges(self, part: Submodel, file: Path, work: Work, hidden: Mapping[str, ir.Value]) -> Ranges:
+    def ranges(
+        self, part: Submodel, file: Path, work: Work, hidden: Mapping[str, ir.Value]
+    ) -> Ranges:
         """The ranges of the tensors of a part, which is in a file, in all runs; ``hidden``: constants as inputs."""
-        tensors = [*map(constant_of, part.weights.values()), *(value.const_value for value in hidden.values())]
+        tensors = [
+            *map(constant_of, part.weights.values()),
+            *(value.const_value for value in hidden.values()),
+        ]
         size = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-        constants = {name: value.const_value.numpy() for name, value in hidden.items() if value.const_value is not None}
+        constants = {
+            name: value.const_value.numpy()
+            for name, value in hidden.items()
+            if value.const_value is not None
+        }
 
         @contextlib.contextmanager
         def runs() -> Iterator[Iterator[Mapping[str, Array]]]:
@@ -134,7 +167,10 @@ class Static(Method):
             self.precision.calibration,
             self.precision.symmetric,
             size > _LARGE_PART,
-            {name: str(value.name) for name, value in (*part.inputs.items(), *part.results.items())},
+            {
+                name: str(value.name)
+                for name, value in (*part.inputs.items(), *part.results.items())
+            },
         )
         try:
             return calibration.ranges(runs)
@@ -162,12 +198,18 @@ class Static(Method):
         for names, problem in problems:
             at_fault = dict[str, str]()
             for node in part.model.graph:
-                values = (value for value in self.ranged(node) if value is not None and value.name in names)
+                values = (
+                    value
+                    for value in self.ranged(node)
+                    if value is not None and value.name in names
+                )
                 first = next((value for value in values if not _has_no_elements(value)), None)
                 if first is not None:
                     at_fault[str(node.name)] = str(first.name)
             tensors = sorted({part.names.in_text(name) for name in at_fault.values()})
-            listed = ", ".join(tensors[:_MOST_LISTED]) + (", ..." if len(tensors) > _MOST_LISTED else "")
+            listed = ", ".join(tensors[:_MOST_LISTED]) + (
+                ", ..." if len(tensors) > _MOST_LISTED else ""
+            )
             left |= dict.fromkeys(at_fault, problem.format(listed))
         return left
 
@@ -207,5 +249,8 @@ def _is_moderate(value: ir.Value) -> bool:
     """Whether a weight has no value that fills masks; only small ones are read."""
     tensor = constant_of(value)
     return (
-        tensor is None or tensor.dtype != ir.DataType.FLOAT or tensor.size > 1 << 24 or is_divisible([tensor.numpy()])
+        tensor is None
+        or tensor.dtype != ir.DataType.FLOAT
+        or tensor.size > 1 << 24
+        or is_divisible([tensor.numpy()])
     )

@@ -40,12 +40,14 @@ _PACKING = ("rtn", "k-quant")
 _INT8 = 4
 """The accuracy level at which ONNX Runtime rounds activations to int8, block by block, and multiplies integers.
 
-Without a level it computes in fp32: with weights of 8 bits more slowly than with floats (docs/quantize.md).
+Without a level it computes in fp32: with weights of 8 bits more slowly than with floats
+(docs/quantize.md).
 """
 
 _SCALES = 2  # their place among the inputs of MatMulNBits
 
-_FIRST_BY_CHANNEL, _FIRST_NARROW = 13, 19  # opsets of DequantizeLinear with an axis, and with scales in float16
+# opsets of DequantizeLinear with an axis, and with scales in float16
+_FIRST_BY_CHANNEL, _FIRST_NARROW = 13, 19
 
 
 class Blocks(Method):
@@ -63,25 +65,37 @@ class Blocks(Method):
 
     def check(self) -> None:
         if self.is_standard and self.precision.algorithm == "hqq":
-            raise self.precision.fault("zero points of hqq are no integers, and those of DequantizeLinear are")
+            raise self.precision.fault(
+                "zero points of hqq are no integers, and those of DequantizeLinear are"
+            )
         if self._around is None and self.precision.options:
             raise self.precision.fault("narrow_io is for activations in float16 or bfloat16")
         if self.precision.bits != 4 and self.precision.algorithm == "hqq":
-            raise self.precision.fault(f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}")
+            raise self.precision.fault(
+                f"with hqq, ONNX Runtime runs 4 bits, not {self.precision.bits}"
+            )
         if self.precision.algorithm == "hqq" and self.precision.accuracy_level:
-            raise self.precision.fault("accuracy_level has no effect with hqq: zero points that are floats mean fp32")
+            raise self.precision.fault(
+                "accuracy_level has no effect with hqq: zero points that are floats mean fp32"
+            )
         if self.is_standard and self.precision.accuracy_level is not None:
-            raise self.precision.fault("accuracy_level is of MatMulNBits, which the format qdq does not write")
+            raise self.precision.fault(
+                "accuracy_level is of MatMulNBits, which the format qdq does not write"
+            )
 
     @property
     def accuracy_level(self) -> int:
         """The arithmetic of products: int8, unless zero points are floats, with which ONNX Runtime computes in fp32.
 
-        Products in float16 have none: at level 4, ONNX Runtime 1.32 computes something else on the CPU, unless all of
-        its optimizations are on.
+        Products in float16 have none: at level 4, ONNX Runtime 1.32 computes something else on the
+        CPU, unless all of its optimizations are on.
         """
         given = self.precision.accuracy_level
-        has_none = self.is_standard or self.precision.algorithm == "hqq" or self.precision.activation == "float16"
+        has_none = (
+            self.is_standard
+            or self.precision.algorithm == "hqq"
+            or self.precision.activation == "float16"
+        )
         return given if given is not None else 0 if has_none else _INT8
 
     @property
@@ -97,7 +111,11 @@ class Blocks(Method):
     def _around(self) -> Cast | None:
         """What is done to operators without such weights, and to what the others read and make, if anything is."""
         kind = self.precision.activation
-        return None if kind == "float32" else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
+        return (
+            None
+            if kind == "float32"
+            else Cast(Precision(kind, "cast", kind, kind, options=self.precision.options))
+        )
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
         has_blocks = self._has_blocks(node) and not self._needs_opset(node, facts)
@@ -114,7 +132,9 @@ class Blocks(Method):
 
     def _needs_opset(self, node: ir.Node, facts: Facts) -> int:
         """The opset from which on a convolution can be stored, where the model has an earlier one; 0 otherwise."""
-        weight = constant_of(node.inputs[weight_place(node)]) if node.op_type in CONVOLUTIONS else None
+        weight = (
+            constant_of(node.inputs[weight_place(node)]) if node.op_type in CONVOLUTIONS else None
+        )
         if weight is None:
             return 0
         first = _FIRST_NARROW if weight.dtype == ir.DataType.FLOAT16 else _FIRST_BY_CHANNEL
@@ -123,7 +143,8 @@ class Blocks(Method):
     def _has_blocks(self, node: ir.Node) -> bool:
         """Whether a product has a constant matrix on the right; also a ``Gather`` of rows; with 8 bits, convolutions.
 
-        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every run.
+        The ``Gather`` of ONNX has no blocks: ONNX Runtime would dequantize the whole table in every
+        run.
         """
         if node.domain or node.op_type not in ("MatMul", "Gemm", "Gather", *CONVOLUTIONS):
             return False
@@ -136,7 +157,11 @@ class Blocks(Method):
         if len(weight.shape) != 2:
             return False
         if node.op_type == "Gather":
-            takes_rows = is_default and not self.is_standard and (precision.bits == 4 or self._around is None)
+            takes_rows = (
+                is_default
+                and not self.is_standard
+                and (precision.bits == 4 or self._around is None)
+            )
             return takes_rows and node.attributes.get_int("axis", 0) == 0
         return can_be_product(node) and not self._fails_on_odd_blocks(node)
 
@@ -144,16 +169,26 @@ class Blocks(Method):
         weight = constant_of(node.inputs[1]) if can_be_product(node) else None
         if weight is None or len(weight.shape) != 2:
             return False
-        fails = self.precision.algorithm in _PACKING and self.precision.bits == 4 and self._has_points()
+        fails = (
+            self.precision.algorithm in _PACKING and self.precision.bits == 4 and self._has_points()
+        )
         return fails and -(-sizes_in_blocks(node)[0] // self.precision.block_size) % 2 == 1
 
     def _has_points(self) -> bool:
         return not self.precision.symmetric or self.precision.algorithm == "k-quant"
 
-    def bytes_of(self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts) -> int | None:
+    def bytes_of(
+        self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
+    ) -> int | None:
         if not self._has_blocks(node) or place != weight_place(node):
-            around = None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
-            return around if around is not None or self.shared_by(node, place) is None else tensor.nbytes
+            around = (
+                None if self._around is None else self._around.bytes_of(node, place, tensor, facts)
+            )
+            return (
+                around
+                if around is not None or self.shared_by(node, place) is None
+                else tensor.nbytes
+            )
         if node.op_type in CONVOLUTIONS:
             axes = weight_axes(node, place)
             return (
@@ -188,11 +223,14 @@ class Blocks(Method):
         yield from super().apply(with_weight, work)
         if self._around is not None:
             chosen = set(nodes)
-            new = [node for node in work.model.graph.all_nodes() if node not in known or node in chosen]
+            new = [
+                node for node in work.model.graph.all_nodes() if node not in known or node in chosen
+            ]
             cast_nodes(new, self.precision, work)
 
     def groups(self, nodes: Sequence[ir.Node], work: Work) -> Iterable[Sequence[ir.Node]]:
-        apart = [node for node in nodes if self._in_eight_bits(node)]  # nothing of them is in memory
+        # nothing of them is in memory
+        apart = [node for node in nodes if self._in_eight_bits(node)]
         for graph in dict.fromkeys(node.graph for node in apart):
             yield [node for node in apart if node.graph is graph]
         yield from groups_in_memory([node for node in nodes if not self._in_eight_bits(node)])
@@ -202,7 +240,9 @@ class Blocks(Method):
 
     def quantize(self, part: Submodel, work: Work) -> Made:
         if any(self._in_eight_bits(node) for node in part.model.graph):
-            store_in_eight_bits(part.model.graph, self.precision.block_size, symmetric=self.precision.symmetric)
+            store_in_eight_bits(
+                part.model.graph, self.precision.block_size, symmetric=self.precision.symmetric
+            )
             return Made(part.model)
         tool = quantizers("matmul_nbits_quantizer")
         write_products(part.model.graph)
@@ -220,7 +260,8 @@ class Blocks(Method):
         with quietly():
             quantizer.process()
         made: onnx.ModelProto = quantizer.model.model
-        unique = {tensor.name: tensor for tensor in made.graph.initializer}  # two readers of a weight write it twice
+        # two readers of a weight write it twice
+        unique = {tensor.name: tensor for tensor in made.graph.initializer}
         del made.graph.initializer[:]
         made.graph.initializer.extend(unique.values())
         with made_file() as file:
@@ -243,8 +284,16 @@ class Blocks(Method):
 
     def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
         """Say of what the levels, scales and zero points were made."""
-        bits, size, symmetric = self.precision.bits, self.precision.block_size, int(self.precision.symmetric)
-        for end, what in ((f"Q{bits}", "levels"), ("scales", "scales"), ("zero_points", "zero_points")):
+        bits, size, symmetric = (
+            self.precision.bits,
+            self.precision.block_size,
+            int(self.precision.symmetric),
+        )
+        for end, what in (
+            (f"Q{bits}", "levels"),
+            ("scales", "scales"),
+            ("zero_points", "zero_points"),
+        ):
             for weight, recipe in weights.items():
                 value = graph.initializers.get(f"{weight}{end}")
                 if value is not None and value.const_value is not None:
@@ -253,15 +302,31 @@ class Blocks(Method):
 
     def _algorithm(self, tool: Any, part: Submodel) -> Any:
         """The configuration of the algorithm, for the nodes of a part."""
-        algorithm, bits, size = self.precision.algorithm, self.precision.bits, self.precision.block_size
+        algorithm, bits, size = (
+            self.precision.algorithm,
+            self.precision.bits,
+            self.precision.block_size,
+        )
         if algorithm in _PACKING:
-            by_node = {str(node.name): {"bits": bits, "group_size": size} for node in part.model.graph}
-            config = tool.RTNWeightOnlyQuantConfig if algorithm == "rtn" else tool.KQuantWeightOnlyQuantConfig
+            by_node = {
+                str(node.name): {"bits": bits, "group_size": size} for node in part.model.graph
+            }
+            config = (
+                tool.RTNWeightOnlyQuantConfig
+                if algorithm == "rtn"
+                else tool.KQuantWeightOnlyQuantConfig
+            )
             return config(customized_weight_config=by_node)
         if algorithm == "hqq":
             return tool.HQQWeightOnlyQuantConfig(block_size=size, bits=bits)
-        kinds = tuple(kind for kind in ("MatMul", "Gather") if any(node.op_type == kind for node in part.model.graph))
-        return tool.DefaultWeightOnlyQuantConfig(size, self.precision.symmetric, bits=bits, op_types_to_quantize=kinds)
+        kinds = tuple(
+            kind
+            for kind in ("MatMul", "Gather")
+            if any(node.op_type == kind for node in part.model.graph)
+        )
+        return tool.DefaultWeightOnlyQuantConfig(
+            size, self.precision.symmetric, bits=bits, op_types_to_quantize=kinds
+        )
 
 
 METHOD = Blocks
@@ -269,7 +334,10 @@ METHOD = Blocks
 
 def sizes_in_blocks(node: ir.Node) -> tuple[int, int]:
     """The elements of a weight along a block, and across."""
-    weight, axes = constant_of(node.inputs[weight_place(node)]), weight_axes(node, weight_place(node))
+    weight, axes = (
+        constant_of(node.inputs[weight_place(node)]),
+        weight_axes(node, weight_place(node)),
+    )
     assert weight is not None
     assert axes is not None
     first, second = (int(size) for size in weight.shape.numpy())

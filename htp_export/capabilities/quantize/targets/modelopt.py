@@ -1,7 +1,8 @@
 """NVIDIA ModelOpt: arguments of ``modelopt.onnx.quantization.quantize``.
 
-It takes names of nodes as regular expressions, which it matches with the *beginning* of a name (``re.match``): names
-are escaped, and end in ``$``. One run has one kind of integers; in the mode ``int4``, single weights may have 8 bits.
+It takes names of nodes as regular expressions, which it matches with the *beginning* of a name
+(``re.match``): names are escaped, and end in ``$``. One run has one kind of integers; in the mode
+``int4``, single weights may have 8 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def plan_file(planned: PlannedModel) -> TargetFile:
     """The arguments as JSON."""
     static, weights, casts = planned.of("static"), planned.of("weights"), planned.of("cast")
     if static and weights:
-        raise InputError("modelopt quantizes either activations and weights or weights alone in one run, and not both")
+        raise InputError(
+            "modelopt quantizes either activations and weights or weights alone in one run, and not both"
+        )
     planned.check_alike("modelopt", "cast", "activation")
     high = {_HIGH[precision.activation] for precision in casts}
     chosen = [node for nodes in (*static.values(), *weights.values()) for node in nodes]
@@ -38,8 +41,13 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         "high_precision_dtype": next(iter(high), "fp32"),
         **(_blocks(planned) if weights else {"nodes_to_quantize": _patterns(chosen)}),
     }
-    notes = ["modelopt.onnx.quantization.quantize(MODEL, calibration_data=..., output_path=..., **arguments)"]
-    notes += [f"{kind} is that of the whole model: ModelOpt excludes operators from it, and no nodes" for kind in high]
+    notes = [
+        "modelopt.onnx.quantization.quantize(MODEL, calibration_data=..., output_path=..., **arguments)"
+    ]
+    notes += [
+        f"{kind} is that of the whole model: ModelOpt excludes operators from it, and no nodes"
+        for kind in high
+    ]
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
 
 
@@ -51,13 +59,21 @@ def _blocks(planned: PlannedModel) -> dict[str, object]:
     """What the mode ``int4`` takes: the size of blocks, and the weights with 8 bits."""
     weights = planned.of("weights")
     planned.check_alike("modelopt", "weights", "block_size")
-    bits = {str(use.value.name): each.bits for each, nodes in weights.items() for use in planned.weighted(nodes)}
+    bits = {
+        str(use.value.name): each.bits
+        for each, nodes in weights.items()
+        for use in planned.weighted(nodes)
+    }
     eight = [name for name in bits if bits[name] == 8]
     for name in eight:
         if not _EIGHT_BITS.fullmatch(name):
             raise InputError(f"modelopt cannot read the name of weight {name!r} in layers_8bit")
-        within = next((other for other in bits if bits[other] == 4 and f".{name}." in f".{other}."), None)
+        within = next(
+            (other for other in bits if bits[other] == 4 and f".{name}." in f".{other}."), None
+        )
         if within is not None:
-            raise InputError(f"modelopt's layers_8bit would also take weight {within!r} with {name!r}")
+            raise InputError(
+                f"modelopt's layers_8bit would also take weight {within!r} with {name!r}"
+            )
     mixed = {"enable_mixed_quant": True, "layers_8bit": ",".join(eight)} if eight else {}
     return {"block_size": next(iter(weights)).block_size, **mixed}

@@ -1,6 +1,7 @@
 """NNCF: arguments of ``nncf.quantize`` and ``nncf.compress_weights``.
 
-Both quantize what they can, except for the nodes of an ``nncf.IgnoredScope``, by their names in ONNX.
+Both quantize what they can, except for the nodes of an ``nncf.IgnoredScope``, by their names in
+ONNX.
 """
 
 from __future__ import annotations
@@ -10,7 +11,12 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Precision
-from htp_export.capabilities.quantize.plan_exporting import Expressed, PlannedModel, TargetFile, names
+from htp_export.capabilities.quantize.plan_exporting import (
+    Expressed,
+    PlannedModel,
+    TargetFile,
+    names,
+)
 
 EXPRESSED: Expressed = {
     "static": {"activation": ("int8", "uint8"), "weight": ("int8", "uint8")},
@@ -33,13 +39,21 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         {**_mode(precision), "ignored_scope": _all_but(planned, nodes)}
         for precision, nodes in sorted(weights.items(), key=lambda item: -item[0].bits)
     ]
-    notes = ["nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"]
+    notes = [
+        "nncf.quantize(model, dataset, preset=nncf.QuantizationPreset(p), ignored_scope=nncf.IgnoredScope(**s))"
+    ]
     if weights:
-        notes.append("nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each, in this order")
+        notes.append(
+            "nncf.compress_weights(model, mode=nncf.CompressWeightsMode(m), ...), for each, in this order"
+        )
     if any(precision.bits == 4 for precision in weights):
-        notes.append("NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns")
+        notes.append(
+            "NNCF does not add the opset import of com.microsoft for int4: onnx refuses what it returns"
+        )
     if len(static) > 1:
-        notes.append("NNCF quantizes all static nodes alike: fields of single rules are not written")
+        notes.append(
+            "NNCF quantizes all static nodes alike: fields of single rules are not written"
+        )
     return TargetFile(content, (*notes, *planned.subgraph_notes()))
 
 
@@ -53,7 +67,8 @@ def _mode(precision: Precision) -> dict[str, Any]:
 def _all_but(planned: PlannedModel, chosen: list[ir.Node]) -> dict[str, object]:
     """The scope of all nodes that are not chosen.
 
-    Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it compressed before.
+    Nothing is validated: NNCF has no nodes for constants, and gives other names to those that it
+    compressed before.
     """
     ignored = names(node for node in planned.others(chosen) if node.op_type != "Constant")
     return {"names": ignored, "validate": False}

@@ -1,7 +1,8 @@
 """Olive: the passes of a workflow, for ``olive run --config``.
 
-Each precision is one pass with the names of its nodes, in the order of the keys. ``OnnxBlockWiseRtnQuantization`` takes
-the nodes of ``nodes_to_include`` alone; of these, ``MatMul`` with two-dimensional initializers and ``Gather``.
+Each precision is one pass with the names of its nodes, in the order of the keys.
+``OnnxBlockWiseRtnQuantization`` takes the nodes of ``nodes_to_include`` alone; of these, ``MatMul``
+with two-dimensional initializers and ``Gather``.
 """
 
 from __future__ import annotations
@@ -22,28 +23,46 @@ from htp_export.capabilities.quantize.plan_exporting import (
 EXPRESSED: Expressed = {
     "cast": {"activation": ("float16",)},
     "dynamic": {},
-    "weights": {"activation": ("float32",), "algorithm": ("default", "rtn"), "accuracy_level": LEVELS},
+    "weights": {
+        "activation": ("float32",),
+        "algorithm": ("default", "rtn"),
+        "accuracy_level": LEVELS,
+    },
 }
 
 
 def plan_file(planned: PlannedModel) -> TargetFile:
     """The workflow as JSON, without its ``input_model``."""
     steps = [
-        _pass(planned, precision, nodes) for method in EXPRESSED for precision, nodes in planned.of(method).items()
+        _pass(planned, precision, nodes)
+        for method in EXPRESSED
+        for precision, nodes in planned.of(method).items()
     ]
     passes = {f"step{number}": step for number, step in enumerate(filter(None, steps), 1)}
     notes = ["olive run --config FILE -m MODEL.onnx -o FOLDER"]
-    return TargetFile({"passes": passes}, (*notes, *planned.block_notes("Olive"), *planned.subgraph_notes()))
+    return TargetFile(
+        {"passes": passes}, (*notes, *planned.block_notes("Olive"), *planned.subgraph_notes())
+    )
 
 
-def _pass(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, object] | None:
+def _pass(
+    planned: PlannedModel, precision: Precision, nodes: list[ir.Node]
+) -> dict[str, object] | None:
     """The pass for a precision; None without weights in blocks: an empty list would be all nodes."""
     if precision.method == "cast":
-        return {"type": "OnnxFloatToFloat16", "keep_io_types": True, "node_block_list": names(planned.others(nodes))}
+        return {
+            "type": "OnnxFloatToFloat16",
+            "keep_io_types": True,
+            "node_block_list": names(planned.others(nodes)),
+        }
     if precision.method == "weights":
-        included = names(use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS)
+        included = names(
+            use.node for use in planned.weighted(nodes) if use.node.op_type in IN_BLOCKS
+        )
         kind = {"type": "OnnxBlockWiseRtnQuantization"}
-        return {**kind, **block_fields(precision), "nodes_to_include": included} if included else None
+        return (
+            {**kind, **block_fields(precision), "nodes_to_include": included} if included else None
+        )
     return {
         "type": "OnnxDynamicQuantization",
         "precision": precision.weight,

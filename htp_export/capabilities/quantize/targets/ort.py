@@ -1,7 +1,8 @@
 """ONNX Runtime: arguments of the functions of ``onnxruntime.quantization``, to be called one after another.
 
-If ``nodes_to_quantize`` is empty, all nodes are quantized. ``nodes_to_include`` of ``MatMulNBitsQuantizer`` restricts
-nothing, so that ``nodes_to_exclude`` has all other nodes, as ``node_block_list`` of ``convert_float_to_float16``.
+If ``nodes_to_quantize`` is empty, all nodes are quantized. ``nodes_to_include`` of
+``MatMulNBitsQuantizer`` restricts nothing, so that ``nodes_to_exclude`` has all other nodes, as
+``node_block_list`` of ``convert_float_to_float16``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ EXPRESSED: Expressed = {
 }
 
 _FUNCTIONS = {
-    "cast": "onnxruntime.transformers.float16.convert_float_to_float16",  # first: quantizers rename nodes
+    # first: quantizers rename nodes
+    "cast": "onnxruntime.transformers.float16.convert_float_to_float16",
     "static": "onnxruntime.quantization.quantize_static",
     "dynamic": "onnxruntime.quantization.quantize_dynamic",
     "weights": "onnxruntime.quantization.matmul_nbits_quantizer.MatMulNBitsQuantizer",
@@ -45,8 +47,12 @@ def plan_file(planned: PlannedModel) -> TargetFile:
         for method, function in _FUNCTIONS.items()
         for precision, nodes in planned.of(method).items()
     ]
-    notes = ["call each function with its arguments, on the result of the one before; quantize_static takes data, too"]
-    return TargetFile({"steps": steps}, (*notes, *planned.block_notes("ONNX Runtime"), *planned.subgraph_notes()))
+    notes = [
+        "call each function with its arguments, on the result of the one before; quantize_static takes data, too"
+    ]
+    return TargetFile(
+        {"steps": steps}, (*notes, *planned.block_notes("ONNX Runtime"), *planned.subgraph_notes())
+    )
 
 
 def _arguments(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]) -> dict[str, Any]:
@@ -54,7 +60,11 @@ def _arguments(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]
         return {"keep_io_types": True, "node_block_list": names(planned.others(nodes))}
     if precision.method == "weights":
         excluded = names(planned.others(nodes))
-        return {**block_fields(precision), "op_types_to_quantize": list(IN_BLOCKS), "nodes_to_exclude": excluded}
+        return {
+            **block_fields(precision),
+            "op_types_to_quantize": list(IN_BLOCKS),
+            "nodes_to_exclude": excluded,
+        }
     arguments = {
         "weight_type": TYPES[precision.weight],
         "per_channel": precision.per_channel,
@@ -67,4 +77,9 @@ def _arguments(planned: PlannedModel, precision: Precision, nodes: list[ir.Node]
     if "16" in precision.activation:  # ONNX's own operators have 16 bits from opset 21 on
         options["UseQDQContribOps"] = True
     calibration, activation = CALIBRATIONS[precision.calibration], TYPES[precision.activation]
-    return {**arguments, "activation_type": activation, "calibrate_method": calibration, "extra_options": options}
+    return {
+        **arguments,
+        "activation_type": activation,
+        "calibrate_method": calibration,
+        "extra_options": options,
+    }

@@ -1,7 +1,8 @@
 """Model Explorer's own web application, taken out of its wheel so that it runs inside a page without a server.
 
-What it asks a server for is answered by ``page/assets/frame.js``. That contract is not documented by Model Explorer:
-others than the versions that it was tested with, those of the extra ``view``, are refused.
+What it asks a server for is answered by ``page/assets/frame.js``. That contract is not documented
+by Model Explorer: others than the versions that it was tested with, those of the extra ``view``,
+are refused.
 """
 
 from __future__ import annotations
@@ -71,14 +72,19 @@ def _folder() -> Path:
     folder = Path(spec.submodule_search_locations[0]) / "web_app"
     if (version := metadata.version(_PACKAGE)) not in _TESTED:
         tested = f"pages were tested with {', '.join(_TESTED)}"
-        raise MissingApplicationError(f"Model Explorer {version} cannot be put into a page: {tested}; {_INSTALL}")
+        raise MissingApplicationError(
+            f"Model Explorer {version} cannot be put into a page: {tested}; {_INSTALL}"
+        )
     return folder
 
 
 def _file(path: Path) -> dict[str, str]:
     kind = mimetypes.guess_type(path.name)[0] or "application/octet-stream"
     if path.suffix in (".js", ".json", ".svg"):
-        return {"type": "text/javascript" if path.suffix == ".js" else kind, "text": path.read_text(encoding="utf-8")}
+        return {
+            "type": "text/javascript" if path.suffix == ".js" else kind,
+            "text": path.read_text(encoding="utf-8"),
+        }
     return {"type": kind, "base64": base64.b64encode(path.read_bytes()).decode()}
 
 

@@ -1,6 +1,7 @@
 """A model as Model Explorer's graph, and what other viewers show beside a file: its overlays, Netron's sidecar.
 
-Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer`` for the fields.
+Modules are layers: the namespaces of nodes. See ``graph_builder.py`` of ``ai-edge-model-explorer``
+for the fields.
 """
 
 from __future__ import annotations
@@ -22,16 +23,25 @@ _KEEPER = "htp.layer"
 """Label of the nodes that are not drawn, which keep Model Explorer from dissolving layers of one node."""
 
 
-def graph_of(inventory: Inventory, measures: Sequence[Measure] = (), keep_layers: bool = True) -> dict[str, Any]:
+def graph_of(
+    inventory: Inventory, measures: Sequence[Measure] = (), keep_layers: bool = True
+) -> dict[str, Any]:
     """The graph, with the measures among the attributes of its layers.
 
-    With ``keep_layers``, it has nodes that are not drawn, so that layers that hold a single node stay layers whatever
-    the viewer's settings say.
+    With ``keep_layers``, it has nodes that are not drawn, so that layers that hold a single node
+    stay layers whatever the viewer's settings say.
     """
     names, layers = node_ids(inventory), layers_of(inventory)
-    nodes = [_node(node, names[position], layers[position], names) for position, node in enumerate(inventory.nodes)]
+    nodes = [
+        _node(node, names[position], layers[position], names)
+        for position, node in enumerate(inventory.nodes)
+    ]
     ends = _ends(inventory, nodes)
-    drawn = {path: module for path, module in inventory.modules.items() if path and (module.nodes or module.calls)}
+    drawn = {
+        path: module
+        for path, module in inventory.modules.items()
+        if path and (module.nodes or module.calls)
+    }
     kept = [layer for layer in dict.fromkeys(layers) if layer and keep_layers]
     return {
         "id": GRAPH_ID,
@@ -46,7 +56,9 @@ def node_ids(inventory: Inventory) -> list[str]:
     """What each node is called in the graph: its name, and its place too where it has none or another has the same."""
     times = Counter(node.name for node in inventory.nodes)
     return [
-        node.name if node.name and times[node.name] == 1 else f"{node.name or node.operator}#{position}"
+        node.name
+        if node.name and times[node.name] == 1
+        else f"{node.name or node.operator}#{position}"
         for position, node in enumerate(inventory.nodes)
     ]
 
@@ -60,7 +72,9 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
     facts = {
         "name": node.name,
         "module": node.module or "(root)",
-        "owners": ", ".join(owner or "(root)" for owner in node.owners) if len(node.owners) > 1 else "",
+        "owners": ", ".join(owner or "(root)" for owner in node.owners)
+        if len(node.owners) > 1
+        else "",
         "known by": node.reason,
         "call": node.call,
         "source": _end(f"{node.source.file}:{node.source.line}") if node.source else "",
@@ -70,7 +84,9 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
     drawn = _plain(identifier, node.operator, layer)
     drawn["attrs"] = _attributes_of(facts)
     drawn["incomingEdges"] = [
-        _edge(names[link.node], link.output, place) for place, link in enumerate(node.inputs) if link.node is not None
+        _edge(names[link.node], link.output, place)
+        for place, link in enumerate(node.inputs)
+        if link.node is not None
     ]
     drawn["inputsMetadata"] = [
         {"id": str(place), "attrs": _attributes_of({"__tensor_tag": link.tensor})}
@@ -78,7 +94,10 @@ def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) ->
         if link.tensor
     ]
     drawn["outputsMetadata"] = [
-        {"id": str(place), "attrs": _attributes_of({"__tensor_tag": out.name, "tensor_shape": out.type or "?"})}
+        {
+            "id": str(place),
+            "attrs": _attributes_of({"__tensor_tag": out.name, "tensor_shape": out.type or "?"}),
+        }
         for place, out in enumerate(node.outputs)
     ]
     return drawn
@@ -91,7 +110,9 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
     for tensor in inventory.inputs:
         end = _plain(made_by[tensor.name][0], f"Input: {tensor.name}", "")
         end["attrs"] = _attributes_of({"name": tensor.name})
-        end["outputsMetadata"] = [{"id": "0", "attrs": _attributes_of({"tensor_shape": tensor.type or "?"})}]
+        end["outputsMetadata"] = [
+            {"id": "0", "attrs": _attributes_of({"tensor_shape": tensor.type or "?"})}
+        ]
         ends.append(end)
     for entry, drawn in zip(inventory.nodes, nodes, strict=True):
         drawn["incomingEdges"] += [
@@ -110,7 +131,11 @@ def _ends(inventory: Inventory, nodes: list[dict[str, Any]]) -> list[dict[str, A
 
 
 def _edge(source: str, output: int, place: int) -> dict[str, str]:
-    return {"sourceNodeId": source, "sourceNodeOutputId": str(output), "targetNodeInputId": str(place)}
+    return {
+        "sourceNodeId": source,
+        "sourceNodeOutputId": str(output),
+        "targetNodeInputId": str(place),
+    }
 
 
 def _attributes_of(facts: Mapping[str, str]) -> list[dict[str, str]]:
@@ -118,7 +143,9 @@ def _attributes_of(facts: Mapping[str, str]) -> list[dict[str, str]]:
 
 
 def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
-    lists: dict[str, Any] = {name: [] for name in ("attrs", "incomingEdges", "inputsMetadata", "outputsMetadata")}
+    lists: dict[str, Any] = {
+        name: [] for name in ("attrs", "incomingEdges", "inputsMetadata", "outputsMetadata")
+    }
     return {"id": identifier, "label": label, "namespace": namespace, **lists}
 
 
@@ -147,7 +174,9 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         "calls": str(module.calls) if module.calls > 1 else "",
         "parameters": number_text(module.parameters) if module.parameters else "",
         "weights": number_text(module.weight_bytes, "B") if module.weight_bytes else "",
-        "operators": ", ".join(f"{operator} {count}" for operator, count in module.operators.items()),
+        "operators": ", ".join(
+            f"{operator} {count}" for operator, count in module.operators.items()
+        ),
         "owners known from": ", ".join(map(str, evidence_of(module.reasons))),
         "inputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.inputs),
         "outputs": ", ".join(f"{tensor.name} {tensor.type}" for tensor in module.outputs),
@@ -158,7 +187,9 @@ def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, s
         if value is not None:
             facts[measure.title] = number_text(value, measure.unit)
         if module.path in measure.words:
-            facts[measure.title if measure.named else f"{measure.title}, in words"] = measure.words[module.path]
+            facts[measure.title if measure.named else f"{measure.title}, in words"] = measure.words[
+                module.path
+            ]
     return {key: value for key, value in facts.items() if value}
 
 
@@ -201,7 +232,9 @@ def overlay_of(measure: Measure, inventory: Inventory) -> dict[str, Any]:
 
 def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
     """The element type of what each node makes."""
-    dtypes = [node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes]
+    dtypes = [
+        node.outputs[0].type.partition("[")[0] if node.outputs else "" for node in inventory.nodes
+    ]
     return _words_overlay("dtype", dtypes, _DTYPES, inventory)
 
 
@@ -210,13 +243,21 @@ def _words_overlay(
 ) -> dict[str, Any]:
     """The word of each node, with a colour for each word; words have no sum and no mean."""
     listed = list(words)
-    colours = {word: _hue(place) for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))}
+    colours = {
+        word: _hue(place)
+        for place, word in enumerate(dict.fromkeys((*first, *filter(None, listed))))
+    }
     results = {
         identifier: {"value": word, "bgColor": colours[word]}
         for identifier, word in zip(node_ids(inventory), listed, strict=True)
         if word
     }
-    return {"name": name, "results": results, "hideInAggregatedStatsTable": True, "hideInChildrenStatsTable": True}
+    return {
+        "name": name,
+        "results": results,
+        "hideInAggregatedStatsTable": True,
+        "hideInChildrenStatsTable": True,
+    }
 
 
 def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]:
@@ -236,7 +277,8 @@ def drawing(inventory: Inventory, measures: Sequence[Measure]) -> dict[str, Any]
         "label": "model",
         "collection": "model",
         "graph": GRAPH_ID,
-        # Namespaces alone: the script lists the layers around each, which for deep models are too long to write down.
+        # Namespaces alone: the script lists the layers around each, which for deep models are too
+        # long to write down.
         "layer": _LAYER,
         "places": {
             "modules": [space or None for space in spaces.values()],
@@ -286,25 +328,39 @@ def netron_attachment(inventory: Inventory, measures: Sequence[Measure] = ()) ->
         facts = {
             "module": (node.module or "(root)") if node.owners else "",
             "class": owner.simple_class if owner else "",
-            "owners": ", ".join(path or "(root)" for path in node.owners) if len(node.owners) > 1 else "",
+            "owners": ", ".join(path or "(root)" for path in node.owners)
+            if len(node.owners) > 1
+            else "",
             "call": node.call,
-            "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}" if node.source else "",
+            "source": f"{node.source.file.rpartition('/')[2]}:{node.source.line}"
+            if node.source
+            else "",
         }
-        facts |= {measure.title: measure.words.get(node.module, "") for measure in measures if measure.named}
-        metadata += [_entry("node", node.name, name, value) for name, value in facts.items() if value]
+        facts |= {
+            measure.title: measure.words.get(node.module, "")
+            for measure in measures
+            if measure.named
+        }
+        metadata += [
+            _entry("node", node.name, name, value) for name, value in facts.items() if value
+        ]
     for measure in measures:
         values = spread(measure, inventory)
         for position, node in named:
             value = values[position]
             if value is not None:
-                metrics.append(_entry("node", node.name, measure.title, number_text(value, measure.unit)))
+                metrics.append(
+                    _entry("node", node.name, measure.title, number_text(value, measure.unit))
+                )
             total = measure.total.get(node.module)
             if total is not None and measure.additive and math.isfinite(total):
                 text = number_text(total, measure.unit)
                 metrics.append(_entry("node", node.name, f"{measure.title} of the module", text))
         model_total = measure.total.get("")
         if model_total is not None:
-            metrics.append(_entry("model", "", measure.title, number_text(model_total, measure.unit)))
+            metrics.append(
+                _entry("model", "", measure.title, number_text(model_total, measure.unit))
+            )
     return {"signature": "netron:attachment", "metadata": metadata, "metrics": metrics}
 
 

@@ -1,8 +1,9 @@
 r"""The HTML file: a template, its styles and scripts, and data, put together so that no name in it can act.
 
-Data stands in ``<script type="application/json">``, with every ``<`` written as ``\u003c``; the scripts put text into
-the page as text. The policy of the page forbids all requests, and all scripts but its own, which it names by their
-hashes, and those that these make (``blob:``, for the frame of Model Explorer).
+Data stands in ``<script type="application/json">``, with every ``<`` written as ``\u003c``; the
+scripts put text into the page as text. The policy of the page forbids all requests, and all scripts
+but its own, which it names by their hashes, and those that these make (``blob:``, for the frame of
+Model Explorer).
 """
 
 from __future__ import annotations
@@ -33,7 +34,16 @@ if TYPE_CHECKING:
 
 
 SCRIPTS = (
-    *("sizes.js", "reasons.js", "model.js", "colours.js", "search.js", "table.js", "details.js", "map.js"),
+    *(
+        "sizes.js",
+        "reasons.js",
+        "model.js",
+        "colours.js",
+        "search.js",
+        "table.js",
+        "details.js",
+        "map.js",
+    ),
     *("layers.js", "follow.js", "graph.js", "front.js", "explorer.js", "main.js"),
 )
 """The scripts of the page of a model, in the order in which they run."""
@@ -52,7 +62,8 @@ def document(
 ) -> str:
     """A whole HTML document, made of one of the package's templates with style sheets and scripts.
 
-    The scripts read ``data`` and, by ``id``, ``more``, which are plain data; they unpack ``packed``, in base64.
+    The scripts read ``data`` and, by ``id``, ``more``, which are plain data; they unpack
+    ``packed``, in base64.
     """
     sources = [f"\n{asset(name)}" for name in scripts]
     hashes = " ".join(f"'sha256-{_hash(source)}'" for source in sources)
@@ -69,7 +80,10 @@ def document(
             [
                 f'<script type="{kind}" id="{identifier}">{text}</script>'
                 for kind, texts in (
-                    ("application/json", {name: as_script_text(value) for name, value in (more or {}).items()}),
+                    (
+                        "application/json",
+                        {name: as_script_text(value) for name, value in (more or {}).items()},
+                    ),
                     ("application/octet-stream", packed or {}),
                 )
                 for identifier, text in texts.items()
@@ -94,17 +108,21 @@ def _hash(source: str) -> str:
     return base64.b64encode(hashlib.sha256(source.encode()).digest()).decode()
 
 
-_DIGITS = ("mean", "std", "least", "most")  # statistics that are written with four digits; the others are counts
+# statistics that are written with four digits; the others are counts
+_DIGITS = ("mean", "std", "least", "most")
 
 
 def page_data(
-    inventory: Inventory, measures: Sequence[Measure] = (), missing_explorer: str = "", file: str = ""
+    inventory: Inventory,
+    measures: Sequence[Measure] = (),
+    missing_explorer: str = "",
+    file: str = "",
 ) -> dict[str, Any]:
     """The data of one graph of a page, in which measures are columns besides those that every page has.
 
-    Modules that hold others and never ran themselves are left out: their names stand before those of what they hold.
-    ``missing_explorer`` says why Model Explorer is not in the page; it is empty where it is. ``file`` is the
-    name that the user gave, for commands to copy.
+    Modules that hold others and never ran themselves are left out: their names stand before those
+    of what they hold. ``missing_explorer`` says why Model Explorer is not in the page; it is empty
+    where it is. ``file`` is the name that the user gave, for commands to copy.
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
@@ -121,15 +139,22 @@ def page_data(
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
-        "fates": {fate: {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark} for fate in Fate},
+        "fates": {
+            fate: {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark}
+            for fate in Fate
+        },
         "modules": [
-            _module(module, None if (parent := above[module.path]) is None else place[parent]) for module in modules
+            _module(module, None if (parent := above[module.path]) is None else place[parent])
+            for module in modules
         ],
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in _given(inventory, modules) if tensor.type},
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
         "statistics": {
-            name: {key: float(f"{value:.4g}") if key in _DIGITS else value for key, value in vars(statistics).items()}
+            name: {
+                key: float(f"{value:.4g}") if key in _DIGITS else value
+                for key, value in vars(statistics).items()
+            }
             for name, statistics in inventory.statistics.items()
         },
         "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
@@ -140,7 +165,11 @@ def page_data(
 
 def _offer(inventory: Inventory, measures: Sequence[Measure], file: str) -> str:
     """The command that measures the times that are not among the measures; ``""`` where there is none."""
-    if not file or inventory.tags.source == "none" or any(measure.key == "total_ms" for measure in measures):
+    if (
+        not file
+        or inventory.tags.source == "none"
+        or any(measure.key == "total_ms" for measure in measures)
+    ):
         return ""
     return shlex.join(["htp-export", "view", file, "--measure", "time,cost"])
 
@@ -159,7 +188,9 @@ def _evidence(reasons: Mapping[str, int]) -> list[tuple[str, int, tuple[str, ...
     return [(entry.text, entry.nodes, entry.reasons) for entry in evidence_of(reasons)]
 
 
-def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]) -> list[list[str]]:
+def _repeats(
+    above: Mapping[str, str | None], inventory: Inventory, measures: Sequence[Measure]
+) -> list[list[str]]:
     """Alike siblings, as the tree in the terminal draws them once."""
     flops = next((measure.total for measure in measures if measure.key == "flops"), {})
     words = [measure.words for measure in measures if measure.words]
@@ -168,7 +199,15 @@ def _repeats(above: Mapping[str, str | None], inventory: Inventory, measures: Se
         module = inventory.modules[path]
         text = "; ".join(texts.get(path, "") for texts in words)
         fate = module.failure or module.fate
-        return likeness(module.class_name, module.calls, fate, module.nodes, module.parameters, flops.get(path), text)
+        return likeness(
+            module.class_name,
+            module.calls,
+            fate,
+            module.nodes,
+            module.parameters,
+            flops.get(path),
+            text,
+        )
 
     return repeats(above, alike)
 
@@ -177,13 +216,19 @@ def _failures(inventory: Inventory) -> list[str]:
     """What failed, without the modules that failed because of one below them."""
     failed = {path: module.failure for path, module in inventory.modules.items() if module.failure}
     holding = tags.all_above(failed)
-    return [f"{path or '(root)'}: {in_both(failure)}" for path, failure in failed.items() if path not in holding][:5]
+    return [
+        f"{path or '(root)'}: {in_both(failure)}"
+        for path, failure in failed.items()
+        if path not in holding
+    ][:5]
 
 
 def _facts(inventory: Inventory) -> list[str]:
     opsets = ", ".join(f"{domain} {version}" for domain, version in inventory.opsets.items())
     external = "external data" if inventory.external_data else ""
-    return [fact for fact in (inventory.producer, f"opset {opsets}" if opsets else "", external) if fact]
+    return [
+        fact for fact in (inventory.producer, f"opset {opsets}" if opsets else "", external) if fact
+    ]
 
 
 def _given(inventory: Inventory, modules: Sequence[ModuleEntry]) -> list[TensorEntry]:
@@ -237,7 +282,9 @@ def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
 
 
 def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> dict[str, Any]:
-    by_node = spread(measure, inventory) if measure.additive and (measure.main or measure.nodes) else []
+    by_node = (
+        spread(measure, inventory) if measure.additive and (measure.main or measure.nodes) else []
+    )
     said = [position for position, node in enumerate(inventory.nodes) if node.name in measure.nodes]
     return {
         "key": measure.key,
@@ -250,7 +297,11 @@ def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> di
         "own": [_number(measure.own, path) for path in paths],
         "nodes": [None if value is None else float(f"{value:.6g}") for value in by_node],
         "said": True if len(said) == len(inventory.nodes) else said,
-        "words": {position: measure.words[path] for position, path in enumerate(paths) if path in measure.words},
+        "words": {
+            position: measure.words[path]
+            for position, path in enumerate(paths)
+            if path in measure.words
+        },
     }
 
 
@@ -269,7 +320,10 @@ def front_data(search: Search) -> dict[str, Any]:
     """
     from htp_export.capabilities.search.front_files import front_svg, plan_file
 
-    front = [next(place for place, other in enumerate(search.trials) if other is trial) for trial in search.pareto]
+    front = [
+        next(place for place, other in enumerate(search.trials) if other is trial)
+        for trial in search.pareto
+    ]
     files = {place: plan_file(number, search.trials[place]) for number, place in enumerate(front)}
     try:
         picture = front_svg(search)
@@ -280,7 +334,9 @@ def front_data(search: Search) -> dict[str, Any]:
         "objectives": list(search.objectives),
         "svg": picture,
         "front": front,
-        "trials": [_trial(trial, search, files.get(place, "")) for place, trial in enumerate(search.trials)],
+        "trials": [
+            _trial(trial, search, files.get(place, "")) for place, trial in enumerate(search.trials)
+        ],
     }
 
 

@@ -1,10 +1,11 @@
 """One page over HTTP, on this machine alone: ``view --serve``.
 
-Whoever can reach the port is not trusted: other users, and every site that the browser has open, which can send
-requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands under a random path, a request names
-this server as its host, and as its origin if it has one; no file is read after the start, and nothing is written.
-Each connection takes a thread, and there are few: of more connections, the oldest one ends, so that none is kept
-waiting by others that say nothing.
+Whoever can reach the port is not trusted: other users, and every site that the browser has open,
+which can send requests to 127.0.0.1 and, by DNS rebinding, read the answers. So the page stands
+under a random path, a request names this server as its host, and as its origin if it has one; no
+file is read after the start, and nothing is written. Each connection takes a thread, and there are
+few: of more connections, the oldest one ends, so that none is kept waiting by others that say
+nothing.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _LONGEST_REQUEST = 10.0
 _MOMENT = 0.1  # seconds for a thread to end, before the next connection ends, too
 _HEADERS = {
     "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",  # browsers pass it over in the page's own policy
+    # browsers pass it over in the page's own policy
+    "Content-Security-Policy": "frame-ancestors 'none'",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",  # the address holds the token
     "X-Content-Type-Options": "nosniff",
@@ -49,14 +51,17 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
     """Serves one page, which it holds in memory, to those who know its address, on the loopback interface alone."""
 
     daemon_threads = True  # a client that stays connected does not keep the program from ending
-    request_queue_size = 128  # more than connect while a thread starts; the system makes those wait for seconds
-    allow_reuse_address = os.name == "posix"  # elsewhere, that lets another program take the port over
+    # more than connect while a thread starts; the system makes those wait for seconds
+    request_queue_size = 128
+    # elsewhere, that lets another program take the port over
+    allow_reuse_address = os.name == "posix"
 
     def __init__(self, port: int = 0) -> None:
         self.page = b""
         self.path = f"/{secrets.token_urlsafe(32)}/"
         self._free = threading.Semaphore(_MOST_CONNECTIONS)
-        self._deadlines: dict[socket.socket, float] = {}  # of each connection, in the order in which they came
+        # of each connection, in the order in which they came
+        self._deadlines: dict[socket.socket, float] = {}
         self._lock = threading.Lock()
         try:
             super().__init__((_LOOPBACK, port), _Request)
@@ -107,7 +112,9 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
         """End the connections whose request is not there in time; `serve_forever` calls this twice a second."""
         now = time.monotonic()
         with self._lock:
-            late = [connection for connection, deadline in self._deadlines.items() if deadline < now]
+            late = [
+                connection for connection, deadline in self._deadlines.items() if deadline < now
+            ]
         self._end(late)
 
     def received(self, connection: socket.socket) -> None:
@@ -145,13 +152,23 @@ class _Request(BaseHTTPRequestHandler):
         self.server.received(self.connection)
         refused = self._refused()
         if refused is not None:
-            self._head(refused, 0, {"Allow": "GET, HEAD"} if refused is HTTPStatus.METHOD_NOT_ALLOWED else {})
+            self._head(
+                refused,
+                0,
+                {"Allow": "GET, HEAD"} if refused is HTTPStatus.METHOD_NOT_ALLOWED else {},
+            )
             return
-        self._head(HTTPStatus.OK, len(self.server.page), {"Content-Type": "text/html; charset=utf-8", **_HEADERS})
+        self._head(
+            HTTPStatus.OK,
+            len(self.server.page),
+            {"Content-Type": "text/html; charset=utf-8", **_HEADERS},
+        )
         if self.command == "GET":
             self.wfile.write(self.server.page)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815 - names of http.server
+    # Names of http.server.
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = _answer  # noqa: N815
+    do_DELETE = do_OPTIONS = do_TRACE = do_CONNECT = _answer  # noqa: N815
 
     def _refused(self) -> HTTPStatus | None:
         hosts, origins = (self.headers.get_all(name, []) for name in ("Host", "Origin"))
