@@ -24,7 +24,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.optimize import onnxscript_rules
-from htp_export.exporter import watched
+from htp_export.exporter import capture_session
 from htp_export.files import filesystem
 from htp_export.files.model_files import write_model
 from htp_export.process.quiet import quiet
@@ -70,17 +70,17 @@ def export(folder: Path, *, dynamo: bool = True) -> None:
 
 def tag(folder: Path) -> None:
     """Pause after torch's part of an export, when the nodes get their tags."""
-    write_tags = watched.write_tags
+    write_tags = capture_session.write_tags
 
     def paused(*given: Any) -> Any:
         _pause()
         return write_tags(*given)
 
-    watched.write_tags = paused
+    capture_session.write_tags = paused
     try:
         export(folder)
     finally:
-        watched.write_tags = write_tags
+        capture_session.write_tags = write_tags
 
 
 def write(folder: Path) -> None:

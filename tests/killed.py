@@ -21,8 +21,8 @@ from typing import Any
 
 import htp_export
 from htp_export.errors import FileError
+from htp_export.files.lazy_tensor import slots
 from htp_export.files.model_files import read_model
-from htp_export.files.stored import slots
 
 CHANGES = {
     "os.rename",

@@ -230,7 +230,7 @@ def run_memory(name: str, exporter: str, side: str) -> None:
 def run_repair(size: int) -> None:
     """Owners and fates of a synthetic graph: layers that share work and are fused at their borders."""
     from htp_export.exporter.capture.calls import CallLog, Node, Operation, Record
-    from htp_export.exporter.made_tags import make_tags
+    from htp_export.exporter.write_tags import make_tags
     from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 
     log = CallLog()

@@ -13,7 +13,7 @@ from typing import Any, Self
 
 import onnx_ir as ir
 
-from htp_export.editing.editing import take_place
+from htp_export.editing.editing import replace_uses
 from htp_export.errors import HtpExportError
 from htp_export.format import tags
 from htp_export.format.call_tree import Instance
@@ -58,7 +58,7 @@ class Edit:
         >>> with Edit(tagged) as edit:
         ...     linear = tagged.values["linear"]
         ...     edit.graph.insert_after(linear.producer(), node := edit.node("Neg", [linear], Instance("0"), "negated"))
-        ...     edit.take_place(linear, node.outputs[0], rest="positive")
+        ...     edit.replace_uses(linear, node.outputs[0], rest="positive")
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in tagged["0"].nodes]
         [('Gemm', '0'), ('Neg', '0')]
         >>> print(*edit.changes, sep="; ")
@@ -125,19 +125,19 @@ class Edit:
 
     # --- tensors --------------------------------------------------------------------------------------------
 
-    def take_place(
+    def replace_uses(
         self,
         old: ir.Value,
         new: ir.Value,
         readers: Iterable[tuple[ir.Node, int]] | None = None,
         rest: str | None = None,
     ) -> None:
-        """Let a tensor have the name and the consumers of another one, as `htp_export.editing.editing.take_place`.
+        """Let a tensor have the name and the consumers of another one, as `htp_export.editing.editing.replace_uses`.
 
         ``rest`` is the name of the other one then; it gets a number if another tensor has it.
         """
         self.changes.append(Change("replaced", str(old.name), str(old.name)))
-        take_place(old, new, readers, None if rest is None else self.names.tensors.unused(rest))
+        replace_uses(old, new, readers, None if rest is None else self.names.tensors.unused(rest))
 
     def rename(
         self, name_of: Callable[[str], str | None], paths: Collection[str] | None = None

@@ -145,7 +145,7 @@ def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
     return multiple(value.producer())
 
 
-def stand_in(old: ir.Value, new: ir.Value) -> bool:
+def replace_with(old: ir.Value, new: ir.Value) -> bool:
     """Replace a value by an equal one everywhere; False if that is impossible.
 
     An output of the graph keeps its name: the value in its place is renamed, unless its own name is
@@ -155,7 +155,7 @@ def stand_in(old: ir.Value, new: ir.Value) -> bool:
         fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
         if fixed or new.producer() is None or new.graph is not old.graph:
             return False
-        take_place(old, new)
+        replace_uses(old, new)
     else:
         old.replace_all_uses_with(new)
         new.type, new.shape = new.type or old.type, old.shape if new.shape is None else new.shape
@@ -170,7 +170,7 @@ def _keep_boundary(old: ir.Value, new: ir.Value) -> None:
         new.meta[BOUNDARY] = True
 
 
-def take_place(
+def replace_uses(
     old: ir.Value,
     new: ir.Value,
     readers: Iterable[tuple[ir.Node, int]] | None = None,

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 
-from htp_export.editing.editing import take_place
+from htp_export.editing.editing import replace_uses
 from htp_export.editing.function_records import (
     DOMAIN,
     Expectations,
@@ -209,7 +209,7 @@ class _Dissolver:
             value.metadata_props.clear()
             value.metadata_props.update(result.metadata_props)
             # the results of inner calls are looked up by their names
-            take_place(result, value, rest=result.name)
+            replace_uses(result, value, rest=result.name)
         replace_inputs(
             call,
             {

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import onnx
 import onnx_ir as ir
 
-from htp_export.editing.editing import take_place
+from htp_export.editing.editing import replace_uses
 from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.model.hashes import same_numbers
@@ -255,7 +255,7 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
         known = original if original.type is not None else part.types[str(value.name)]
         value.type, value.shape = known.type, known.shape
         value.metadata_props.update(original.metadata_props)
-        take_place(original, value)
+        replace_uses(original, value)
     graph.remove(old_nodes, safe=True)
     _name_nodes(part, new_nodes, names)
     for domain, version in made.graph.opset_imports.items():

@@ -16,7 +16,7 @@ import torch
 
 from htp_export.files.filesystem import is_special, temporary_folder
 from htp_export.files.model_files import write_model
-from htp_export.files.replacing import work_folder
+from htp_export.files.write_file import work_folder
 from htp_export.files.written_check import made_from
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
 from htp_export.model.tensor_names import check_style, check_tags, give_path_names

@@ -22,19 +22,19 @@ from htp_export.exporter.after_export import (
     Run,
     around,
 )
-from htp_export.exporter.caches import (
+from htp_export.exporter.capture import patches, running, torch_internals
+from htp_export.exporter.capture.patching import Patches
+from htp_export.exporter.capture.running import export_untagged, seam
+from htp_export.exporter.capture.saving import check_writable
+from htp_export.exporter.capture_session import Dynamo, Program, Rewriting, TorchScript
+from htp_export.exporter.export_arguments import (
     advice_on_caches,
     check_opset,
     other_opset,
     prepare_caches,
     refuse_caches,
 )
-from htp_export.exporter.capture import patches, running, torch_internals
-from htp_export.exporter.capture.patching import Patches
-from htp_export.exporter.capture.running import export_untagged, seam
-from htp_export.exporter.capture.saving import check_writable
-from htp_export.exporter.remembered import remember
-from htp_export.exporter.watched import Dynamo, Program, Rewriting, TorchScript
+from htp_export.exporter.export_cache import remember
 from htp_export.process.restoring import Changes, set_variable
 
 

@@ -21,7 +21,7 @@ from htp_export.exporter.capture.bodies import bodies_of
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.dynamo_patches import prepare
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.watched import Captured, write_tags
+from htp_export.exporter.capture_session import Captured, write_tags
 from htp_export.format import tags
 from htp_export.process.restoring import (
     Changes,

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES, Identity
-from htp_export.files.stored import Slot, about, write_values
+from htp_export.files.lazy_tensor import Slot, about, write_values
 from htp_export.process.progress import counted
 
 

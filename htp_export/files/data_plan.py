@@ -23,8 +23,8 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import CHUNK_BYTES
-from htp_export.files.replacing import Move
-from htp_export.files.stored import Slot
+from htp_export.files.lazy_tensor import Slot
+from htp_export.files.write_file import Move
 from htp_export.format import tags
 from htp_export.format.json_text import parse_json
 

@@ -22,6 +22,7 @@ from htp_export.files.filesystem import (
     is_special,
     temporary_folder,
 )
+from htp_export.files.lazy_tensor import slots
 from htp_export.files.model_files import (
     obsolete_files,
     places_of,
@@ -31,8 +32,7 @@ from htp_export.files.model_files import (
 )
 from htp_export.files.parsing import deserialized, is_protobuf
 from htp_export.files.protobuf_bytes import graph_protos
-from htp_export.files.replacing import Move, WorkFolder, work_folder
-from htp_export.files.stored import slots
+from htp_export.files.write_file import Move, WorkFolder, work_folder
 from htp_export.format import tags
 
 _log = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from htp_export.errors import FileError
 from htp_export.files.filesystem import why_not_writable
-from htp_export.files.replacing import (
+from htp_export.files.write_file import (
     Move,
     WorkFolder,
     clear_killed,

@@ -33,11 +33,11 @@ from htp_export.files.data_plan import (
     shared_files,
 )
 from htp_export.files.filesystem import Identity, check_kind_of_target, is_special
+from htp_export.files.lazy_tensor import Slot, about, slots, write_filled
 from htp_export.files.parsing import is_protobuf, parsed, parsed_or_none, put_in_order
 from htp_export.files.protobuf_bytes import Marks
-from htp_export.files.replacing import Move, real_path, replace_file, work_folder
-from htp_export.files.stored import Slot, about, slots, write_filled
 from htp_export.files.targets import check_target
+from htp_export.files.write_file import Move, real_path, replace_file, work_folder
 from htp_export.files.written_check import check_written, hollow_proto
 from htp_export.format import tags
 from htp_export.process.forking import Mutex

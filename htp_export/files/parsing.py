@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 
 from htp_export.errors import InputError, first_line
-from htp_export.files.stored import HollowModel, read_hollow, slots, viewed
+from htp_export.files.lazy_tensor import HollowModel, read_hollow, slots, viewed
 from htp_export.files.structure import at_fault, check_structure
 
 _INVALID = "not a valid ONNX model"

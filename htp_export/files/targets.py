@@ -21,7 +21,7 @@ from htp_export.files.filesystem import (
     is_special,
     why_not_writable,
 )
-from htp_export.files.replacing import real_path
+from htp_export.files.write_file import real_path
 from htp_export.process.user_code import is_read_by_user_code
 
 _NAMES_OF_MODELS = (".onnx", ".data", ".ort")
@@ -137,8 +137,8 @@ def _weights_of(file: Path) -> set[Path]:
     """Return the data files of a model; none for what is no ONNX file, or a broken one: whoever reads it says so."""
     import onnx_ir as ir
 
+    from htp_export.files.lazy_tensor import slots
     from htp_export.files.parsing import parsed_or_none
-    from htp_export.files.stored import slots
 
     model = parsed_or_none(file)
     tensors = () if model is None else (slot.tensor for slot in slots(model))

@@ -13,8 +13,8 @@ import yaml
 
 from htp_export.errors import FileError, in_one_line
 from htp_export.files.filesystem import opened_plain
-from htp_export.files.replacing import replace_file
 from htp_export.files.targets import Kind, check_target
+from htp_export.files.write_file import replace_file
 from htp_export.format.json_text import parse_json
 
 

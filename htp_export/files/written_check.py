@@ -23,8 +23,8 @@ import onnx.inliner
 import onnx_ir as ir
 
 from htp_export.errors import ResultError
+from htp_export.files.lazy_tensor import replace_with, slots
 from htp_export.files.protobuf_bytes import Marks, graph_protos, subgraph_protos
-from htp_export.files.stored import slots, stand_in
 from htp_export.format import tags
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ def hollow_proto(copy: ir.Model) -> tuple[onnx.ModelProto, Marks, list[ir.Tensor
     """Return a model as a message with marks instead of its large weights, and these; the copy has the marks, too."""
     marks, marked = Marks(), list[ir.TensorProtocol]()
     for slot in list(slots(copy)):
-        hollow = stand_in(slot.tensor, marks)
+        hollow = replace_with(slot.tensor, marks)
         if hollow is not None:
             marked.append(slot.tensor)
             slot.put(hollow)

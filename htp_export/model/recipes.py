@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import LiftConstantsToInitializersPass
 
 from htp_export.errors import InputError
-from htp_export.files.stored import viewed
+from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
 from htp_export.model.module_facts import stored_tensor

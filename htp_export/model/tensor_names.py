@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import onnx_ir as ir
 
 from htp_export.errors import InputError
-from htp_export.files.stored import viewed
+from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.bounds import number_in
 from htp_export.format.model_metadata import read_contamination, write_model_metadata

@@ -16,8 +16,8 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, OnnxRuntimeError, in_one_line
 from htp_export.files.data_files import check_data
+from htp_export.files.lazy_tensor import slots
 from htp_export.files.model_files import read_model, write_for_tool
-from htp_export.files.stored import slots
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
 from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash

@@ -10,7 +10,7 @@ import pytest
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.exporter import watched
+from htp_export.exporter import capture_session
 from tests import faults
 from tests.handmade import small_file
 
@@ -261,7 +261,7 @@ class TestExport:
     def test_a_fault_of_the_capture_is_status_1_and_names_the_option_that_goes_on(
         self, folder, capsys, monkeypatch, exporter
     ):
-        monkeypatch.setattr(watched, "make_tags", None)
+        monkeypatch.setattr(capture_session, "make_tags", None)
         command = [*entry(folder, "named"), exporter, "-o", "net.onnx", "--quiet"]
         assert main(command) == 1
         captured = capsys.readouterr()

@@ -11,7 +11,7 @@ import pytest
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.files import filesystem, replacing
+from htp_export.files import filesystem, write_file
 from tests.all_commands import example
 from tests.files.test_data_files import listing
 
@@ -65,11 +65,11 @@ PLACES: list[tuple[Any, str]] = [
     (filesystem, "make_work_folder"),
     (filesystem, "sync_file"),
     (filesystem, "remove"),
-    (replacing._Step, "keep"),
-    (replacing._Step, "do"),
-    (replacing._Removal, "done"),
-    (replacing, "_note_placed"),
-    (replacing.WorkFolder, "close"),
+    (write_file._Step, "keep"),
+    (write_file._Step, "do"),
+    (write_file._Removal, "done"),
+    (write_file, "_note_placed"),
+    (write_file.WorkFolder, "close"),
 ]
 
 

@@ -35,7 +35,7 @@ def test_a_node_has_the_call_for_which_it_works(tagged):
     with Edit(tagged) as edit:
         node = edit.node("Neg", [value], Instance("fc", 1), "negated")
         insert_behind(edit.graph, value, node)
-        edit.take_place(value, node.outputs[0], [], rest="before")
+        edit.replace_uses(value, node.outputs[0], [], rest="before")
     [negated] = [node for node in tagged["fc"].nodes if node.op_type == "Neg"]
     assert tagged.work_of(negated).calls == (Instance("fc", 1),)
     assert [(change.kind, change.by) for change in edit.changes] == [

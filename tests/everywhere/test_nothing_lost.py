@@ -23,7 +23,7 @@ from htp_export import lora, tools
 from htp_export.command.commands import command_names
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.files import folders, replacing
+from htp_export.files import folders, write_file
 from tests.everywhere.test_outputs import MODELS, OTHERS
 from tests.nets import spread
 from tests.obstacles import NO_FILE, OBSTACLES, drained, state, unmount, within
@@ -313,9 +313,9 @@ def die_at(method: str, target: str, write: Callable[[], Any]) -> None:
     """Write in a child process that dies when it is about to keep an old target, or to put the new one in its place."""
     child = os.fork()
     if child == 0:
-        do = getattr(replacing._Step, method)
+        do = getattr(write_file._Step, method)
         setattr(
-            replacing._Step,
+            write_file._Step,
             method,
             lambda step: os._exit(7) if step.target.name == target else do(step),
         )
@@ -396,7 +396,7 @@ def test_what_takes_the_place_of_a_folder_after_a_kill_stays_and_so_does_the_old
 def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(
     given, tmp_path, monkeypatch
 ):
-    stages, keep = tmp_path / "stages", replacing._Step.keep
+    stages, keep = tmp_path / "stages", write_file._Step.keep
     htp_export.partition(given / "net.onnx", 2, stages)
 
     def late(step: Any) -> None:
@@ -404,7 +404,7 @@ def test_files_that_are_put_into_a_folder_in_the_last_moment_stay_in_it(
             (stages / "notes.txt").write_text("mine")
         keep(step)
 
-    monkeypatch.setattr(replacing._Step, "keep", late)
+    monkeypatch.setattr(write_file._Step, "keep", late)
     with pytest.raises(
         FileError, match="stages: cannot be written: files were put into the folder meanwhile"
     ):

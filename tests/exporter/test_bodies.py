@@ -14,7 +14,7 @@ from torch import nn
 import htp_export
 from htp_export.errors import CaptureError, UntaggedExportWarning
 from htp_export.exporter.capture.fx_calls import FxCalls
-from htp_export.exporter.watched import captured_with
+from htp_export.exporter.capture_session import captured_with
 from tests.exporting import converts_loops, exported, exported_once, metadata, quick
 from tests.nets import NETS, Apply, Holding, ready, x
 from tests.truth import Judge, fates_of, nodes_of, owners_by_type, owners_of, tree_of

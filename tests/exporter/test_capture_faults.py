@@ -16,7 +16,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import CaptureError, TorchChangedError, UntaggedExportWarning
-from htp_export.exporter import exporting, watched
+from htp_export.exporter import capture_session, exporting
 from htp_export.exporter.capture import (
     dynamo_patches,
     patches,
@@ -32,7 +32,7 @@ from htp_export.exporter.capture.jit_calls import Trace
 from htp_export.exporter.capture.jit_rewriting import Translation
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.patching import Patch
-from htp_export.exporter.capture.root_call import FormattedCall
+from htp_export.exporter.capture.root_module_call import FormattedCall
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
 from htp_export.files.protobuf_bytes import SerializedModel
 from tests.exporting import BOTH, exported_net, quick
@@ -78,7 +78,7 @@ DYNAMO = [
     (DynamoCapture, "converted", "after the opset was converted"),
     (DynamoCapture, "replaced", "a value that the optimiser replaced"),
     (DynamoCapture, "finish", "matching the nodes of the ONNX graph"),
-    (watched, "make_tags", "finding the owners"),
+    (capture_session, "make_tags", "finding the owners"),
 ]
 TORCHSCRIPT = [
     (ModuleNames, "__init__", "reading the names"),
@@ -96,7 +96,7 @@ TORCHSCRIPT = [
     (torchscript, "SerializedModel", "tagging the nodes of the file"),
     (TorchScriptCapture, "tagged", "tagging the nodes of the file"),
     (TorchScriptCapture, "finish", "matching the nodes of the ONNX graph"),
-    (watched, "make_tags", "finding the owners"),
+    (capture_session, "make_tags", "finding the owners"),
     (SerializedModel, "chunks", "tagging the nodes of the file"),
 ]
 # Of the steps of a dynamo export one of each part of it; an export by TorchScript takes a tenth of the time.
@@ -191,7 +191,7 @@ def test_a_fault_leaves_torchs_own_file_if_that_is_allowed(
 
 
 def test_export_inside_tagging_that_is_not_strict_is_not_strict(tmp_path, monkeypatch):
-    monkeypatch.setattr(watched, "make_tags", None)
+    monkeypatch.setattr(capture_session, "make_tags", None)
     with htp_export.tagging(strict=False), untagged("finding the owners"):
         htp_export.export(net(), INPUTS, tmp_path / "model.onnx", **options("torchscript"))
     with htp_export.tagging(strict=False), htp_export.tagging(), pytest.raises(CaptureError):
@@ -202,7 +202,7 @@ def test_export_inside_tagging_that_is_not_strict_is_not_strict(tmp_path, monkey
 def test_a_fault_in_one_export_is_none_in_the_next(exporter, tmp_path, monkeypatch):
     with htp_export.tagging(strict=False):
         with monkeypatch.context() as planted, untagged("finding the owners"):
-            planted.setattr(watched, "make_tags", None)
+            planted.setattr(capture_session, "make_tags", None)
             torch.onnx.export(net(), INPUTS, tmp_path / "one.onnx", **options(exporter))
         torch.onnx.export(net(), INPUTS, tmp_path / "other.onnx", **options(exporter))
     assert len(htp_export.load(tmp_path / "other.onnx")["first.fc"].nodes) == 2

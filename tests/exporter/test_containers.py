@@ -14,7 +14,7 @@ from torch.utils import _pytree
 
 import htp_export
 from htp_export.errors import InputError
-from htp_export.exporter.caches import advice_on_caches, prepare_caches
+from htp_export.exporter.export_arguments import advice_on_caches, prepare_caches
 from htp_export.format.leaves import named_tensors_in
 from tests.exporting import exported
 from tests.nets import Holding, spread, x

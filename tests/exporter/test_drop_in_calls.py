@@ -20,7 +20,7 @@ from tests.nets import x
 from tests.same_graph import assert_same_graph
 from tests.truth import untagged
 
-ROOT_CALL = "htp_export.exporter.capture.root_call"
+ROOT_CALL = "htp_export.exporter.capture.root_module_call"
 
 
 class Calls(nn.Module):

@@ -19,8 +19,8 @@ from torch.onnx._internal.exporter import _core
 
 import htp_export
 from htp_export.capabilities.verify import pytorch_run
+from htp_export.exporter import capture_session
 from htp_export.exporter import exporting as exporter
-from htp_export.exporter import watched
 from htp_export.exporter.capture import (
     bodies,
     modules,
@@ -34,7 +34,7 @@ from htp_export.process import restoring
 from tests.exporting import quick
 
 # The modules of which every line counts, and single functions of others.
-WHOLE = (restoring, running, patching, exporter, watched)
+WHOLE = (restoring, running, patching, exporter, capture_session)
 SINGLE = {
     modules: {"keep_training_modes", "put_back"},
     patches: {"translations_read_once", "make"},

@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 import htp_export
-from htp_export.exporter import made_tags
+from htp_export.exporter import write_tags
 from htp_export.model import boundaries
 from tests.exporting import quick
 from tests.nets import composed, x
 
-_WATCHED = tuple(str(Path(str(module.__file__)).parent) for module in (made_tags, boundaries))
+_WATCHED = tuple(str(Path(str(module.__file__)).parent) for module in (write_tags, boundaries))
 _SIZES = 20, 80
 # times as many lines as the modules, of a function; quadratic ones run four times as many
 _MOST = 1.5

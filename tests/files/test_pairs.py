@@ -14,7 +14,7 @@ from torch import nn
 
 import htp_export
 from htp_export.errors import FileError
-from htp_export.files import data_plan, filesystem, replacing
+from htp_export.files import data_plan, filesystem, write_file
 from htp_export.files.model_files import read_model, write_model
 from htp_export.format import tags
 from tests.files.test_data_files import listing, save, values, weight_of
@@ -92,14 +92,14 @@ class TestNames:
 
     def test_a_name_that_another_process_has_just_taken(self, tmp_path, monkeypatch):
         model = read_model(save(tmp_path / "a.onnx"))
-        commit = replacing.WorkFolder.commit
+        commit = write_file.WorkFolder.commit
 
         def taken(self: Any, moves: Any, obsolete: Any = list) -> None:
             if not (tmp_path / "b.onnx.data").exists():
                 (tmp_path / "b.onnx.data").write_bytes(b"theirs")
             commit(self, moves, obsolete)
 
-        monkeypatch.setattr(replacing.WorkFolder, "commit", taken)
+        monkeypatch.setattr(write_file.WorkFolder, "commit", taken)
         write_model(model, tmp_path / "b.onnx")
         assert (tmp_path / "b.onnx.data").read_bytes() == b"theirs"
         np.testing.assert_array_equal(values(tmp_path / "b.onnx"), values(tmp_path / "a.onnx"))
@@ -257,7 +257,7 @@ class TestTornPairs:
 def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Stop after the first rename as a kill does: nothing is put back."""
     renames: list[str] = []
-    do = replacing._Step.do
+    do = write_file._Step.do
 
     def stopped(step: Any) -> None:
         if renames:
@@ -265,9 +265,9 @@ def stopped_after_first(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         renames.append(step.target.name)
         do(step)
 
-    monkeypatch.setattr(replacing._Step, "do", stopped)
-    monkeypatch.setattr(replacing, "_put_back", lambda *_: False)
-    monkeypatch.setattr(replacing.WorkFolder, "finish", lambda *_: None)
+    monkeypatch.setattr(write_file._Step, "do", stopped)
+    monkeypatch.setattr(write_file, "_put_back", lambda *_: False)
+    monkeypatch.setattr(write_file.WorkFolder, "finish", lambda *_: None)
     unlink = Path.unlink
     monkeypatch.setattr(
         Path,
@@ -291,7 +291,7 @@ class TestFailures:
         place = {
             "sync": (filesystem, "sync_file"),
             "write": (htp_export.files.data_files, "write_values"),
-            "journal": (replacing, "_plain"),
+            "journal": (write_file, "_plain"),
         }[where]
         monkeypatch.setattr(
             "fcntl.ioctl", lambda *_: (_ for _ in ()).throw(OSError(95, "not here"))
@@ -308,7 +308,7 @@ class TestFailures:
 
     def test_new_files_are_on_the_disk_before_old_ones_are_replaced(self, tmp_path, monkeypatch):
         done: list[str] = []
-        sync, folder, do = filesystem.sync_file, filesystem.sync_folder, replacing._Step.do
+        sync, folder, do = filesystem.sync_file, filesystem.sync_folder, write_file._Step.do
         monkeypatch.setattr(
             filesystem, "sync_file", lambda path: (done.append(f"sync {path.name}"), sync(path))
         )
@@ -316,7 +316,7 @@ class TestFailures:
             filesystem, "sync_folder", lambda path: (done.append("sync folder"), folder(path))
         )
         monkeypatch.setattr(
-            replacing._Step,
+            write_file._Step,
             "do",
             lambda step: (done.append(f"rename {step.target.name}"), do(step)),
         )

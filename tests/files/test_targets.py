@@ -18,7 +18,7 @@ from torch import nn
 import htp_export
 from htp_export.command.main import main
 from htp_export.errors import FileError
-from htp_export.files import filesystem, replacing
+from htp_export.files import filesystem, write_file
 from htp_export.files.filesystem import Identity, Lock
 from htp_export.files.model_files import read_model, write_model
 from htp_export.files.text_files import write_text
@@ -303,7 +303,7 @@ class TestOtherSystems:
 
     def test_files_do_not_keep_the_access_of_a_work_folder(self, windows, tmp_path):
         """A folder of mode 0o700 has an access list on Windows, and files keep the list of where they were made."""
-        with replacing.work_folder(tmp_path / "a") as work:
+        with write_file.work_folder(tmp_path / "a") as work:
             assert work.path.stat().st_mode & 0o777 != 0o700
 
     def test_a_lock_is_held_whatever_the_identity_of_a_path_is(
@@ -334,9 +334,9 @@ class TestOtherSystems:
         np.testing.assert_array_equal(values(tmp_path / "a.onnx"), before)
 
     def test_the_work_folder_of_a_running_process_is_left(self, windows, tmp_path):
-        with replacing.work_folder(tmp_path / "a") as work:
+        with write_file.work_folder(tmp_path / "a") as work:
             windows.add(work.path / "lock")
-            replacing.clear_killed(tmp_path)
+            write_file.clear_killed(tmp_path)
             assert (work.path / "new").is_dir()
             windows.clear()
         assert listing(tmp_path) == []
@@ -392,18 +392,18 @@ class TestLocks:
     def test_work_folders_of_running_processes_and_of_others_are_left(self, tmp_path, monkeypatch):
         (tmp_path / ".htp-something").mkdir()
         (tmp_path / ".htp-0123456789ab").symlink_to(tmp_path / ".htp-something")
-        with replacing.work_folder(tmp_path / "a") as work:
-            replacing.clear_killed(tmp_path)
+        with write_file.work_folder(tmp_path / "a") as work:
+            write_file.clear_killed(tmp_path)
             assert (work.path / "new").is_dir()
         assert listing(tmp_path) == [".htp-0123456789ab", ".htp-something"]
         killed = tmp_path / ".htp-ba9876543210"
         killed.mkdir()
         (killed / "lock").touch()
         monkeypatch.setattr(os, "geteuid", lambda: 12345)
-        replacing.clear_killed(tmp_path)
+        write_file.clear_killed(tmp_path)
         assert killed.exists()
         monkeypatch.undo()
-        replacing.clear_killed(tmp_path)
+        write_file.clear_killed(tmp_path)
         assert not killed.exists()
 
     @pytest.mark.parametrize(
@@ -418,7 +418,7 @@ class TestLocks:
         killed.mkdir()
         (killed / "lock").touch()
         (killed / "journal").write_text(journal)
-        replacing.clear_killed(tmp_path)
+        write_file.clear_killed(tmp_path)
         assert listing(tmp_path) == []
 
 
@@ -435,7 +435,7 @@ def test_a_journal_from_elsewhere_moves_nothing(tmp_path):
         "away": str(work / "old" / "0"),
     }
     (work / "journal").write_text(json.dumps({"steps": [step], "obsolete": []}))
-    replacing.clear_killed(tmp_path)
+    write_file.clear_killed(tmp_path)
     assert listing(tmp_path) == []
 
 

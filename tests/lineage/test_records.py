@@ -11,7 +11,7 @@ from torch import nn
 import htp_export
 from htp_export import passes
 from htp_export.editing.edit import Edit
-from htp_export.editing.editing import insert_behind, stand_in
+from htp_export.editing.editing import insert_behind, replace_with
 from htp_export.errors import HtpExportError
 from htp_export.format.call_tree import Instance
 from htp_export.lineage.records import checked_changes, record_replacement
@@ -36,7 +36,7 @@ def test_a_pass_that_says_something_else_than_it_did_is_found(tagged):
     first, second = relus(tagged.model)
     with checked_changes():
         books = Bookkeeping(tagged)
-        assert stand_in(first.outputs[0], first.inputs[0])
+        assert replace_with(first.outputs[0], first.inputs[0])
         record_replacement(first.outputs[0], second.outputs[0])
         with pytest.raises(
             HtpExportError, match="reads 'linear' in place of 'relu', and 'relu_1' was recorded"
@@ -47,7 +47,7 @@ def test_a_pass_that_says_something_else_than_it_did_is_found(tagged):
 def test_without_the_switch_nothing_is_compared(tagged):
     first, second = relus(tagged.model)
     books = Bookkeeping(tagged)
-    assert stand_in(first.outputs[0], first.inputs[0])
+    assert replace_with(first.outputs[0], first.inputs[0])
     record_replacement(first.outputs[0], second.outputs[0])
     books.settle()
 
@@ -59,7 +59,7 @@ def test_an_edit_that_records_something_else_is_found(tagged):
         edit = Edit(tagged)
         node = edit.node("Neg", [value], Instance("0"), "negated")
         insert_behind(edit.graph, value, node)
-        edit.take_place(value, node.outputs[0], [(relus(tagged.model)[0], 0)], rest="before")
+        edit.replace_uses(value, node.outputs[0], [(relus(tagged.model)[0], 0)], rest="before")
         record_replacement(value, tagged.model.graph.outputs[0])
         with pytest.raises(HtpExportError, match="was recorded to replace it"):
             edit.finish()

@@ -13,7 +13,7 @@ from torch import nn
 
 import htp_export
 from htp_export.capabilities.search.output_errors import OutputErrors
-from htp_export.files.stored import slots
+from htp_export.files.lazy_tensor import slots
 from tests.nets import composed
 
 pytest.importorskip("optuna")

@@ -21,7 +21,7 @@ from htp_export.capabilities.search.spaces import choice_of
 from htp_export.capabilities.view.page.document import front_data
 from htp_export.command.main import main
 from htp_export.errors import InputError
-from htp_export.files.stored import slots
+from htp_export.files.lazy_tensor import slots
 from htp_export.format.model_metadata import read_provenance
 from htp_export.runtime.data import Samples
 from htp_export.weights.products import weights_of

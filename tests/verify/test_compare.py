@@ -15,7 +15,7 @@ from torch import nn
 
 import htp_export
 from htp_export.command.main import main
-from htp_export.editing.editing import add_constant, take_place
+from htp_export.editing.editing import add_constant, replace_uses
 from htp_export.errors import FileError, InputError
 from tests import faults
 from tests.decoders import TEXT
@@ -224,7 +224,7 @@ class Engine:
             factor = add_constant(model.graph, np.array(1.1, np.float32), "factor")
             fault = ir.node("Mul", [result, factor], name="fault")
             model.graph.insert_after(node, fault)
-            take_place(result, fault.outputs[0], readers, rest="before the fault")
+            replace_uses(result, fault.outputs[0], readers, rest="before the fault")
         self.model = model
 
     def run(self, names: list[str], x: torch.Tensor) -> dict[str, Any]:

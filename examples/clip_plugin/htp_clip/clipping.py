@@ -104,7 +104,7 @@ def clip(
             insert_behind(edit.graph, value, node)
             readers = [(use.node, use.idx) for use in value.uses() if use.node is not node]
             name = str(value.name)
-            edit.take_place(value, node.outputs[0], readers, rest=f"{name}.unclipped")
+            edit.replace_uses(value, node.outputs[0], readers, rest=f"{name}.unclipped")
             modules[tensor.path] = ClippedModule(tensor.path, (name,))
     if output is not None:
         write_model(tagged.model, output)

@@ -357,7 +357,7 @@ def _check_written(file: Path, opset: int | None) -> None:
     """Compare the opset of the file with the one that was asked for."""
     if opset is None:
         return
-    from htp_export.exporter.caches import other_opset
+    from htp_export.exporter.export_arguments import other_opset
     from htp_export.files.model_files import read_model
 
     other = other_opset(opset, read_model(file).opset_imports.get(""))

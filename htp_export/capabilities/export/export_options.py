@@ -73,7 +73,7 @@ class GraphOptions:
             problem = f"--keep-attention needs {_ATTENTION_SINCE}, the first with Attention"
             raise InputError(f"--opset {self.opset}: {problem}")
         if self.wanted_opset is not None:
-            from htp_export.exporter.caches import check_opset
+            from htp_export.exporter.export_arguments import check_opset
 
             check_opset(self.wanted_opset, dynamo=self.dynamo)
         if self.stream_weights and not self.dynamo:

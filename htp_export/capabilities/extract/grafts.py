@@ -10,7 +10,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.editing.cut_models import own_output
-from htp_export.editing.editing import take_place
+from htp_export.editing.editing import replace_uses
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.format.call_tree import CallTree, Instance, renumbered
@@ -355,7 +355,7 @@ class Graft:
                 new.name = self._free(self._tensors, str(new.name))
                 continue
             self._names[str(new.name)] = str(stand_in.name)
-            take_place(stand_in, new)
+            replace_uses(stand_in, new)
         self._host.functions.update(self._model.functions)
         return results
 

@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export.errors import FileError
 from htp_export.files.data_files import check_data
-from htp_export.files.stored import Slot, slots
+from htp_export.files.lazy_tensor import Slot, slots
 from htp_export.format import tags
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import contents_of, dtype_name

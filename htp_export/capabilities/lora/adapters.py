@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from htp_export.errors import FileError, InputError
-from htp_export.files.replacing import replace_file
 from htp_export.files.text_files import read_json
+from htp_export.files.write_file import replace_file
 from htp_export.format import tags
 from htp_export.format.model_metadata import factor_name
 from htp_export.format.patterns import Pattern

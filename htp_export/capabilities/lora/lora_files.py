@@ -241,7 +241,7 @@ def _remove(edit: Edit, path: str) -> None:
         )
     for join in joins:
         [base] = [value for value in join.inputs if value is not None and _not_among(value, made)]
-        edit.take_place(join.outputs[0], base)
+        edit.replace_uses(join.outputs[0], base)
         remove_unused(join.outputs)
     for factor in factors:
         if factor.uses():

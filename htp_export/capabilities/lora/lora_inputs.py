@@ -19,7 +19,7 @@ from htp_export.capabilities.lora.linears import (
     unquantized,
 )
 from htp_export.editing.edit import Edit
-from htp_export.editing.editing import add_initializer, stand_in, take_place
+from htp_export.editing.editing import add_initializer, replace_uses, replace_with
 from htp_export.editing.flattening import read_for_change
 from htp_export.editing.outputs import add_zeros_input
 from htp_export.editing.submodels import remove_unused
@@ -292,7 +292,7 @@ class _Insertion:
         producer = base.producer()
         assert producer is not None
         self._edit.graph.insert_after(producer, nodes)
-        self._edit.take_place(base, result, uses, rest=f"{base.name}_base")
+        self._edit.replace_uses(base, result, uses, rest=f"{base.name}_base")
         self._results[base] = result
         return [x, down, up]
 
@@ -340,8 +340,8 @@ def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collecti
             continue
         for [after] in [node.outputs for node in readers]:
             if after.name in named and before.name not in named and not before.is_graph_input():
-                take_place(after, before)
-            elif not stand_in(after, before):
+                replace_uses(after, before)
+            elif not replace_with(after, before):
                 continue
             remove_unused([after])
             count += 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.editing.editing import Array, add_constant, stand_in
+from htp_export.editing.editing import Array, add_constant, replace_with
 from htp_export.shapes.expressions import evaluate, names_in
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.shapes.sizes import Dim
@@ -105,7 +105,7 @@ class CacheLengths:
                 numbers.get(place) or self._constant(np.array([shape[place]], np.int64))
                 for place in places
             ]
-            stand_in(
+            replace_with(
                 node.outputs[0], parts[0] if len(parts) == 1 else self._add("Concat", parts, axis=0)
             )
 

@@ -17,7 +17,7 @@ from htp_export.capabilities.optimize.attribution import AttributedModel
 from htp_export.capabilities.optimize.registry import Level, LibraryResult, PassInfo, choose
 from htp_export.capabilities.optimize.results import Change, Optimized, PassReport
 from htp_export.discovery import providers
-from htp_export.editing.editing import insert_behind, stand_in
+from htp_export.editing.editing import insert_behind, replace_with
 from htp_export.editing.flattening import read_flat
 from htp_export.editing.outputs import without_defaults
 from htp_export.errors import FileError, InputError, PassError, described
@@ -383,7 +383,9 @@ def _take_barriers(graph: ir.Graph) -> None:
         if (node.domain, node.op_type) != _BARRIER:
             continue
         value = node.inputs[0]
-        if value is None or not stand_in(node.outputs[0], value):  # it became a result of the model
+        if value is None or not replace_with(
+            node.outputs[0], value
+        ):  # it became a result of the model
             node.domain, node.op_type = "", "Identity"
         else:
             graph.remove(node, safe=True)

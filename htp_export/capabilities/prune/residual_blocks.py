@@ -48,7 +48,7 @@ def remove_blocks(tagged: TaggedModel, paths: Sequence[str]) -> TaggedModel:
             if given.is_graph_output():
                 copy = edit.node("Identity", [stands], ROOT, f"{given.name}_removed")
                 edit.graph.append(copy)
-                edit.take_place(given, copy.outputs[0], (), f"{given.name}_before")
+                edit.replace_uses(given, copy.outputs[0], (), f"{given.name}_before")
                 names[str(copy.outputs[0].name)] = str(copy.outputs[0].name)
             given.replace_all_uses_with(stands)
         remove_unused(tagged.model)

@@ -27,7 +27,7 @@ from htp_export.weights.storing import numbers_of
 _PRODUCTS, _CONVOLUTIONS = "products with stored matrices", "convolutions"
 
 
-class Serving:
+class AutoPrecision:
     """The precision ``auto``: one that is faster than fp32 in ONNX Runtime on this machine, by what a model computes.
 
     ``notes`` say why, of what was asked. The model has no functions. What was measured is in

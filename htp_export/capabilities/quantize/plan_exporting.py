@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.choosing import Serving
+from htp_export.capabilities.quantize.choosing import AutoPrecision
 from htp_export.capabilities.quantize.method import Precision
 from htp_export.capabilities.quantize.methods.weights import Blocks
 from htp_export.capabilities.quantize.precisions import precisions_of
@@ -272,7 +272,7 @@ def export_plan(
     if to not in targets():
         raise InputError(f"plans are written for {', '.join(targets())}, not for {to!r}")
     tagged = read_flat(model)
-    serving = Serving(tagged)
+    serving = AutoPrecision(tagged)
     rules = serving.rules(precisions_of(plan))
     planned = PlannedModel(tagged, assigned(tagged, rules).nodes, rules)
     planned.check_names()

@@ -11,8 +11,8 @@ from typing import Any
 import onnx_ir as ir
 
 from htp_export.capabilities.quantize.choosing import (
+    AutoPrecision,
     PrecisionChoice,
-    Serving,
     choose,
     listed,
     reasons_why_not,
@@ -160,7 +160,7 @@ def quantize(
         original.require_exact_tags()
     if checkpoint is not None:
         original = with_numbers(original, checkpoint)
-    serving = Serving(original, dims, shapes)
+    serving = AutoPrecision(original, dims, shapes)
     choice = choose(original, serving.rules(rules))
     if strict and (unsuited := _unsuited(choice)):
         raise InputError(f"strict: {unsuited[0]}")

@@ -26,8 +26,8 @@ from htp_export.capabilities.search.search_results import (
 from htp_export.errors import InputError
 from htp_export.files.filesystem import is_plain_file
 from htp_export.files.folders import check_folder
-from htp_export.files.replacing import Move, work_folder
 from htp_export.files.text_files import named_if_unwritable, read_json
+from htp_export.files.write_file import Move, work_folder
 
 _FRONT, _PICTURE, _PLAN, _STEPS, _PROMPTS = "front.json", "front.svg", "plan", "steps", "prompts"
 

@@ -20,7 +20,7 @@ from htp_export.capabilities.search.output_errors import Deviation, OutputErrors
 from htp_export.capabilities.search.studies import KeptRuns, open_study
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
-from htp_export.files.stored import slots
+from htp_export.files.lazy_tensor import slots
 from htp_export.model.hashes import content_hash
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import MOST_RUNS, check_whole

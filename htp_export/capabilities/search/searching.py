@@ -137,7 +137,7 @@ def search(
         >>> found.pareto[0].plan  # doctest: +SKIP
         {'0': 'int4', '2': 'int4'}
     """
-    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
     wanted = _check_objectives(objectives, metric)
@@ -148,7 +148,7 @@ def search(
     check_repeats(repeats)
     check_whole("new_tokens", new_tokens, 1, MOST_RUNS)
     tagged = read_flat(model)
-    serving = Serving(tagged, dims, shapes)
+    serving = AutoPrecision(tagged, dims, shapes)
     choices = read_space(tagged, space, select, depth, serving)
     if any(each.is_quantized for each in choices.choices.values()):
         tagged.require_exact_tags()

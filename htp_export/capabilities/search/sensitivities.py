@@ -33,7 +33,7 @@ from htp_export.weights.products import Product, products_of
 from htp_export.weights.storing import numbers_of
 
 if TYPE_CHECKING:
-    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.runtime.data import Data, Samples
 
@@ -243,7 +243,7 @@ def sensitivity(
         >>> sorted(row.path for row in found.ranking), found.modules["0"]["fp16"].alone.sqnr_db > 40
         (['0', '2'], True)
     """
-    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.work import CalibrationData
 
     check_whole("runs", runs, 0, MOST_RUNS)
@@ -260,7 +260,7 @@ def sensitivity(
             f"{given} has no effect on an estimate, for which nothing is quantized; leave it out"
         )
     tagged = read_flat(model)
-    serving = Serving(tagged, dims, shapes)
+    serving = AutoPrecision(tagged, dims, shapes)
     chosen = _precisions(precisions, serving)
     if not estimate:
         tagged.require_exact_tags()
@@ -300,7 +300,7 @@ def sensitivity(
     )
 
 
-def _precisions(given: Sequence[Any] | str, serving: Serving) -> dict[str, Precision]:
+def _precisions(given: Sequence[Any] | str, serving: AutoPrecision) -> dict[str, Precision]:
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import PRECISIONS, precision_of
 

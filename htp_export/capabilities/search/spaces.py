@@ -21,7 +21,7 @@ from htp_export.weights.products import products_of
 
 if TYPE_CHECKING:
     from htp_export.capabilities.prune.sparsities import Sparsity
-    from htp_export.capabilities.quantize.choosing import Serving
+    from htp_export.capabilities.quantize.choosing import AutoPrecision
     from htp_export.capabilities.quantize.method import Precision
 
 Space: TypeAlias = Mapping[str, Sequence[Any]] | Sequence[Any]
@@ -132,7 +132,7 @@ def kept_precision() -> Precision:
     return PRECISIONS["fp32"]
 
 
-def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: Serving) -> list[str]:
+def _choices_of(values: Any, known: dict[str, ModuleChoice], serving: AutoPrecision) -> list[str]:
     """The names of several choices, which are added to those that are known."""
     from htp_export.capabilities.quantize.method import Precision
     from htp_export.capabilities.quantize.precisions import PRECISIONS
@@ -253,7 +253,7 @@ def read_space(
     space: Space,
     select: str | Sequence[str] | None,
     depth: int | None,
-    serving: Serving,
+    serving: AutoPrecision,
 ) -> SearchSpace:
     """The modules of a space and what they may become, as far as the graph allows it.
 

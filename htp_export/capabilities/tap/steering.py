@@ -116,7 +116,7 @@ class _Steering:
             result.name = new = self._edit.names.tensors.unused(f"{old}.steered")
             result.type, result.shape = value.type, value.shape
         else:
-            self._edit.take_place(value, result, readers, rest=f"{old}.base")
+            self._edit.replace_uses(value, result, readers, rest=f"{old}.base")
             new = str(value.name)
         self._rename(call, old, new, itself=enters and bool(call.path))
         self._values.update({str(each.name): each for each in (value, result)})

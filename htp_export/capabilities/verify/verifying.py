@@ -35,10 +35,10 @@ from htp_export.capabilities.verify.special_runs import Dump, DumpedRun, check_r
 from htp_export.capabilities.verify.training_mode import training_nodes
 from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
-from htp_export.exporter.caches import prepare_caches
 from htp_export.exporter.capture.calls import arguments_by_name, defaults_of
 from htp_export.exporter.capture.model_state import unchanged
-from htp_export.exporter.remembered import call_of, model_and_call
+from htp_export.exporter.export_arguments import prepare_caches
+from htp_export.exporter.export_cache import call_of, model_and_call
 from htp_export.format.leaves import named_leaves, named_tensors_in
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of

@@ -32,8 +32,8 @@ from htp_export.exporter.capture.patching import Wrap
 from htp_export.files.external_writers import written_whole
 from htp_export.files.filesystem import check_kind_of_target, is_special, why_not_writable
 from htp_export.files.protobuf_bytes import Weight
-from htp_export.files.replacing import replace_file
 from htp_export.files.structure import fault_of_names
+from htp_export.files.write_file import replace_file
 from htp_export.process.mapped_memory import MappedFiles, release_pages
 
 _LARGE_BYTES = 1 << 20  # writing smaller tensors takes no time that shows

@@ -18,7 +18,7 @@ from htp_export.exporter.capture.jit_calls import Matching, ScriptCalls, Trace
 from htp_export.exporter.capture.jit_rewriting import Stages, Translation, Versions
 from htp_export.exporter.capture.made_weights import JitWeights
 from htp_export.exporter.capture.modules import ModuleNames
-from htp_export.exporter.capture.root_call import RootCall, RootCalls
+from htp_export.exporter.capture.root_module_call import RootCall, RootCalls
 from htp_export.exporter.capture.running import Guarded
 from htp_export.exporter.capture.saving import KeptWeights
 from htp_export.exporter.capture.torch_internals import keep_autocast_cache, run_after_hooks

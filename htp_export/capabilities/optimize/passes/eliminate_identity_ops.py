@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import changed, decline, register
-from htp_export.editing.editing import constant_array, stand_in
+from htp_export.editing.editing import constant_array, replace_with
 from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RESHAPING, is_standard
 from htp_export.shapes.symbolic import Symbolic
 
@@ -43,7 +43,7 @@ class EliminateIdentityOps(ir.passes.InPlacePass):
                 if source is None:
                     continue
                 kind = _KINDS.get(node.op_type, "eliminate_identity_ops")
-                if stand_in(node.outputs[0], source):
+                if replace_with(node.outputs[0], source):
                     is_weight = kind == "identity" and source.const_value is not None
                     modified = changed("identity_weight" if is_weight else kind, node)
                     graph.remove(node, safe=True)

@@ -7,7 +7,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.attention_matching import guarded
 from htp_export.capabilities.optimize.registry import NodePass, register
-from htp_export.editing.editing import constant_array, is_boundary, stand_in
+from htp_export.editing.editing import constant_array, is_boundary, replace_with
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
 
@@ -34,7 +34,7 @@ class EliminateNanGuards(NodePass):
         is_over_keys = normalized(softmax.attributes.get_int("axis", -1), rank) == rank - 1
         if not is_over_keys or self.known.dtype(weights) in (None, ir.DataType.FLOAT16):
             return False
-        return _has_finite_rows(softmax.inputs[0]) and stand_in(node.outputs[0], weights)
+        return _has_finite_rows(softmax.inputs[0]) and replace_with(node.outputs[0], weights)
 
 
 def _has_finite_rows(value: ir.Value | None, *, masked: bool = True) -> bool:

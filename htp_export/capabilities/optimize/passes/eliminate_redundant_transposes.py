@@ -6,7 +6,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.optimize.passes.eliminate_identity_ops import NEEDS_A_NAME
 from htp_export.capabilities.optimize.registry import NodePass, changed, decline, register
-from htp_export.editing.editing import is_boundary, replace, stand_in
+from htp_export.editing.editing import is_boundary, replace, replace_with
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.symbolic import Symbolic
 
@@ -34,7 +34,7 @@ class EliminateRedundantTransposes(NodePass):
             source = first.inputs[0]
         if kind == "chained_transposes":
             replace(node, [ir.node("Transpose", [source], {"perm": joint})])
-        elif not stand_in(node.outputs[0], source):
+        elif not replace_with(node.outputs[0], source):
             return decline(kind, nodes, NEEDS_A_NAME)
         return changed(kind, node)
 

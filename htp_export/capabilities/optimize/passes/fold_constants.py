@@ -16,7 +16,7 @@ from htp_export.editing.editing import (
     is_constant,
     release,
     remove_unused,
-    stand_in,
+    replace_with,
 )
 from htp_export.format.recipes import CONSTANT, Recipe
 from htp_export.model.neighbours import connected
@@ -170,7 +170,7 @@ def _store(
     )
     if growth:
         stored.meta[GROWTH] = growth
-    return stand_in(value, stored)
+    return replace_with(value, stored)
 
 
 LEAST_ROOM = 1 << 20

@@ -29,7 +29,7 @@ from htp_export.editing.editing import (
     constant_array,
     remove_unused,
     replace,
-    stand_in,
+    replace_with,
 )
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.model.recipes import lift_constants
@@ -123,7 +123,7 @@ class FuseGroupQueryAttention(NodePass):
             self._lengths.replace_shape(value, lengths, lengths.total, self.known)
         replace(found.end, nodes)
         for old, new_value in zip(present, node.outputs[1:], strict=True):
-            stand_in(old, new_value)
+            replace_with(old, new_value)
 
     def _tables_of(
         self, rotation: Rotation, lengths: Lengths, nodes: list[ir.Node]
@@ -193,7 +193,7 @@ def _prepare(model: ir.Model) -> bool:
     modified = lift_constants(model)
     for node in list(model.graph):
         only = node.inputs[0] if is_standard(node, "Concat") and len(node.inputs) == 1 else None
-        if only is not None and stand_in(node.outputs[0], only):
+        if only is not None and replace_with(node.outputs[0], only):
             model.graph.remove(node, safe=True)
             modified = True
     return modified

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import register
-from htp_export.editing.editing import release, remove_unused, stand_in
+from htp_export.editing.editing import release, remove_unused, replace_with
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import is_standard
@@ -57,7 +57,7 @@ def inline_branch(model: ir.Model, graph: ir.Graph, node: ir.Node, name: str) ->
                 value.name = taken.unused(str(value.name))
         graph.insert_before(node, inner)
     for old, new in zip(node.outputs, results, strict=True):
-        stand_in(old, new)
+        replace_with(old, new)
     release(node)
     graph.remove(node)
     return True

@@ -12,7 +12,7 @@ from htp_export.editing.editing import (
     constant_array,
     is_constant,
     replace,
-    stand_in,
+    replace_with,
 )
 from htp_export.format.recipes import step
 from htp_export.model.recipes import recipe_of
@@ -38,7 +38,7 @@ class MergeConstantSums(NodePass):
         is_zero = (
             not numbers.any() and shape is not None and shape == self.known.shape(node.outputs[0])
         )
-        if is_zero and stand_in(node.outputs[0], value):
+        if is_zero and replace_with(node.outputs[0], value):
             return True
         inner = absorbed(value, "Add")
         source, others = _summand(inner)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import absorbed, integers, register
-from htp_export.editing.editing import is_boundary, remove_unused, replace, stand_in
+from htp_export.editing.editing import is_boundary, remove_unused, replace, replace_with
 from htp_export.model.neighbours import producer_of
 from htp_export.shapes.known import normalized
 from htp_export.shapes.operator_kinds import is_standard
@@ -190,6 +190,6 @@ def put_split(
     for (_, node), new in zip(parts, outputs, strict=True):
         old = node.outputs[0]
         name = old.name
-        if stand_in(old, new):
+        if replace_with(old, new):
             graph.remove(node, safe=True)
             new.name = name

@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from htp_export.capabilities.optimize.registry import NodePass, integers, register
-from htp_export.editing.editing import add_constant, replace, stand_in
+from htp_export.editing.editing import add_constant, replace, replace_with
 from htp_export.model.neighbours import only_consumer, producer_of
 from htp_export.shapes.known import Contents
 from htp_export.shapes.operator_kinds import is_standard
@@ -69,9 +69,9 @@ class SimplifyShapeChains(NodePass):
             if value.is_graph_output():
                 return False
             array = np.array(flat, dtype=dtype.numpy()).reshape(contents.shape)
-            return stand_in(value, add_constant(self.graph, array, f"{value.name}_folded"))
+            return replace_with(value, add_constant(self.graph, array, f"{value.name}_folded"))
         earlier = self._seen.setdefault((dtype, contents.shape, *flat), value)
-        return earlier is not value and stand_in(value, earlier)
+        return earlier is not value and replace_with(value, earlier)
 
     def _put_together(self, node: ir.Node, contents: Contents) -> bool:
         """Replace a shape that ``Where`` selects by the ``Concat`` of its elements."""

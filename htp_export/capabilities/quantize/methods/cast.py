@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.method import Method, Precision
 from htp_export.capabilities.quantize.work import Facts, Left, Work, is_packed
-from htp_export.editing.editing import take_place
+from htp_export.editing.editing import replace_uses
 from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
 from htp_export.format.recipes import step
@@ -383,7 +383,7 @@ class _Casting:
             maker.graph.insert_after(maker, back)
             result = back.outputs[0]
             result.metadata_props.update(value.metadata_props)
-            take_place(
+            replace_uses(
                 value, result, others, self._names.tensors.unused(f"{value.name}_{self._suffix}")
             )
         value.type = ir.TensorType(self._type)

@@ -17,9 +17,9 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from htp_export.errors import FileError
-from htp_export.files import protobuf_bytes, stored
+from htp_export.files import lazy_tensor, protobuf_bytes
+from htp_export.files.lazy_tensor import FileTensor, slots
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.stored import FileTensor, slots
 
 SIDE = 200  # of the weights: 160 kB each
 
@@ -383,7 +383,7 @@ def test_a_tensor_that_has_not_the_bytes_that_it_says_is_not_written(file):
 
 
 def test_more_than_a_message_holds_is_not_written(file, monkeypatch):
-    monkeypatch.setattr(stored, "_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(lazy_tensor, "_MESSAGE_BYTES", 100_000)
     with pytest.raises(FileError, match="more than protobuf reads; give it external data"):
         write_model(read_model(file), file.with_name("copy.onnx"))
     assert [path.name for path in file.parent.iterdir()] == ["model.onnx"]
@@ -415,7 +415,7 @@ ROOT = Path(__file__).parents[2]
 _COPY = """
 import sys
 from htp_export.files.model_files import read_model, write_model
-from htp_export.files.stored import slots
+from htp_export.files.lazy_tensor import slots
 from tools.peak_memory import PeakOfOwn, status
 before = status("RssAnon")
 with PeakOfOwn() as peak:

@@ -16,11 +16,11 @@ from htp_export.exporter.capture import patches, running, torch_internals
 from htp_export.exporter.capture.dynamo import DynamoCapture
 from htp_export.exporter.capture.modules import ModuleNames, keep_training_modes, refused_modules
 from htp_export.exporter.capture.onnx_graph import nodes_of_model
-from htp_export.exporter.capture.root_call import RootCalls
+from htp_export.exporter.capture.root_module_call import RootCalls
 from htp_export.exporter.capture.running import export_untagged, seam
 from htp_export.exporter.capture.saving import save_whole
 from htp_export.exporter.capture.torchscript import TorchScriptCapture
-from htp_export.exporter.made_tags import make_tags
+from htp_export.exporter.write_tags import make_tags
 from htp_export.files.protobuf_bytes import SerializedModel
 from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo

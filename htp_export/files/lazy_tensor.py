@@ -193,7 +193,7 @@ class FileTensor(ir.TensorProtoTensor):
         return held
 
 
-def stand_in(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
+def replace_with(tensor: ir.TensorProtocol, marks: Marks) -> ir.TensorProtocol | None:
     """Return a copy of a tensor with a mark instead of its values; None for a tensor that protobuf can write."""
     if (
         isinstance(tensor, ir.ExternalTensor)
