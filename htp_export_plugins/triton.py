@@ -17,6 +17,7 @@ from pathlib import Path
 from htp_export.capabilities.partition.partitions import Partition, Stage, StageTensor
 from htp_export.errors import InputError
 from htp_export.files.model_files import read_model, write_model
+from htp_export.runtime.faulty_optimizers import DISABLED, INACCURATE
 
 __all__ = ["write_stages"]
 
@@ -63,10 +64,7 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
         ends += [
             _tensor("output", key, tensor, scalar=True) for key, tensor in stage.outputs.items()
         ]
-        # Without its session entries, ONNX Runtime may crash at the highest level, and Triton
-        # passes none on.
-        level = ["optimization { graph { level: 1 } }"] if stage.session_config else []
-        _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *level])
+        _write(version.parent, step, 'backend: "onnxruntime"', [*ends, *_level(stage)])
     version = folder / REPOSITORY / name / "1"
     version.mkdir(parents=True)
     (version / ".keep").touch()  # Triton wants a version, and an ensemble has nothing to put there
@@ -82,6 +80,18 @@ def write_stages(partition: Partition, folder: Path) -> Partition:
     ]
     _write(version.parent, name, 'platform: "ensemble"', [*ends, _scheduling(partition, steps)])
     return replace(partition, stages=tuple(stages))
+
+
+def _level(stage: Stage) -> list[str]:
+    """The level at which ONNX Runtime does not have the optimisers that it has to leave out: Triton passes no entries.
+
+    1 is the second level, -1 the first:
+    https://github.com/triton-inference-server/onnxruntime_backend#model-config-options.
+    """
+    if not stage.session_config:
+        return []
+    is_of_second_level = INACCURATE in stage.session_config.get(DISABLED, "").split(";")
+    return [f"optimization {{ graph {{ level: {-1 if is_of_second_level else 1} }} }}"]
 
 
 def _write(folder: Path, name: str, runs: str, parts: Iterable[str]) -> None:

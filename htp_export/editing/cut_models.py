@@ -18,7 +18,7 @@ from htp_export.lineage.owner_rule import Owned
 from htp_export.model.cutting import Cut, same_dimensions
 from htp_export.model.regions import all_nodes, all_values
 from htp_export.model.tagged import TaggedModel
-from htp_export.model.tensor_names import rename
+from htp_export.model.tensor_names import UsedNames, rename
 
 _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start and end
 
@@ -140,14 +140,17 @@ def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
     by_name = {value.name: value for value in graph.initializers.values()}
     computed: dict[ir.Value, ir.Value] = {}
     nodes: list[ir.Node] = []
+    sizes = (value for node in part.size_nodes for value in node.outputs)
+    names = UsedNames(
+        value.name for value in (*all_values(graph), *part.outputs.values(), *sizes) if value.name
+    )
     for node in part.size_nodes:
         places = None
         if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
             places = same_dimensions(node, list(part.inputs.values()))
         if places is not None:
-            built = _read_dimensions(
-                places, counterparts, graph.opset_imports.get("", 1), str(node.outputs[0].name)
-            )
+            opset, name = graph.opset_imports.get("", 1), str(node.outputs[0].name)
+            built = _read_dimensions(places, counterparts, opset, name, names)
             nodes.extend(built)
             result = [built[-1].outputs[0]]
         else:
@@ -184,8 +187,9 @@ def _read_dimensions(
     counterparts: Mapping[ir.Value, ir.Value],
     opset: int,
     name: str,
+    names: UsedNames,
 ) -> list[ir.Node]:
-    """Nodes whose last one gives the dimensions as a vector of int64."""
+    """Nodes whose last one gives the dimensions as a vector of int64; names of tensors begin with ``name``."""
     nodes: list[ir.Node] = []
     for place in places:
         if isinstance(place, int):
@@ -206,11 +210,9 @@ def _read_dimensions(
                 axis,
                 ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0}),
             ]
-            shape.outputs[0].name, axis.outputs[0].name = (
-                f"{name}.{len(nodes)}.shape",
-                f"{name}.{len(nodes)}.axis",
-            )
-        nodes[-1].outputs[0].name = f"{name}.{len(nodes)}"
+            shape.outputs[0].name = names.unused(f"{name}.{len(nodes)}.shape")
+            axis.outputs[0].name = names.unused(f"{name}.{len(nodes)}.axis")
+        nodes[-1].outputs[0].name = names.unused(f"{name}.{len(nodes)}")
     ends = [
         node.outputs[0]
         for node in nodes

@@ -16,7 +16,9 @@ from htp_export.lineage.records import record_replacement
 from htp_export.model.boundaries import BOUNDARY
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.recipes import recorded
+from htp_export.model.regions import all_values
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import UsedNames
 from htp_export.shapes.operator_kinds import is_standard, subgraphs
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -28,7 +30,11 @@ def is_boundary(value: ir.Value) -> bool:
 
 
 def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONSTANT) -> ir.Value:
-    """A new initializer; the name is made unique. ``recipe``: how it was made of parameters, if it was."""
+    """A new initializer; ``recipe``: how it was made of parameters, if it was.
+
+    The name is made unique among initializers alone: `separate_names` tells those of others apart
+    after each change.
+    """
     return add_initializer(graph, ir.tensor(array), name, recipe)
 
 
@@ -57,6 +63,7 @@ def _unique(graph: ir.Graph, name: str) -> str:
 
 def register_constants(graph: ir.Graph) -> None:
     """Register constants that nodes read as initializers: onnxscript's rules forget some."""
+    used: UsedNames | None = None
     for node in graph:
         for value in node.inputs:
             if (
@@ -66,7 +73,10 @@ def register_constants(graph: ir.Graph) -> None:
                 or value.graph is not None
             ):
                 continue
-            value.name = _unique(graph, value.name or "constant")
+            used = used or UsedNames(
+                (each.name for each in all_values(graph) if each.name), first=1
+            )
+            value.name = used.unused(value.name or "constant")
             graph.register_initializer(value)
 
 

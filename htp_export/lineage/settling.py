@@ -23,6 +23,7 @@ from htp_export.lineage.records import changes_are_checked
 from htp_export.model.boundaries import BOUNDARY
 from htp_export.model.regions import GraphIndex
 from htp_export.model.tagged import TaggedModel
+from htp_export.model.tensor_names import names_now, separate_names
 from htp_export.shapes.operator_kinds import without_copies
 
 
@@ -156,7 +157,7 @@ class Bookkeeping:
             path for path, calls in self._signatures.items() if is_unread(calls)
         }
         self._note_boundary()
-        self._snapshot = Snapshot(tagged.model)
+        self._snapshot, self._names = Snapshot(tagged.model), names_now(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
         self._excused: dict[str, set[str]] = {}
         if self._signatures:
@@ -174,7 +175,7 @@ class Bookkeeping:
         }
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
         twin._note_boundary()
-        twin._snapshot = Snapshot(twin.model)
+        twin._snapshot, twin._names = Snapshot(twin.model), names_now(twin.model)
         return twin
 
     def _crossing(self) -> set[str]:
@@ -207,10 +208,11 @@ class Bookkeeping:
 
         ``part``: The nodes that were to be changed, if only some were.
         """
+        separate_names(self.model, self._names)
         before, after = self._snapshot, Snapshot(self.model)
         after.check(before)
         difference = self.difference = PassDifference.between(before, after)
-        self._snapshot = after
+        self._snapshot, self._names = after, names_now(self.model)
         if changes_are_checked():
             difference.check_records()
         fused: dict[str, tuple[str, ...]] = {}

@@ -56,13 +56,99 @@ class Names:
     """The names of a model that is being changed: of its tensors and of its nodes."""
 
     def __init__(self, model: ir.Model) -> None:
-        graphs = (model.graph, *(function.graph for function in model.functions.values()))
+        graphs = list(_wholes(model))
         self.tensors = UsedNames(
             str(value.name) for graph in graphs for value in all_values(graph) if value.name
         )
         self.nodes = UsedNames(
             str(node.name) for graph in graphs for node in graph.all_nodes() if node.name
         )
+
+
+def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
+    """The tensors and nodes of a model, in subgraphs and functions too, with their names, for `separate_names`."""
+    found: dict[ir.Value | ir.Node, str | None] = {}
+    for graph in _wholes(model):
+        found.update((value, value.name) for value in all_values(graph))
+        found.update((node, node.name) for node in graph.all_nodes())
+    return found
+
+
+def separate_names(model: ir.Model, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
+    """Rename what was added or renamed after `names_now` and has the name of another tensor or node.
+
+    Inputs and outputs of the model keep their names. Subgraphs of one node may have equal names, as
+    ONNX allows it.
+
+    Examples:
+        >>> x, old, new = ir.val("x"), ir.val("x_scale"), ir.val("x_scale")
+        >>> graph = ir.Graph([x], [old], nodes=[ir.node("Relu", [x], outputs=[old])], opset_imports={"": 20})
+        >>> model = ir.Model(graph, ir_version=10)
+        >>> before = names_now(model)
+        >>> graph.append(ir.node("Neg", [x], outputs=[new]))
+        >>> separate_names(model, before)
+        >>> old.name, new.name
+        ('x_scale', 'x_scale_2')
+    """
+    for graph in _wholes(model):
+        _Separation(graph, before).run()
+
+
+class _Separation:
+    """The tensors and nodes of a graph with subgraphs, and which of them keep their names."""
+
+    def __init__(self, graph: ir.Graph, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
+        self._graph, self._before = graph, before
+        self._fixed = frozenset((*graph.inputs, *graph.outputs))
+        self._nodes = list(graph.all_nodes())
+
+    def run(self) -> None:
+        """Rename what has the name of another tensor or node."""
+        kept = {value.name for value in all_values(self._graph) if self._keeps(value)}
+        if shared := list(self._shared(self._graph, set(), kept)):
+            names = UsedNames(value.name for value in all_values(self._graph) if value.name)
+            for value in shared:
+                rename(value, names.unused(str(value.name)))
+        self._separate_nodes()
+
+    def _keeps(self, it: ir.Value | ir.Node) -> bool:
+        return it in self._fixed or (it in self._before and self._before[it] == it.name)
+
+    def _shared(
+        self, graph: ir.Graph, visible: set[str | None], kept: set[str | None]
+    ) -> Iterator[ir.Value]:
+        """The values to rename: each has the name of one that keeps it, or of one before it in reach of it."""
+        own: set[str | None] = set()
+        results = [value for node in graph for value in node.outputs if value.name]
+        for value in dict.fromkeys((*graph.inputs, *graph.initializers.values(), *results)):
+            if not self._keeps(value) and any(
+                value.name in names for names in (kept, own, visible)
+            ):
+                yield value
+            own.add(value.name)
+        new = own - visible
+        visible |= new
+        for node in graph:
+            for body in subgraphs(node):
+                yield from self._shared(body, visible, kept)
+        visible -= new
+
+    def _separate_nodes(self) -> None:
+        kept = {node.name for node in self._nodes if self._keeps(node)}
+        names: UsedNames | None = None
+        for node in self._nodes:
+            if not node.name or self._keeps(node):
+                continue
+            if node.name in kept:
+                names = names or UsedNames(each.name for each in self._nodes if each.name)
+                node.name = names.unused(node.name)
+            kept.add(node.name)
+
+
+def _wholes(model: ir.Model) -> Iterator[ir.Graph]:
+    """The graphs that are in no other one."""
+    yield model.graph
+    yield from (function.graph for function in model.functions.values())
 
 
 def make_node_names_unique(graph: ir.Graph) -> bool:
@@ -184,7 +270,7 @@ class _Namer:
     def named(self) -> tuple[Mapping[ir.Node, str], Mapping[ir.Value, str]]:
         """The names of all nodes and tensors; a function has names of its own."""
         model = self.tagged.model
-        for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for graph in _wholes(model):
             self._name_graph(graph)
         return self._nodes, self._tensors
 
@@ -269,8 +355,7 @@ def _percent(match: re.Match[str]) -> str:
 
 def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
     """Rename tensors; initializers all at once, because one may get the name that another one has."""
-    wholes = (model.graph, *(function.graph for function in model.functions.values()))
-    graphs = [graph for whole in wholes for graph in (whole, *whole.subgraphs())]
+    graphs = [graph for whole in _wholes(model) for graph in (whole, *whole.subgraphs())]
     stored = {graph: list(graph.initializers.values()) for graph in graphs}
     for graph in stored:
         for name in list(graph.initializers):  # clear() takes time by the square of their number

@@ -62,8 +62,8 @@ class Samples:
         """The runs that a user's data stand for; random ones for None.
 
         ``passes`` is how often they are read: an iterator, which can be read once, is kept in
-        memory for a second time. An InputError if they are no data; its subclasses name the file or
-        the factory at fault.
+        memory for a second time. If it is read again all the same, an InputError says so. So does
+        one if they are no data; its subclasses name the file or the factory at fault.
         """
         check_whole("seed", seed, 0, MOST_SEED - _RANDOM_RUNS)
         return cls(_runs_of(data, shapes, seed, passes), Inputs.of(model), dims, shapes, seed)
@@ -132,9 +132,37 @@ def _runs_of(
             "shapes are those of random inputs, and data have their own; give one of them"
         )
     runs = _runs(data, seed)
+    if not _is_iterator(runs):
+        return runs
+    return list(iterated(runs, "data")) if passes > 1 else _ReadOnce(runs)
+
+
+def repeatable(data: Data | None) -> Data | None:
+    """Data that can be read any number of times: the runs of an iterator, which is read now; other data as they are."""
+    if isinstance(data, Iterable) and not isinstance(data, str) and _is_iterator(data):
+        return list(iterated(data, "data"))
+    return data
+
+
+def _is_iterator(runs: Iterable[Any]) -> bool:
+    """Whether runs can be read once: each iteration goes on where the one before ended."""
     with user_code("data"):
-        once = iter(runs) is runs
-    return list(iterated(runs, "data")) if once and passes > 1 else runs
+        return iter(runs) is runs
+
+
+class _ReadOnce(Iterable[Run]):
+    """An iterator over runs, of which a second iteration would find none."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self._runs: Iterable[Run] | None = runs
+
+    def __iter__(self) -> Iterator[Run]:
+        runs, self._runs = self._runs, None
+        if runs is None:
+            raise InputError(
+                "data are an iterator, which can be read once, and are needed again; give a list of runs"
+            )
+        return iter(runs)
 
 
 def _runs(data: Any, seed: int) -> Iterable[Run]:

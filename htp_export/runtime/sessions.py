@@ -20,7 +20,7 @@ from htp_export.files.lazy_tensor import slots
 from htp_export.files.model_files import read_model, write_for_tool
 from htp_export.format import tags
 from htp_export.runtime.arrays import Array, from_ort, to_ort
-from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
+from htp_export.runtime.faulty_optimizers import DISABLED, faulty_optimizers
 from htp_export.runtime.inputs import Inputs
 
 LARGE_BYTES = 256 << 20
@@ -354,8 +354,10 @@ def _load(model: RunnableModel, settings: SessionSettings, changes: OptionChange
     quiet = {"log_severity_level": max(_FATAL, options.log_severity_level)}
     entries = {_WEIGHTS_FOLDER: os.fspath(model.folder)} if model.folder is not None else {}
     level = changes.attributes.get("graph_optimization_level", options.graph_optimization_level)
-    if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and can_crash(_graph_of(model)):
-        entries[DISABLED] = ";".join(filter(None, [entry_of(options, DISABLED), AT_FAULT]))
+    if level != onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL and (
+        faulty := faulty_optimizers(_graph_of(model))
+    ):
+        entries[DISABLED] = ";".join(filter(None, [entry_of(options, DISABLED), *faulty]))
     changes = OptionChanges({**quiet, **changes.attributes}, {**entries, **changes.entries})
     source = model.source if isinstance(model.source, bytes) else os.fspath(model.source)
     with _restored(options, changes) if settings.options is not None else contextlib.nullcontext():

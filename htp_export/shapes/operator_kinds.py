@@ -114,6 +114,25 @@ def is_standard(node: ir.Node | None, *op_types: str) -> bool:
     return node is not None and node.domain == "" and (not op_types or node.op_type in op_types)
 
 
+_QUANTIZING = ("", "com.microsoft")
+"""The domains of linear quantization: before opset 21, ONNX Runtime has integers of 16 bits in its own alone."""
+
+
+def quantizes(node: ir.Node | None) -> bool:
+    """Whether a node is there and is ``QuantizeLinear``, of ONNX or of ONNX Runtime.
+
+    Examples:
+        >>> quantizes(ir.node("QuantizeLinear", [ir.val("x"), ir.val("scale")], domain="com.microsoft"))
+        True
+    """
+    return node is not None and node.op_type == "QuantizeLinear" and node.domain in _QUANTIZING
+
+
+def dequantizes(node: ir.Node | None) -> bool:
+    """The same of ``DequantizeLinear``."""
+    return node is not None and node.op_type == "DequantizeLinear" and node.domain in _QUANTIZING
+
+
 def without_copies(value: ir.Value) -> ir.Value:
     """The tensor that ``Identity`` nodes before a value copy; the value itself where there are none.
 

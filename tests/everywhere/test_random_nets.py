@@ -27,7 +27,7 @@ from htp_export.errors import InputError, RuleError, ToolError
 from htp_export.format import tags
 from htp_export.model.regions import all_values
 from htp_export.model.tensor_names import rename
-from htp_export.runtime.crashes import safe_entries
+from htp_export.runtime.faulty_optimizers import safe_entries
 from htp_export.weights.rebuilding import rebuilt
 from tests.exporting import BOTH
 from tests.extract.test_cutting import run_file, wrong_parts

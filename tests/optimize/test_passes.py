@@ -1,11 +1,17 @@
 """Each pass on a net of its own: what is left, that values stay, whose the nodes are, and what it leaves alone."""
 
+import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
+import onnx_ir as ir
 import pytest
 
+import htp_export
 from htp_export.capabilities.optimize.registry import DEFAULT, available
+from htp_export.format import tags
+from htp_export.model.regions import all_values
 from tests.graphs import array, feeds, ops, owners, passed, reasons, same, tagged
 
 Signatures = dict[str, tuple[list[str], list[str]]]
@@ -421,6 +427,74 @@ def test_pass(case):
         value.name for value in model.graph.outputs
     ]
     assert same(model, changed, found.tolerance, **feeds(model, m=5))
+
+
+# --- names that passes derive ---
+
+
+def _names(model: ir.Model) -> list[str]:
+    return [str(value.name) for value in all_values(model.graph) if value.name]
+
+
+def _node_names(model: ir.Model) -> list[str]:
+    return [str(node.name) for node in model.graph.all_nodes()]
+
+
+def _taken(model: ir.Model, tensors: Iterable[str], nodes: Iterable[str]) -> ir.Model:
+    """A copy in which results of the model, and nodes, have these names already, for the first pass and later ones."""
+    copy = model.clone()
+    pairs = itertools.zip_longest(sorted(tensors), sorted(nodes))
+    for number, (tensor, node) in enumerate(pairs):
+        result = ir.val(tensor or f"unlike any {number}", ir.DataType.FLOAT, [1])
+        metadata = {tags.MODULE: "", tags.REASON: "scope"}
+        noise = ir.node(
+            "RandomNormal",
+            [],
+            {"shape": [1], "seed": float(number)},
+            outputs=[result],
+            metadata_props=metadata,
+        )
+        noise.name = node or f"unlike any {number}"
+        copy.graph.append(noise)
+        copy.graph.outputs.append(result)
+    return copy
+
+
+@pytest.mark.parametrize("case", CHANGED)
+def test_names_that_a_pass_derives_may_be_taken(case):
+    found = CHANGED[case]
+    model = tagged(found.graph, found.signatures, found.opset, **found.weights)
+    changed, _ = passed(model, *found.passes.split())
+    tensors, nodes = (
+        set(_names(changed)) - {*_names(model)},
+        set(_node_names(changed)) - {*_node_names(model)},
+    )
+    numbered = {f"{name}_{number}" for name in tensors for number in (1, 2)}
+    full = _taken(model, tensors | numbered, nodes)
+    again, _ = passed(full, *found.passes.split())
+    assert len(set(_names(again))) == len(_names(again))
+    assert len(set(_node_names(again))) == len(_node_names(again))
+    assert {*_names(full)} - {*_names(model)} <= {*_names(again)}
+    assert same(full, again, found.tolerance, **feeds(model, m=5))
+
+
+@pytest.mark.parametrize("level", ["tolerant", "fused"])
+def test_names_of_folded_weights_may_be_those_of_results_and_of_tensors_of_branches(
+    level, tmp_path
+):
+    text = """(float[1, 2, 6, 6] x, bool given) => (float y, float w_normalized) {
+        [conv] c = Conv (x, w) [norm] b = BatchNormalization (c, gamma, beta, mean, variance) [act] y = Relu (b)
+        [other] w_normalized = If (given) <then_branch = t () => (float w_bias) { w_bias = Neg (y) },
+            else_branch = e () => (float w_bias) { w_bias = Abs (y) }> }"""
+    model = tagged(text, **_OF_CONVOLUTION)
+    for node in model.graph.all_nodes():
+        node.metadata_props.update(
+            {tags.MODULE: "other", tags.REASON: "scope", **node.metadata_props}
+        )
+    htp_export.optimize(model, file := tmp_path / "made.onnx", level=level)
+    changed = ir.load(file)
+    assert "BatchNormalization" not in ops(changed)
+    assert same(model, changed, 1e-4, x=array(1, 2, 6, 6), given=np.array(True))
 
 
 # --- what passes leave alone ---

@@ -325,11 +325,11 @@ class TestFailures:
                 raise PartError("these do not go together")
             return sum(numbers)
 
-        result, faulty = without_faulty(range(64), attempt)
+        result, faulty = without_faulty(range(64), attempt, lambda number: [str(number)])
         assert set(faulty) == {7, 30, 50}
         assert result == sum(range(64)) - 87
         assert len(tried) < 48
-        alone, why = without_faulty([7], attempt)
+        alone, why = without_faulty([7], attempt, lambda number: [str(number)])
         assert (alone, set(why)) == (None, {7})
 
     def test_of_too_many_layers_ends_soon(self):
@@ -339,9 +339,49 @@ class TestFailures:
             tried.append(numbers)
             raise PartError("no such argument")
 
-        with pytest.raises(PartError, match="no such argument"):
-            without_faulty(range(10_000), attempt)
+        result, faulty = without_faulty(
+            range(10_000), attempt, lambda number: [f"Gemm {number % 500}", "Gemm"]
+        )
+        assert (result, len(faulty)) == (None, 10_000)
+        assert str(faulty[0]) == "no such argument"
+        assert (
+            str(faulty[5000])
+            == "not tried after failures, one of which on a similar Gemm 0: no such argument"
+        )
+        assert (
+            str(faulty[5300])
+            == "not tried after failures, one of which on a similar Gemm: no such argument"
+        )
         assert len(tried) < 200
+
+    def test_of_too_many_layers_leaves_those_that_are_not_alike(self):
+        tried: list[int] = []
+
+        def attempt(numbers: Any) -> int:
+            tried.append(len(numbers))
+            if any(number % 3 == 0 for number in numbers):
+                raise PartError("divisible by 3")
+            return sum(numbers)
+
+        numbers = range(3000)
+        result, faulty = without_faulty(
+            numbers, attempt, lambda number: [f"Conv {number % 3}", "Conv"]
+        )
+        assert set(faulty) == set(range(0, 3000, 3))
+        assert result == sum(number for number in numbers if number % 3)
+        assert len(tried) < 300
+
+    @pytest.mark.parametrize(("precision", "method"), [("u8s8", "static"), ("int4", "weights")])
+    def test_of_forty_layers_stay_and_the_others_are_quantized(
+        self, precision, method, monkeypatch
+    ):
+        layers = [f"a{k} = MatMul(b{k},w) b{k + 1} = MatMul(a{k},v)" for k in range(40)]
+        text = f"g (float[3,8] x) => (float[3,8] y) {{ b0 = Identity(x) {' '.join(layers)} y = MatMul(b40,u) }}"
+        model = tagged_graph(text, w=drawn(8, 24) / 3, v=drawn(24, 8) / 5, u=drawn(8, 8))
+        self.fail_on([8, 24], monkeypatch, method)
+        result = htp_export.quantize(model, precision, data={"x": drawn(3, 8)})
+        assert {each.node for each in result.kept} == {f"a{k}" for k in range(40)}
+        assert result.operators == {precision: {"MatMul": 41}}
 
 
 def test_the_command_says_what_stays_and_refuses_it_with_strict(tmp_path, monkeypatch, capsys):

@@ -370,7 +370,9 @@ class TestCasts:
         x, file = torch.randn(2, 4), tmp_path / "net.onnx"
         htp_export.export(net, (x,), file, optimize=False, verbose=False)
         assert "SequenceAt" in {node.op_type for node in onnx.load(file).graph.node}
-        htp_export.quantize(file, "u8s8", small := tmp_path / "small.onnx", data=[{"x": x.numpy()}])
+        htp_export.quantize(
+            file, {"fc": "u8s8"}, small := tmp_path / "small.onnx", data=[{"x": x.numpy()}]
+        )
         htp_export.quantize(small, "fp16", tmp_path / "half.onnx")
         with torch.no_grad():
             assert np.allclose(
@@ -546,7 +548,7 @@ def test_other_commands_read_the_result(net, tmp_path):
     )
     assert checked.ok
     assert checked.modules["head"].max_abs > 0
-    again = htp_export.quantize(file, {"table": "fp32", "norm": "fp16"}, tmp_path / "again.onnx")
+    again = htp_export.quantize(file, {"table": "fp32", "second": "fp16"}, tmp_path / "again.onnx")
     assert not again.tagged.untagged
 
 

@@ -25,6 +25,7 @@ from tests.quantized import (
     assert_predicted,
     assert_tagged,
     outputs,
+    results,
     slow,
     written,
 )
@@ -160,6 +161,23 @@ class TestFloat8:
         assert np.allclose(found, reference, rtol=1e-4, atol=1e-4)
         assert_tagged(source, made, ".")
         assert_predicted(result, source, {".": "fp8"})
+
+    @pytest.mark.parametrize("exporter", EXPORTERS)
+    def test_a_relu_in_front_of_a_product_stays_in_the_sessions_of_users(self, exporter, tmp_path):
+        torch.manual_seed(0)
+        x, source, made = torch.randn(4, 16), tmp_path / "net.onnx", tmp_path / "made.onnx"
+        net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
+        written(net, (x,), source, exporter, ["x"])
+        [value] = onnx.load(source).graph.input
+        feed = {value.name: x.numpy()}
+        htp_export.quantize(source, "fp8", made, data=feed)
+        [reference] = ReferenceEvaluator(checked(made)).run(None, feed)
+        [expected] = outputs(source, feed)
+        assert 0 < np.abs(reference - expected).max() < 0.1 * np.abs(expected).max()
+        for optimized in (False, True):
+            assert np.allclose(
+                results(made, feed, optimized=optimized)[0], reference, rtol=1e-4, atol=1e-4
+            )
 
     def test_a_weight_that_is_read_along_both_axes_has_scales_and_names_for_each(self, tmp_path):
         text = "g (float[2,4] x) => (float[2,4] z) { y = MatMul(x, w) t = Relu(y) z = Gemm<transB=1>(t, w) }"

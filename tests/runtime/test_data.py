@@ -11,7 +11,7 @@ import pytest
 import htp_export
 from htp_export.errors import FileError, InputError, ModelSourceError, UserCodeError
 from htp_export.process.user_code import names_factory
-from htp_export.runtime.data import Samples, check_runs, single_run
+from htp_export.runtime.data import Samples, check_runs, repeatable, single_run
 from tests.handmade import encoder
 
 CODE = """
@@ -70,6 +70,27 @@ def test_runs_come_in_every_form(code):
     assert read(["runs/2.npz", run(7), "runs", f"{code}:runs"]) == [2, 7, 0, 1, 2, 0, 1, 2]
     assert read(Path(name) for name in ("runs/1.npz", "runs/0.npz")) == [1, 0]
     assert len(read(None)) == 4
+
+
+def test_an_iterator_that_is_read_again_all_the_same_is_told():
+    samples = Samples.of(iter([run(5), run(6)]), MODEL)
+    assert len(list(samples)) == 2
+    with pytest.raises(
+        InputError,
+        match="are an iterator, which can be read once, and are needed again; give a list",
+    ):
+        list(samples)
+
+
+@pytest.mark.parametrize(
+    "make", [iter, lambda runs: (each for each in runs), lambda runs: map(dict, runs), list]
+)
+def test_data_are_made_repeatable_once(make):
+    data = repeatable(make([run(5), run(6)]))
+    for _ in range(2):
+        assert [float(arrays["x"][0, 0]) for arrays in Samples.of(data, MODEL)] == [5, 6]
+    assert repeatable(None) is None
+    assert repeatable("runs") == "runs"
 
 
 def test_runs_are_read_when_it_is_their_turn():

@@ -207,6 +207,15 @@ class TestSensitivity:
         alone = estimated.modules["head"]["int4"].estimate
         assert found.modules["head"]["int4"].alone.error == pytest.approx(alone, rel=0.5)
 
+    def test_data_that_can_be_read_once_are_those_of_a_list(self, file, data):
+        def errors(given: Any, calibration: Any) -> list[float]:
+            result = htp_export.sensitivity(
+                file, ["int8", "u8s8"], data=given, calibration=calibration, select="head"
+            )
+            return [result.modules["head"][name].alone.error for name in ("int8", "u8s8")]
+
+        assert errors((run for run in data), iter(data[:2])) == errors(data, data[:2])
+
     def test_all_but_one_module(self, found):
         others = {path: rows["int4"].all_but.error for path, rows in found.modules.items()}
         assert min(others, key=others.__getitem__) == "blocks.1.0"
@@ -351,6 +360,16 @@ class TestSearch:
         assert measurer._measured(made).error == pytest.approx(
             found.pareto[0].values["error"], rel=1e-6
         )
+
+    def test_data_that_can_be_read_once_are_those_of_a_list(self, file, data):
+        plans: dict[str, Any] = {"head": ["int8", "fp32"], "blocks.0.0": ["u8s8", "fp32"]}
+
+        def found(given: Any, calibration: Any) -> list[Any]:
+            options: dict[str, Any] = {"objectives": ["error", "size"], "trials": 8}
+            result = htp_export.search(file, plans, data=given, calibration=calibration, **options)
+            return sorted(tuple(trial.values.values()) for trial in result.trials)
+
+        assert found((run for run in data), iter(data[:2])) == found(data, data[:2])
 
     def test_all_combinations_end_the_search(self, file, data):
         found = htp_export.search(

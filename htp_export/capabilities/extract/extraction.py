@@ -22,6 +22,7 @@ from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import type_and_shape
 from htp_export.model.tagged import HoldsModel, ModelSource, TaggedModel, load
+from htp_export.model.tensor_names import Names
 
 
 @dataclass(frozen=True)
@@ -234,11 +235,12 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
     made = dict.fromkeys(node for part in parts for node in (*part.nodes, *part.size_nodes))
     optional = [value for value in parts[0].initializers if value.is_graph_input()]
     remove_unused([value for node in made for value in node.outputs], made)
+    names = Names(changed.model)
     for old in now:
         producer = old.producer()
         # other modules share what it was made for
         if producer is not None and producer.graph is not None:
-            old.name = f"{old.name}.shared"
+            old.name = names.tensors.unused(f"{old.name}.shared")
     for node in changed.nodes:
         if node.graph is not None and changed.owners_of(node):
             tags.write_calls(node.metadata_props, calls.encode_calls(node, changed.owners_of(node)))

@@ -12,7 +12,7 @@ from htp_export.format.model_metadata import FACTORS, factor_name, read_lora
 from htp_export.model.neighbours import only_consumer
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
-from htp_export.shapes.operator_kinds import operator_of
+from htp_export.shapes.operator_kinds import dequantizes, operator_of, quantizes
 from htp_export.weights.products import LINEAR
 
 
@@ -171,9 +171,11 @@ def _behind_quantization(tagged: TaggedModel, path: str, y: ir.Value) -> ir.Valu
 
 
 def _dequantized(value: ir.Value) -> ir.Value | None:
-    quantize = only_consumer(value, "QuantizeLinear")
-    dequantize = quantize and only_consumer(quantize.outputs[0], "DequantizeLinear")
-    return dequantize.outputs[0] if dequantize else None
+    quantize = only_consumer(value)
+    dequantize = (
+        only_consumer(quantize.outputs[0]) if quantize is not None and quantizes(quantize) else None
+    )
+    return dequantize.outputs[0] if dequantize is not None and dequantizes(dequantize) else None
 
 
 def _result(tagged: TaggedModel, path: str, region: Region, call: int) -> ir.Value:

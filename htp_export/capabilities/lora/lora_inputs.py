@@ -38,7 +38,7 @@ from htp_export.plans.rules import modules_within
 from htp_export.process.progress import counted
 from htp_export.reporting.columns import Column
 from htp_export.reporting.tables import ModuleTable
-from htp_export.shapes.operator_kinds import is_standard
+from htp_export.shapes.operator_kinds import dequantizes, quantizes
 
 _CLASS = "torch.nn.modules.linear.Linear"
 
@@ -332,10 +332,10 @@ def release_ranges(graph: ir.Graph, changed: Iterable[ir.Value], named: Collecti
     count = 0
     starts: dict[ir.Value | None, int] = dict.fromkeys(changed, 1)
     depending = dependence(reads_and_results(graph), starts)
-    for quantize in [node for node in graph if is_standard(node, "QuantizeLinear")]:
+    for quantize in filter(quantizes, list(graph)):
         [levels], before = quantize.outputs, quantize.inputs[0]
         readers = [use.node for use in levels.uses()]
-        is_pair = readers and all(is_standard(node, "DequantizeLinear") for node in readers)
+        is_pair = readers and all(map(dequantizes, readers))
         if before is None or before not in depending or levels.is_graph_output() or not is_pair:
             continue
         for [after] in [node.outputs for node in readers]:

@@ -29,7 +29,7 @@ from htp_export.model.cutting import Cut, Cutter
 from htp_export.model.parts import Constants, constant_bytes, part_tensors, weight_bytes
 from htp_export.model.regions import all_nodes
 from htp_export.model.tagged import TaggedModel
-from htp_export.runtime.crashes import safe_entries
+from htp_export.runtime.faulty_optimizers import safe_entries
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from htp_export.model.model_faults import names_model_faults
 from htp_export.model.module_facts import ModuleFacts, contents_of
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import ModelSource, TaggedModel
+from htp_export.model.tensor_names import names_now, separate_names
 from htp_export.plans.rules import Assigned, assigned
 from htp_export.process.argument_types import MOST_SEED, check_whole
 from htp_export.process.progress import counted
@@ -154,6 +155,7 @@ def _pruned(
             raise InputError(
                 f"weight {weight.name!r} of module {owners[weight][0]!r} has NaN, which has no size"
             )
+    names = names_now(tagged.model)
     before = {weight: _counts(weight.value) for weight in counted(weights, "weights")}
     blocks = [
         path for path, value in wanted.modules.items() if value.kind == "blocks" and path in dropped
@@ -176,6 +178,7 @@ def _pruned(
 
     structured, matrices = those("channels", "heads"), those("rank")
     cut = cut_channels(tagged, structured, scores, together=together) if structured else Cut()
+    separate_names(tagged.model, names)
     for weight, mask in _masks(those("elements", "n:m"), scores, together=together).items():
         _apply(weight, mask)
     factors, full = factorise(tagged.refresh(), matrices) if matrices else ({}, {})

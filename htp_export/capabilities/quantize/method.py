@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 import onnx_ir as ir
 
-from htp_export.capabilities.quantize.ort_quantizers import tool_failures, without_faulty
+from htp_export.capabilities.quantize.ort_quantizers import kinds_of, tool_failures, without_faulty
 from htp_export.capabilities.quantize.weight_operators import separate_copies
 from htp_export.capabilities.quantize.work import Facts, Left, Work, named
 from htp_export.discovery import names_in, plug_in, plug_ins
@@ -26,7 +26,7 @@ from htp_export.editing.submodels import Submodel, constant_of
 from htp_export.errors import InputError
 from htp_export.format import tags
 from htp_export.runtime.arrays import nan_in
-from htp_export.shapes.operator_kinds import without_copies
+from htp_export.shapes.operator_kinds import dequantizes, without_copies
 from htp_export.weights.products import weight_axes, weight_place
 
 ENGINE = "onnxruntime"
@@ -145,6 +145,8 @@ class Method:
             kind, name = foreign[0].numpy().name, self.precision.name
             return f"its type is {kind}, and {name} is made of {known}: give it {name} before it is cast"
         source = None if weight is None else without_copies(weight)
+        if source is not None and dequantizes(source.producer()):
+            return f"its weight is quantized already: give it {self.precision.name} in the file as it was before"
         if source is not None and source.is_graph_input():
             return f"{source.name!r} is an input of the model and no stored weight: make it an initializer"
         return ""
@@ -175,7 +177,7 @@ class Method:
         """Give nodes of a model the precision, in place; what of them stays as it is."""
         self._refuse_nan(nodes)
         for group in self.groups(nodes, work):
-            done, faulty = without_faulty(group, lambda some: self._made(some, work))
+            done, faulty = without_faulty(group, lambda some: self._made(some, work), kinds_of)
             for node, failure in faulty.items():
                 yield work.left(
                     node, f"ONNX Runtime fails on {named(node)}: {failure}", failure=failure

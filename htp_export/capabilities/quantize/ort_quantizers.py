@@ -29,7 +29,7 @@ _PACKAGE = "onnxruntime"
 _QUANTIZATION = f"{_PACKAGE}.quantization"
 
 _MOST_FAULTY = 32
-"""Nodes on which a quantizer can fail: with more, the quantizer is at fault, and each takes about ten tries to find."""
+"""Failures after which a kind counts: the node of each is found alone, by about ten attempts."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -86,33 +86,47 @@ def tool_failures(told: Callable[[str], str]) -> Iterator[None]:
 
 
 def without_faulty(
-    items: Sequence[Item], attempt: Callable[[Sequence[Item]], Result]
+    items: Sequence[Item],
+    attempt: Callable[[Sequence[Item]], Result],
+    kinds: Callable[[Item], Sequence[str]],
 ) -> tuple[Result | None, dict[Item, PartError]]:
     """The result of an attempt without the nodes on which it fails, and the failure of each of these.
 
-    The nodes are added by halves to those that are known to do. The result is None if none does. If
-    too many fail, the first failure is raised.
+    The nodes are added by halves to those that are known to do. The result is None if none does.
+    After many failures, nodes that are alike one that failed are left out without an attempt;
+    ``kinds`` says of each node what it is alike, the narrowest kind first, of which one more counts
+    after as many failures again.
 
     Examples:
         >>> def attempt(numbers):
         ...     if 3 in numbers:
         ...         raise PartError("3 is odd")
         ...     return sum(numbers)
-        >>> without_faulty([1, 2, 3, 4], attempt)
+        >>> without_faulty([1, 2, 3, 4], attempt, lambda number: [str(number)])
         (7, {3: PartError('3 is odd')})
     """
     done: list[Item] = []
     result: Result | None = None
     faulty: dict[Item, PartError] = {}
-    first: PartError | None = None
+    failed: dict[str, PartError] = {}  # a kind that counts → the first failure of it
+    untried: dict[Item, PartError] = {}
     waiting = [list(items)]
     while waiting:
-        some = waiting.pop()
+        some = []
+        for item in waiting.pop():
+            kind = next((kind for kind in kinds(item) if kind in failed), None)
+            if kind is None:
+                some.append(item)
+            else:
+                untried[item] = PartError(
+                    f"not tried after failures, one of which on a similar {kind}: {failed[kind]}"
+                )
+        if not some and items:
+            continue
         try:
             result = attempt([*done, *some])
             done += some
         except PartError as failure:
-            first = first or failure
             if not some:
                 raise
             if len(some) > 1:
@@ -120,9 +134,20 @@ def without_faulty(
                 waiting += [some[half:], some[:half]]
                 continue
             faulty[some[0]] = failure
-            if len(faulty) > _MOST_FAULTY:
-                raise first from failure
-    return result, faulty
+            count = len(faulty) // _MOST_FAULTY
+            failed = {
+                kind: why for item, why in reversed(faulty.items()) for kind in kinds(item)[:count]
+            }
+    return result, faulty | untried
+
+
+def kinds_of(node: ir.Node) -> tuple[str, str]:
+    """What a node is alike, for `without_faulty`: its operator with the shapes of its constants, or its operator."""
+    shapes = (
+        constant.shape for value in node.inputs if (constant := constant_of(value)) is not None
+    )
+    listed = " and ".join("x".join(map(str, shape)) or "a number" for shape in shapes)
+    return f"{node.op_type} with {listed or 'no constants'}", node.op_type
 
 
 class _Feed(dict[str, Any]):

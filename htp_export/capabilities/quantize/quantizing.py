@@ -41,8 +41,8 @@ from htp_export.model.module_facts import contents_of
 from htp_export.model.regions import twins_of
 from htp_export.model.tagged import ModelSource, TaggedModel, name_of
 from htp_export.reporting.columns import many
-from htp_export.runtime.crashes import AT_FAULT, DISABLED, can_crash
 from htp_export.runtime.data import Data, Samples
+from htp_export.runtime.faulty_optimizers import CRASHING, DISABLED, can_crash
 from htp_export.runtime.processors import saturates
 from htp_export.runtime.runner import Metric
 
@@ -53,7 +53,7 @@ _RANDOM = (
 )
 _CRASH = (
     "ONNX Runtime can crash on the CPU while it optimises this model: set the session configuration entry "
-    f"{DISABLED} to {AT_FAULT}"
+    f"{DISABLED} to {CRASHING}"
 )
 
 

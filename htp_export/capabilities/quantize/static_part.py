@@ -23,6 +23,7 @@ from htp_export.capabilities.quantize.calibrating import Ranges, calibration_met
 from htp_export.capabilities.quantize.method import Made, Precision
 from htp_export.capabilities.quantize.ort_quantizers import (
     PartError,
+    kinds_of,
     quantizers,
     quietly,
     tool_error,
@@ -92,13 +93,16 @@ class StaticPart:
             self._follow_producers()
             nodes = [name for name in self.part.nodes if name not in self.left]
             try:
-                model, faulty = without_faulty(nodes, self._quantized)
+                model, faulty = without_faulty(nodes, self._quantized, self._kinds)
             except PartError as failure:
                 raise tool_error(self.name, failure) from failure
             if model is not None and not faulty:
                 return model
             for name, why in faulty.items():
                 self.left[name] = f"ONNX Runtime fails on {named(self.part.nodes[name])}: {why}"
+
+    def _kinds(self, name: str) -> tuple[str, str]:
+        return kinds_of(self.part.nodes[name])
 
     def _follow_producers(self) -> None:
         """Leave activation functions whose producers stay, for the same reason."""

@@ -24,6 +24,7 @@ from htp_export.runtime.generating import Decoder
 from htp_export.runtime.inputs import Feed
 from htp_export.runtime.runner import Metric, Runner, measured_metric
 from htp_export.runtime.sessions import SessionSettings
+from htp_export.shapes.operator_kinds import dequantizes, quantizes
 
 
 @dataclass(frozen=True)
@@ -161,6 +162,27 @@ class Facts:
         """Whether the first input and the first output of a node are tensors of 32-bit floats."""
         values = [value for value in (*node.inputs[:1], *node.outputs[:1]) if value is not None]
         return bool(values) and all(self.dtypes.get(value) == ir.DataType.FLOAT for value in values)
+
+    def dequantized(self, node: ir.Node) -> list[ir.Value | None]:
+        """What the floats that a node reads are dequantized from; none if it reads others, too, besides a bias."""
+        read = [
+            value
+            for value in node.inputs[:2]
+            if value is not None and self.dtypes.get(value) == ir.DataType.FLOAT
+        ]
+        makers = [
+            maker
+            for value in read
+            if (maker := value.producer()) is not None and dequantizes(maker)
+        ]
+        return [maker.inputs[0] for maker in makers] if len(makers) == len(read) else []
+
+    def is_static(self, node: ir.Node) -> bool:
+        """Whether a node has ranges measured ahead: all floats that it reads and makes are integers in between."""
+        if not self.dequantized(node) or node.outputs[0].is_graph_output():
+            return False
+        readers = [use.node for use in node.outputs[0].uses()]
+        return bool(readers) and all(map(quantizes, readers))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from htp_export.model.hashes import content_hash
 from htp_export.model.tagged import TaggedModel
 from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.arrays import Array, nan_in
+from htp_export.runtime.data import repeatable
 from htp_export.runtime.generating import Decoder
 from htp_export.runtime.runner import Metric, median_times, metric_value, outputs_of
 from htp_export.runtime.sessions import RunnableModel, Session, SessionSettings
@@ -159,6 +160,11 @@ class Measurer:
         return list(self.samples)
 
     @cached_property
+    def _calibration(self) -> Data | None:
+        """The data that calibrate, for each plan anew."""
+        return repeatable(self.calibration)
+
+    @cached_property
     def finished(self) -> KeptRuns:
         """The runs that are done."""
         if self.results is None:
@@ -231,7 +237,7 @@ class Measurer:
         """The model, or what was made of it, quantized by a plan, in memory."""
         from htp_export.capabilities.quantize.quantizing import quantize
 
-        data = self.feeds if self.calibration is None else self.calibration
+        data = self.feeds if self.calibration is None else self._calibration
         drops = any(precision.max_drop is not None for precision in plan.values())
         checked: dict[str, Any] = {"metric": self.metric, "validation": self.feeds} if drops else {}
         result = quantize(tagged or self.tagged, dict(plan), data=data, **checked)

@@ -23,10 +23,16 @@ from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format import tags
 from htp_export.format.recipes import step
 from htp_export.format.tags import Reason
-from htp_export.model.neighbours import producer_of
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
-from htp_export.shapes.operator_kinds import SIZES_ONLY, is_standard, subgraphs
+from htp_export.shapes.operator_kinds import (
+    SIZES_ONLY,
+    dequantizes,
+    is_standard,
+    operator_of,
+    quantizes,
+    subgraphs,
+)
 from htp_export.weights.rebuilding import narrowed
 
 _TYPES = {"float16": ir.DataType.FLOAT16, "bfloat16": ir.DataType.BFLOAT16}
@@ -77,6 +83,11 @@ class Cast(Method):
 
     def apply(self, nodes: Sequence[ir.Node], work: Work) -> Iterator[Left]:
         cast_nodes(nodes, self.precision, work)
+        for node in nodes:
+            read = node.inputs[0] if operator_of(node) == "com.microsoft::MatMulNBits" else None
+            if read is not None and read.dtype == _TYPES[self.precision.activation]:
+                # in float16, it is another result without optimizations
+                node.attributes.pop("accuracy_level", None)
         return iter(())
 
     def _ports(self, node: ir.Node, facts: Facts) -> _Ports | None:
@@ -112,7 +123,11 @@ def _ports(node: ir.Node, activation: str, facts: Facts) -> _Ports | None:
         # sequences and optionals keep their element type, and what is put into or taken out of them
         # has it
         return None
-    if subgraphs(node) or (node.op_type in SIZES_ONLY and not node.domain) or _is_quantized(node):
+    if (
+        subgraphs(node)
+        or (node.op_type in SIZES_ONLY and not node.domain)
+        or _is_quantized(node, facts)
+    ):
         return None
     if (
         is_standard(node, "ScatterElements", "ScatterND")
@@ -203,13 +218,27 @@ def _fault_of(node: bytes, version: int, dtypes: tuple[tuple[str, ir.DataType | 
     return ""
 
 
-def _is_quantized(node: ir.Node) -> bool:
-    """Whether an operator computes with quantized activations: ONNX Runtime fuses it with scales in float32 alone."""
-    makers = (producer_of(value, "DequantizeLinear") for value in (*node.inputs, *node.outputs[:1]))
-    dequantized = (maker.inputs[0] for maker in makers if maker is not None)
-    return is_standard(node, "QuantizeLinear") or any(
-        constant_of(value) is None for value in dequantized
-    )
+def _is_quantized(node: ir.Node, facts: Facts) -> bool:
+    """Whether an operator computes with quantized activations: ONNX Runtime fuses it with scales in float32 alone.
+
+    So do those that dequantize its constants: the scale of a bias of 32 bits can be too small for
+    float16.
+    """
+    if quantizes(node) or _has_dequantized(node, facts):
+        return True
+    if not dequantizes(node):
+        return False
+    if constant_of(node.inputs[0]) is None:
+        return True
+    readers = [use.node for use in node.outputs[0].uses()]
+    return bool(readers) and all(_has_dequantized(reader, facts) for reader in readers)
+
+
+def _has_dequantized(node: ir.Node, facts: Facts) -> bool:
+    """Whether a node has ranges measured ahead, also if they are of its two factors alone."""
+    before = facts.dequantized(node)
+    is_product = len(before) > 1 and any(constant_of(value) is None for value in before)
+    return is_product or facts.is_static(node)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,9 @@
 The largest value of a range becomes 448, the largest of the type, as ModelOpt and TensorRT do
 (https://arxiv.org/abs/2209.05433). What products make is not quantized: engines add up in a wider
 type.
+
+Activations have no zero point, and QuantizeLinear has its type as an attribute: with a zero point,
+ONNX Runtime removes a Relu in front of it (`htp_export.runtime.faulty_optimizers`).
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from htp_export.runtime.arrays import Array
 
 _TYPE = ir.DataType.FLOAT8E4M3FN
 _LARGEST = 448.0  # of float8e4m3fn
-_FIRST = 19  # opset
+_FIRST = 21  # opset with the attribute output_dtype
 _READ = 2  # inputs of a product; its bias stays
 _PRODUCTS = frozenset(("MatMul", "Gemm", "Conv"))
 
@@ -47,7 +50,13 @@ class Float8(Static):
         return _FIRST
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        return not node.domain and node.op_type in _PRODUCTS and facts.has_floats(node)
+        """Whether it is a product of floats that were no floats of 8 bits before."""
+        if node.domain or node.op_type not in _PRODUCTS or not facts.has_floats(node):
+            return False
+        before = [
+            None if value is None else facts.dtypes.get(value) for value in facts.dequantized(node)
+        ]
+        return before != [_TYPE] * _READ
 
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
@@ -126,13 +135,8 @@ def _quantized(
     def constant(array: Array, end: str) -> ir.Value:
         return add_initializer(graph, ir.Tensor(np.asarray(array)), f"{value.name}_{end}", recipe)
 
-    def made(op_type: str, read: ir.Value, to: ir.DataType) -> ir.Value:
-        node = ir.node(
-            op_type,
-            [read, *by],
-            {} if axis is None else {"axis": axis},
-            name=f"{value.name}_{op_type}",
-        )
+    def made(op_type: str, read: ir.Value, to: ir.DataType, **attributes: int) -> ir.Value:
+        node = ir.node(op_type, [read, *by], attributes, name=f"{value.name}_{op_type}")
         [result] = node.outputs
         result.name, result.type, result.shape = (
             f"{node.name}_output",
@@ -142,11 +146,14 @@ def _quantized(
         graph.insert_before(reader, node)
         return result
 
-    by = constant(scales, "scale"), constant(np.zeros(scales.shape, _TYPE.numpy()), "zero_point")
+    by = [constant(scales, "scale")]
     if tensor is None:
-        narrow = made("QuantizeLinear", value, _TYPE)
-    else:
-        narrow = constant(
-            np.clip(array / scale, -_LARGEST, _LARGEST).astype(_TYPE.numpy()), "quantized"
-        )
-    return made("DequantizeLinear", narrow, ir.DataType.FLOAT)
+        narrow = made("QuantizeLinear", value, _TYPE, output_dtype=int(_TYPE))
+        return made("DequantizeLinear", narrow, ir.DataType.FLOAT)
+    by.append(constant(np.zeros(scales.shape, _TYPE.numpy()), "zero_point"))
+    narrow = constant(
+        np.clip(array / scale, -_LARGEST, _LARGEST).astype(_TYPE.numpy()), "quantized"
+    )
+    return made(
+        "DequantizeLinear", narrow, ir.DataType.FLOAT, **({} if axis is None else {"axis": axis})
+    )

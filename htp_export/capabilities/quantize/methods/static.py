@@ -74,15 +74,11 @@ class Static(Method):
         return _FIRST_PER_CHANNEL if self.precision.per_channel else _FIRST_QDQ
 
     def takes(self, node: ir.Node, facts: Facts) -> bool:
-        """Whether the quantizer knows the operator, and reads or makes floats."""
+        """Whether the quantizer knows the operator, reads or makes floats, and none of them are quantized already."""
         registry = quantizers("registry")
         known = {*registry.QDQRegistry, *registry.QLinearOpsRegistry}
-        return (
-            not node.domain
-            and node.op_type in known
-            and not subgraphs(node)
-            and facts.has_floats(node)
-        )
+        is_known = not node.domain and node.op_type in known and not subgraphs(node)
+        return is_known and facts.has_floats(node) and not facts.is_static(node)
 
     def bytes_of(
         self, node: ir.Node, place: int, tensor: ir.TensorProtocol, facts: Facts
