@@ -69,6 +69,28 @@ def without_addresses(text: str) -> str:
     return _ADDRESS.sub("", text)
 
 
+_LONG_WORD = re.compile(r"\S{401,}")  # a name, or a value: a path that is typed is shorter
+_KEPT_OF_WORD = 250, 100  # characters of its begin and its end
+_KEPT = 2_500, 1_000  # of a message: it begins with the file at fault, and ends with the advice
+
+
+def shortened(text: str) -> str:
+    """A message in which names and values of files are cut in their middle: a file may have names of megabytes.
+
+    Examples:
+        >>> shortened(f"net.onnx: no module {'x' * 5_000_000!r}; give another")[:60]
+        "net.onnx: no module 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx"
+        >>> len(shortened(f"net.onnx: no module {'x' * 5_000_000!r}; give another"))
+        413
+    """
+    cut = _LONG_WORD.sub(lambda match: _without_middle(match[0], *_KEPT_OF_WORD), text)
+    return _without_middle(cut, *_KEPT) if len(cut) > sum(_KEPT) else cut
+
+
+def _without_middle(text: str, begin: int, end: int) -> str:
+    return f"{text[:begin]}... ({len(text) - begin - end:,} characters) ...{text[-end:]}"
+
+
 def in_one_line(error: BaseException) -> str:
     r"""The message of an error of another library, as part of a message of ours.
 
@@ -138,11 +160,18 @@ def nearest_names(
 
 
 class HtpExportError(Exception):
-    """Base class of the errors that htp_export raises; its messages have no addresses of objects."""
+    """Base class of the errors that htp_export raises.
+
+    Messages have no addresses of objects, and of a name or value of megabytes its begin and its
+    end.
+    """
 
     def __init__(self, *args: object) -> None:
         super().__init__(
-            *(without_addresses(each) if isinstance(each, str) else each for each in args)
+            *(
+                shortened(without_addresses(each)) if isinstance(each, str) else each
+                for each in args
+            )
         )
 
 

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
+from htp_export.errors import shortened
 from htp_export.reporting.command_words import in_commands
 
 _HANDLER = "htp_export.ascii"
@@ -142,9 +143,7 @@ class _Warnings(logging.Handler):
         self._shown: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        line = (
-            f"htp-export: {record.levelname.lower()}: {printable(in_commands(record.getMessage()))}"
-        )
+        line = f"htp-export: {record.levelname.lower()}: {printable(shortened(in_commands(record.getMessage())))}"
         if line not in self._shown:  # a command may read a file several times
             self._shown.add(line)
             print(line, file=self._stream)

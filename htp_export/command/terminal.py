@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from htp_export.command.streams import printable, terminal_stderr
+from htp_export.errors import shortened
 from htp_export.process.progress import listening
 from htp_export.reporting.command_words import in_commands
 
@@ -31,17 +32,19 @@ class CheckFailed(Exception):  # noqa: N818 - it is an outcome that ends the com
 
 def error_line(message: str) -> None:
     """Say on stderr why the command ended."""
-    print(f"htp-export: error: {printable(in_commands(message))}", file=terminal_stderr())
+    print(
+        f"htp-export: error: {printable(shortened(in_commands(message)))}", file=terminal_stderr()
+    )
 
 
 def warning_line(message: str) -> None:
     """Say on stderr what is not as it should be, where the command goes on."""
-    print(f"htp-export: warning: {printable(message)}", file=terminal_stderr())
+    print(f"htp-export: warning: {printable(shortened(message))}", file=terminal_stderr())
 
 
 def notice_line(message: str) -> None:
     """Say on stderr how a result was got."""
-    print(f"htp-export: {printable(message)}", file=terminal_stderr())
+    print(f"htp-export: {printable(shortened(message))}", file=terminal_stderr())
 
 
 def print_json(data: dict[str, Any]) -> None:
@@ -134,7 +137,7 @@ def _bar(text: str) -> Iterator[None]:
         redirect_stdout=False,  # it would show what libraries print, which `quiet_libraries` drops
         redirect_stderr=False,
     )
-    task = progress.add_task(printable(text), total=None, counted="")
+    task = progress.add_task(printable(shortened(text)), total=None, counted="")
 
     def show_done(what: str, done: int, total: int) -> None:
         progress.update(task, completed=done, total=total, counted=f"{done} of {total} {what}")

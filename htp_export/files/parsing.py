@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError, first_line
 from htp_export.files.lazy_tensor import HollowModel, read_hollow, slots, viewed
+from htp_export.files.protobuf_bytes import graph_protos
 from htp_export.files.structure import at_fault, check_structure
 
 _INVALID = "not a valid ONNX model"
@@ -102,11 +103,28 @@ def deserialized(proto: onnx.ModelProto) -> ir.Model:
     try:
         model = ir.from_proto(_with_dense_initializers(proto))
     except Exception as error:  # whatever it comes across
+        if (name := _first_map(proto)) is not None:
+            raise InputError(
+                f"{name!r} is a map, a type of ONNX that htp_export cannot read (onnx_ir has none); write the file "
+                "without ZipMap, as skl2onnx does with options={'zipmap': False}"
+            ) from error
         where = at_fault(proto)
         raise InputError(
             f"{_INVALID}: {where}{': ' if where else ''}{first_line(error)}"
         ) from error
     return model
+
+
+def _first_map(proto: onnx.ModelProto) -> str | None:
+    """The name of a value that is a map, or holds maps; None if there is none."""
+    for graph in graph_protos(proto.graph):
+        for value in (*graph.input, *graph.output, *graph.value_info):
+            held = value.type
+            while (kind := held.WhichOneof("value")) in ("sequence_type", "optional_type"):
+                held = getattr(held, kind).elem_type
+            if kind == "map_type":
+                return str(value.name)
+    return None
 
 
 def _checked(model: ir.Model) -> ir.Model:

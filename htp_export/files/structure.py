@@ -61,10 +61,10 @@ def check_structure(model: ir.Model) -> None:
     _decode_texts(model, "producer_name", "producer_version", "domain", "doc_string")
     called = {(domain, name) for domain, name, _ in model.functions}
     _check_names(lambda: "the model imports", model.opset_imports)
-    _check_graphs(model.graph, model.opset_imports, called)
+    _check_graphs(model.graph, model.opset_imports, called, may_refer=False)
     for function in model.functions.values():
         _check_function(function)
-        _check_graphs(function.graph, function.opset_imports, called)
+        _check_graphs(function.graph, function.opset_imports, called, may_refer=True)
     _check_recursion(model.functions.values())
 
 
@@ -98,8 +98,13 @@ def _check_recursion(functions: Iterable[ir.Function]) -> None:
 
 
 def _check_graphs(
-    graph: ir.Graph, imports: Mapping[str, int], called: Collection[tuple[str, str]]
+    graph: ir.Graph,
+    imports: Mapping[str, int],
+    called: Collection[tuple[str, str]],
+    *,
+    may_refer: bool,
 ) -> None:
+    """Check a graph and its subgraphs; ``may_refer``: whether attributes may be those of a call, as in a function."""
     version = imports.get("", imports.get("ai.onnx", 0))
     waiting = [graph]
     while waiting:
@@ -123,6 +128,12 @@ def _check_graphs(
                     described = f"attribute {attribute.name!r} of {_node_text(node)}"
                     raise ValueError(f"{described} {problem}")  # noqa: TRY004
                 _decode_texts(attribute, "doc_string")
+                if attribute.is_ref() and not may_refer:
+                    name = _short(attribute.ref_attr_name or "")
+                    problem = f"refers to {name}, and is in no function that could have it"
+                    raise ValueError(
+                        f"attribute {attribute.name!r} of {_node_text(node)} {problem}"
+                    )
                 if attribute.value is None:
                     continue
                 match attribute.type:

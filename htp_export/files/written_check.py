@@ -41,6 +41,8 @@ _INLINED = re.compile(r"__\d+$")  # what onnx's inliner adds to a name
 _NODE_NAME = re.compile(r", node name: [^)]*")  # of an inner node, which may have got one
 _OPAQUE = "htp_export.opaque"
 _LONGEST = 500  # characters of onnx's message
+# elements of a vector whose values onnx follows: those of shapes have 64, in parts of a few
+_MOST_PROPAGATED = 1_024
 
 
 @dataclass(frozen=True)
@@ -288,10 +290,26 @@ def _examined(proto: onnx.ModelProto) -> _Examination:
 
 
 def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto | list[Fault]:
-    """A model with all types and shapes, or the faults that its inference finds."""
+    """A model with all types and shapes, or the faults that its inference finds.
+
+    The values of vectors are followed, because other shapes are computed with them. onnx allocates
+    a hundred bytes for each element, also of vectors that the file only states the size of: of long
+    ones, values are not followed.
+    """
+    plain = _inferred_once(proto, follow_values=False)
+    if isinstance(plain, list):
+        return plain
+    found = _inferred_once(_without_long_vectors(plain), follow_values=True)
+    if not isinstance(found, list):
+        del found.graph.node[:]  # the types of nodes that were left out are those of its inputs
+        found.graph.node.extend(plain.graph.node)
+    return found
+
+
+def _inferred_once(proto: onnx.ModelProto, *, follow_values: bool) -> onnx.ModelProto | list[Fault]:
     try:
         return onnx.shape_inference.infer_shapes(
-            proto, check_type=True, strict_mode=True, data_prop=True
+            proto, check_type=True, strict_mode=True, data_prop=follow_values
         )
     except Exception as error:
         named = _NODE.findall(str(error))
@@ -301,12 +319,84 @@ def _inferred(proto: onnx.ModelProto) -> onnx.ModelProto | list[Fault]:
 
 
 def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
-    """A model without nodes of other domains: onnx excuses all faults of a graph that has one.
+    """A model without nodes of other domains: onnx excuses all faults of a graph that has one."""
+    known = {"", "ai.onnx", "ai.onnx.ml", *(function.domain for function in proto.functions)}
+    return _without(proto, lambda node: node.domain not in known)
+
+
+def _without_long_vectors(proto: onnx.ModelProto) -> onnx.ModelProto:
+    """A model without nodes of which onnx follows values, and that read or make a vector that is long, or may be so.
+
+    The types of values in the bodies of functions are not known. Calls of functions with such nodes
+    are left out.
+    """
+    small, other = set[str](), set[str]()
+    for graph in graph_protos(proto.graph):
+        for tensor in graph.initializer:
+            (small if _is_short(tensor.dims) else other).add(tensor.name)
+        for value in (*graph.input, *graph.value_info, *graph.output):
+            sizes = [
+                dim.dim_value if dim.HasField("dim_value") else None
+                for dim in value.type.tensor_type.shape.dim
+            ]
+            (small if _has_shape(value) and _is_short(sizes) else other).add(value.name)
+    small -= other  # graphs side by side may have the same names
+    following = _operators_that_follow_values()
+
+    def follows(node: onnx.NodeProto) -> bool:
+        return node.domain in ("", "ai.onnx") and node.op_type in following
+
+    calls = _functions_with(proto, follows)
+
+    def may_grow(node: onnx.NodeProto) -> bool:
+        if (node.domain, node.op_type, node.overload) in calls:
+            return True
+        return follows(node) and not small.issuperset(filter(None, (*node.input, *node.output)))
+
+    return _without(proto, may_grow)
+
+
+def _is_short(sizes: Iterable[int | None]) -> bool:
+    """Whether a shape is that of a short vector, or of another tensor: onnx follows the values of vectors only."""
+    listed = list(sizes)
+    return len(listed) != 1 or (listed[0] is not None and listed[0] <= _MOST_PROPAGATED)
+
+
+@functools.cache
+def _operators_that_follow_values() -> frozenset[str]:
+    """Operators with which onnx computes values of shapes, in any version of them."""
+    schemas = onnx.defs.get_all_schemas_with_history()
+    return frozenset(schema.name for schema in schemas if schema.has_data_propagation_function)
+
+
+def _functions_with(
+    proto: onnx.ModelProto, holds: Callable[[onnx.NodeProto], bool]
+) -> set[tuple[str, str, str]]:
+    """The functions of a model with such a node, in their body or in that of a function that they call."""
+    bodies = {
+        (function.domain, function.name, function.overload): [
+            inner for node in function.node for inner in _nodes(node)
+        ]
+        for function in proto.functions
+    }
+    found = {key for key, nodes in bodies.items() if any(map(holds, nodes))}
+    is_new = bool(found)
+    while is_new:
+        callers = set[tuple[str, str, str]]()
+        for key, nodes in bodies.items():
+            if any((node.domain, node.op_type, node.overload) in found for node in nodes):
+                callers.add(key)
+        is_new = not callers <= found
+        found |= callers
+    return found
+
+
+def _without(proto: onnx.ModelProto, is_out: Callable[[onnx.NodeProto], bool]) -> onnx.ModelProto:
+    """A model without some nodes of its main graph: those of a kind, or with such a node in a subgraph.
 
     What they make becomes inputs of the types that the model says. Where it says none, nodes that
     read them are left out as well, and so are nodes with such nodes in their subgraphs.
     """
-    known = {"", "ai.onnx", "ai.onnx.ml", *(function.domain for function in proto.functions)}
     said = {
         value.name: value
         for value in (*proto.graph.value_info, *proto.graph.output)
@@ -315,8 +405,10 @@ def _without_unknown(proto: onnx.ModelProto) -> onnx.ModelProto:
     given, untyped = list[str](), set[str]()
     left_out: list[int] = []
     for place, node in enumerate(proto.graph.node):
-        is_known = all(inner.domain in known for inner in _nodes(node))
-        if is_known and untyped.isdisjoint(name for inner in _nodes(node) for name in inner.input):
+        inners = list(_nodes(node))
+        if not any(map(is_out, inners)) and untyped.isdisjoint(
+            name for inner in inners for name in inner.input
+        ):
             continue
         left_out.append(place)
         given += [name for name in node.output if name in said]

@@ -122,11 +122,8 @@ def places_of(pattern: str | Sequence[str]) -> list[Place]:
 
 
 def _place(text: str) -> Place:
+    _check_length(text)
     body = text.removeprefix("!").lstrip()
-    if len(body) > _LONGEST_PLACE:
-        raise SelectorError(
-            f"{body[:_LONGEST_SHOWN]}...", f"is longer than {_LONGEST_PLACE:,} characters"
-        )
     match = _PLACE.fullmatch(body)
     if match is None or not (match["side"] or body != text):
         raise SelectorError(text, f"says no side; write {f'{body}:in'!r} or {f'{body}:out'!r}")
@@ -141,8 +138,13 @@ def _place(text: str) -> Place:
     )
 
 
-_LONGEST_PLACE = 10_000  # characters: the time of `_PLACE` grows with their square
-_LONGEST_SHOWN = 60  # characters in the message
+_LONGEST = 10_000  # characters between two commas: the time to read them grows with their square
+
+
+def _check_length(text: str) -> None:
+    if len(text) > _LONGEST:
+        raise SelectorError(text, f"is longer than {_LONGEST:,} characters")
+
 
 _PLACE = re.compile(
     r"(?P<modules>.*?)(?:#(?P<call>[0-9]{1,9}))?(?::(?P<side>in|out)(?:\[(?P<name>[^\]]+)\])?)?",
@@ -249,6 +251,7 @@ def _split(text: str) -> list[str]:
 
 @lru_cache(maxsize=1024)
 def _term(text: str) -> _Term:
+    _check_length(text)
     excludes = text.startswith("!")
     body = text[1:].lstrip() if excludes else text
     if excludes and not body:

@@ -178,6 +178,8 @@ class PassDifference:
             for was, now in zip(seen.inputs, self.after.nodes[node].inputs, strict=False):
                 if was is None or now is None or was is now:
                     continue
+                if now.is_initializer():  # a constant of this consumer alone, not of all
+                    continue
                 recorded = replacement_of(was)
                 if recorded is None or recorded is self.before.replaced.get(was):
                     continue

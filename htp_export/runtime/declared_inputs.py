@@ -157,7 +157,8 @@ def check_elements(name: str, shape: Sequence[int]) -> None:
         raise InputError(
             f"input {name!r}: has {len(shape)} dimensions, and numpy at most {MOST_DIMENSIONS}"
         )
-    elements = math.prod(map(int, shape))
+    # numpy has no other shape of an empty array either
+    elements = math.prod(max(int(size), 1) for size in shape)
     if elements > _MOST_ELEMENTS or max(shape, default=0) > _MOST_ELEMENTS:
         raise InputError(
             f"input {name!r}: {list(shape)} are more than {_MOST_ELEMENTS:,} elements, which are not made up; "

@@ -32,6 +32,59 @@ def deployments(stages: int) -> dict[str, dict[str, Any]]:
     return {**named, "pipeline": {**whole, "ray_actor_options": {"num_cpus": 0}}}
 
 
+class ManifestError(ValueError):
+    """``manifest.json`` is not that of a partition of htp_export; the message names what is wrong."""
+
+
+DISABLED = "optimization.disable_specified_optimizers"
+"""The only session configuration entry that stages have; others load libraries or write files."""
+
+
+def manifest_of(folder: str) -> dict[str, Any]:
+    """The manifest of the stages, with the parts that are used here; a `ManifestError` if it is another file."""
+    file = pathlib.Path(folder) / "manifest.json"
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or manifest.get("htp.partition") != "1":
+            raise ManifestError("'htp.partition' is not '1'")
+        for place, stage in enumerate(manifest["stages"]):
+            _check_stage(stage, place)
+        for made in manifest["outputs"]:
+            _check_text(made["name"], made["tensor"])
+            _check_number(made["stage"], len(manifest["stages"]))
+        for given in manifest["inputs"]:
+            _check_text(given["name"], *([] if given["type"] is None else [given["type"]]))
+            list(given["shape"] or ())
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
+        problem = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise ManifestError(f"{file}: not the manifest of a partition: {problem}") from error
+    return manifest
+
+
+def _check_stage(stage: Any, place: int) -> None:
+    """Check what is used of a stage; its place says which stages are before it."""
+    for given in stage["inputs"]:
+        _check_text(given["name"])
+        if given["stage"] is not None:
+            _check_number(given["stage"], place)
+    _check_text(stage["file"], *(made["name"] for made in stage["outputs"]))
+    for key, value in stage.get("session_config", {}).items():
+        if key != DISABLED:
+            raise ManifestError(f"session_config: {key!r} is not allowed")
+        _check_text(value)
+
+
+def _check_text(*values: Any) -> None:
+    for value in values:
+        if not isinstance(value, str):
+            raise ManifestError(f"{value!r} is no text")
+
+
+def _check_number(value: Any, end: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < end:
+        raise ManifestError(f"{value!r} is no number of a stage before it")
+
+
 class BodyError(ValueError):
     """The body of a request is no input of the model; a sentence says why."""
 
@@ -73,9 +126,7 @@ class Stage:
     def __init__(self, folder: str, number: int, providers: list[str]) -> None:
         import onnxruntime
 
-        entry = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))[
-            "stages"
-        ][number]
+        entry = manifest_of(folder)["stages"][number]
         self._sources = {given["name"]: given["stage"] for given in entry["inputs"]}
         self._outputs = [made["name"] for made in entry["outputs"]]
         file = pathlib.Path(folder) / pathlib.PurePath(entry["file"]).name
@@ -100,7 +151,7 @@ class Pipeline:
     """The whole model: hands tensors from stage to stage, by the handles of the stages, which send them on."""
 
     def __init__(self, folder: str, *stages: Any) -> None:
-        manifest = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+        manifest = manifest_of(folder)
         self._stages = stages
         self._inputs = manifest["inputs"]
         self._outputs = {
@@ -185,7 +236,7 @@ def build(arguments: dict[str, Any]) -> Any:
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     folder = str(arguments.get("folder") or pathlib.Path(__file__).resolve().parent)
     providers = str(arguments.get("providers") or "CPUExecutionProvider").split(",")
-    manifest = json.loads((pathlib.Path(folder) / "manifest.json").read_text(encoding="utf-8"))
+    manifest = manifest_of(folder)
     options = deployments(len(manifest["stages"]))
     pipeline = serve.deployment(Pipeline, name="pipeline", **options.pop("pipeline"))
     stages = [

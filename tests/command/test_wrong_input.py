@@ -1,5 +1,7 @@
 """Wrong inputs of the command line: each ends with status 2 and one line that names what is wrong; files stay."""
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -844,3 +846,98 @@ def test_quantizing_warns_where_products_saturate(
     }
     htp_export.tools.quantize_dynamic("net.onnx", **given)
     assert ("this processor has no VNNI" in caplog.text) is warned
+
+
+def _gone(proto: onnx.ModelProto) -> None:
+    proto.graph.node[0].input[0] = "gone"
+
+
+def _called(name: str) -> Callable[[onnx.ModelProto], None]:
+    def edit(proto: onnx.ModelProto) -> None:
+        proto.graph.node[0].name = name
+
+    return edit
+
+
+LONG_NAMES = (
+    *(
+        "extract net.onnx NAME -o o.onnx",
+        "tap net.onnx NAME:out -o o.onnx",
+        "rename net.onnx -o NAME",
+    ),
+    *(
+        "quantize net.onnx --rule NAME=int8 -o o.onnx",
+        "quantize net.onnx --rule re:(NAME=int8 -o o.onnx",
+    ),
+    *(
+        "quantize net.onnx --rule layer.0=NAME -o o.onnx",
+        "quantize net.onnx keys.json -o o.onnx",
+        "NAME",
+    ),
+    *(
+        "optimize net.onnx --passes NAME -o o.onnx",
+        "cost net.onnx --dims NAME=3",
+        "cost net.onnx --shapes keys.json",
+    ),
+    *(
+        "info node.onnx",
+        "optimize node.onnx -o o.onnx",
+        "tree modules.onnx",
+        "extract class.onnx layer -o o.onnx",
+    ),
+    *(
+        "verify net.onnx --entry NAME:make",
+        "lora fuse net.onnx adapter -o o.onnx",
+        "compare net.onnx NAME",
+    ),
+)
+
+
+@pytest.mark.parametrize("words", ["nnnn", "n n "])
+@pytest.mark.parametrize("length", [200_000, pytest.param(5_000_000, marks=pytest.mark.slow)])
+def test_messages_quote_little_of_a_name_of_megabytes(
+    words: str,
+    length: int,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = words * (length // len(words))
+    monkeypatch.chdir(tmp_path)
+    for file in ("net.onnx", "net.onnx.data"):
+        shutil.copy(folder / file, file)
+    _variant(tmp_path, "node", _called(name), _gone)
+    _variant(tmp_path, "modules", _said(tags.MODULES, name))
+    _variant(
+        tmp_path,
+        "class",
+        _said(tags.MODULES, json.dumps({"layer": {"class": name, "calls": name}})),
+    )
+    Path("keys.json").write_text(json.dumps({name: [1]}))
+    Path("adapter").mkdir()
+    Path("adapter/adapter_config.json").write_text(json.dumps({"peft_type": name, "r": 1}))
+    before = contents(tmp_path)
+    for typed in LONG_NAMES:
+        status, shown = (
+            main([word.replace("NAME", name) for word in typed.split()]),
+            capsys.readouterr(),
+        )
+        assert status == 2, typed
+        assert 0 < len(shown.err) < 4_500, typed
+        assert not shown.out, typed
+    assert contents(tmp_path) == before
+
+
+def test_of_a_long_name_its_begin_its_end_and_the_advice_are_quoted() -> None:
+    error = htp_export.errors.FileError(
+        "net.onnx", f"has no module {'a' * 1_000 + 'z' * 1_000!r}; run tree"
+    )
+    assert (
+        str(error)
+        == f"net.onnx: has no module '{'a' * 249}... (1,653 characters) ...{'z' * 98}'; run tree"
+    )
+    error = htp_export.errors.FileError("net.onnx", f"has no module {'a b ' * 2_000!r}; run tree")
+    assert str(error).startswith("net.onnx: has no module 'a b a b ")
+    assert str(error).endswith("a b '; run tree")
+    assert len(str(error)) < 3_600

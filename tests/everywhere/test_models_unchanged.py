@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import dataclasses
 import random
 import threading
 import time
@@ -20,6 +21,7 @@ import htp_export
 from htp_export.command.main import main
 from htp_export.errors import HtpExportError
 from htp_export.exporter.capture import running
+from htp_export.exporter.capture.model_state import unchanged
 from htp_export.process.restoring import Changes
 from tests.nets import spread, x
 
@@ -34,6 +36,50 @@ class Holder:
         self.tensor += 1
         self.by_name["seen"].append(2)
         self.by_name["more"] = []
+
+
+class Base:
+    """A class with a slot, whose name is private."""
+
+    __slots__ = ("__hidden", "unset")
+
+    def __init__(self) -> None:
+        self.__hidden = [1]
+
+    def held(self) -> list[Any]:
+        return [self.__hidden, getattr(self, "unset", "unset")]
+
+    def change(self) -> None:
+        self.__hidden.append(2)
+        self.unset = 1
+
+
+class Slotted(Base):
+    """An object without ``__dict__``: it holds a number and a tensor."""
+
+    __slots__ = ("n", "tensor")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.n, self.tensor = 0, torch.zeros(2)
+
+    def held(self) -> list[Any]:
+        return [*super().held(), self.n, self.tensor]
+
+    def change(self) -> None:
+        super().change()
+        self.n += 1
+        self.tensor = self.tensor + 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Frozen:
+    """An object whose class refuses that its attributes are set."""
+
+    n: int
+
+    def held(self) -> list[Any]:
+        return [self.n]
 
 
 class State(nn.Module):
@@ -53,6 +99,7 @@ class State(nn.Module):
         self.words = {"one"}
         self.numbers = np.arange(3)
         self.namespace, self.holder = types.SimpleNamespace(n=0), Holder()
+        self.slotted, self.frozen = Slotted(), Frozen(1)
         self.unregistered = [nn.BatchNorm1d(4)]
         self.change, self.active, self.fails = change, True, False
 
@@ -114,6 +161,11 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an array": lambda m: m.numbers.fill(8),
     "a namespace": lambda m: setattr(m.namespace, "n", m.namespace.n + 1),
     "an object": lambda m: m.holder.change(),
+    "an object with slots": lambda m: m.slotted.change(),
+    "a slot that is deleted": lambda m: (
+        m.slotted.__delattr__("n") if hasattr(m.slotted, "n") else None
+    ),
+    "a frozen object": lambda m: object.__setattr__(m.frozen, "n", 2),
     "a module in a list": lambda m: m.unregistered[0].running_mean.add_(1),
     "a module that is replaced": lambda m: setattr(m, "spare", nn.Identity()),
     "a training mode": lambda m: m.spare.train(),
@@ -142,6 +194,8 @@ def same(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(same, one, other))
     if isinstance(one, (nn.Module, Holder, types.SimpleNamespace)):
         return same(vars(one), vars(other))
+    if isinstance(one, (Base, Frozen)):
+        return same(one.held(), other.held())
     return bool(one == other)
 
 
@@ -313,7 +367,7 @@ CALLS: dict[str, Callable[[nn.Module, Any, Path], Any]] = {
 }
 CRASHING = ("a parameter through .data", "a part of a parameter", "parameters by one operator")
 """On these, `torch.export` itself ends the process (torch 2.13)."""
-QUICK = ("a buffer", "a replaced buffer", "a list in a list")
+QUICK = ("a buffer", "a replaced buffer", "a list in a list", "a namespace")
 
 
 def some(quick: tuple[str, ...]) -> list[Any]:
@@ -358,3 +412,30 @@ def test_commands_leave_the_model_of_a_factory_as_it_was(command, file, folder, 
     }
     typed = [*words, "--entry", f"{__name__}:entry", *output.get(words[0], [])]
     assert assert_unchanged(ENTRY[0], (), lambda: main(typed)) == 0, capsys.readouterr().err
+
+
+class Branching(nn.Module):
+    """Writes to its parameter in a branch of ``torch.cond``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def changing(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                self.fc.weight.mul_(2.0)
+            return x + 1
+
+        result: torch.Tensor = torch.cond(x.sum() > -1e9, changing, lambda x: x - 1, (self.fc(x),))
+        return result
+
+
+@pytest.mark.torch
+def test_a_parameter_that_a_branch_writes_to_is_put_back() -> None:
+    model, given = spread(Branching()).eval(), (x(2, 4),)
+    before = copy.deepcopy(model.state_dict())
+    with torch.no_grad(), unchanged(model, given):
+        model(*given)
+        assert not torch.equal(model.fc.weight, before["fc.weight"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())

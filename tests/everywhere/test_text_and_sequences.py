@@ -212,3 +212,50 @@ def test_commands_take_text_from_a_file(file, tmp_path, capsys):
     assert main(["profile", file, "--data", str(tmp_path / "data.npz"), "--runs", "1"]) == 0
     assert main(["profile", file, "--runs", "1"]) == 2  # random text says nothing
     assert "no random value can be made of string" in capsys.readouterr().err
+
+
+def zipped(file: Path) -> Path:
+    """A classifier as skl2onnx writes it by default: its probabilities are a sequence of maps."""
+    labels = {"classlabels_int64s": [0, 1]}
+    nodes = [
+        onnx.helper.make_node("Softmax", ["x"], ["p"], name="p"),
+        onnx.helper.make_node("ZipMap", ["p"], ["prob"], name="zip", domain="ai.onnx.ml", **labels),
+    ]
+    number = onnx.helper.make_tensor_type_proto(onnx.TensorProto.FLOAT, [])
+    maps = onnx.helper.make_sequence_type_proto(
+        onnx.helper.make_map_type_proto(onnx.TensorProto.INT64, number)
+    )
+    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 2])
+    graph = onnx.helper.make_graph(nodes, "net", [x], [onnx.helper.make_value_info("prob", maps)])
+    opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("ai.onnx.ml", 3)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opsets, ir_version=9), file)
+    return file
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        *(
+            "info zip.onnx",
+            "tree zip.onnx",
+            "nodes zip.onnx",
+            "view zip.onnx -o v.html",
+            "optimize zip.onnx -o o.onnx",
+        ),
+        *("compare zip.onnx zip.onnx", "profile zip.onnx", "quantize zip.onnx int8 -o o.onnx"),
+    ],
+)
+def test_a_file_with_maps_is_valid_and_cannot_be_read(typed, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = zipped(tmp_path / "zip.onnx")
+    onnx.checker.check_model(file, full_check=True)
+    [found] = onnxruntime.InferenceSession(file).run(None, {"x": np.zeros((1, 2), np.float32)})
+    assert found == [{0: 0.5, 1: 0.5}]
+    assert main(typed.split()) == 2
+    message = capsys.readouterr().err
+    assert message.startswith(
+        "htp-export: error: zip.onnx: 'prob' is a map, a type of ONNX that htp_export cannot read"
+    )
+    assert "options={'zipmap': False}" in message
+    assert "valid" not in message
+    assert list(tmp_path.iterdir()) == [file]

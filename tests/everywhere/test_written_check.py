@@ -26,6 +26,7 @@ from htp_export.files.written_check import faults_of
 from tests.exporting import quick
 from tests.extract.test_cutting import exported_to
 from tests.nets import EXPORTERS, NETS, spread, x
+from tools.peak_memory import status
 
 PACKAGE = Path(htp_export.__file__).parent
 
@@ -531,3 +532,52 @@ def test_no_function_writes_a_model_without_the_check():
         # what ONNX Runtime's quantizer made, until it is put back
         "capabilities/quantize/methods/weights.py",
     }
+
+
+LONG = 4_000_000
+"""Elements of a vector, of which onnx's inference would allocate 500 MB in two seconds."""
+
+LONG_VECTORS = {
+    "constants": "() => (float y) <int64 n = {LONG}, int64 zero = {0}, int64 one = {1}> {"
+    "r = Range(zero, n, one) f = Cast <to = 1> (r) y = ReduceSum <keepdims = 0> (f) }",
+    "an input": "(float[LONG] x) => (double[LONG] y) { y = Cast <to = 11> (x) }",
+    "values of a shape": "(float[LONG, 2] x) => (double y) {"
+    "n = Shape <start = 0, end = 1> (x) r = ConstantOfShape(n) "
+    "f = Cast <to = 11> (r) y = ReduceSum <keepdims = 0> (f) }",
+    "doubled": "(int64[2] x) => (int64 y) {"
+    + " ".join(
+        f"x{k} = Concat <axis = 0> ({'x' if k == 0 else f'x{k - 1}'}, {'x' if k == 0 else f'x{k - 1}'})"
+        for k in range(21)
+    )
+    + " y = ReduceSum <keepdims = 0> (x20) }",
+    "a branch": "(bool c, float[LONG] x) => (double[LONG] y) {"
+    "y = If (c) <then_branch = t () => (double[LONG] u) { u = Cast <to = 11> (x) },"
+    " else_branch = e () => (double[LONG] v) { v = Cast <to = 11> (x) }> }",
+    "a function": "(float[LONG] x) => (double[LONG] y) { y = local.long(x) }"
+    ' <domain: "local", opset_import: ["": 20, "local": 1]> long (x) => (y) { y = local.longer(x) }'
+    ' <domain: "local", opset_import: ["": 20]> longer (x) => (y) { y = Cast <to = 11> (x) }',
+}
+
+
+@pytest.mark.parametrize("name", LONG_VECTORS)
+def test_the_check_allocates_nothing_for_values_of_long_vectors(name):
+    resource = pytest.importorskip("resource")
+    text = f'<ir_version: 10, opset_import: ["": 20, "local": 1]> net {LONG_VECTORS[name]}'
+    model = ir.from_proto(onnx.parser.parse_model(text.replace("LONG", str(LONG))))
+    # whatever loads, did
+    assert not faults_of(ir.from_proto(onnx.parser.parse_model(text.replace("LONG", "10"))))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + 200_000_000, before[1]))
+    try:
+        assert not faults_of(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_values_of_shapes_are_followed_beside_long_vectors():
+    text = """<ir_version: 10, opset_import: ["": 20]> net (float[8, 4] x, float[5, 2] u, float[LONG] z)
+        => (float[a, b] y, double[LONG] w) <int64[1] rest = {-1}> {
+        n = Shape <start = 1, end = 2> (x) s = Concat <axis = 0> (n, rest) w = Cast <to = 11> (z)
+        r = Reshape(x, s) y = Add(r, u) }"""
+    faults = faults_of(ir.from_proto(onnx.parser.parse_model(text.replace("LONG", str(LONG)))))
+    assert [fault.op_type for fault in faults] == ["Add"]  # 4 rows and 5

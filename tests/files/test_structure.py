@@ -129,6 +129,10 @@ BROKEN: dict[str, tuple[Edit, str]] = {
         turn(AttributeProto(name="perm", ints=[0, 1])),
         "attribute 'perm' of node 'the_t' (Transpose) is of type UNDEFINED, not INTS",
     ),
+    "an attribute of a call, outside of a function": (
+        turn(AttributeProto(name="perm", type=AttributeProto.INTS, ref_attr_name="axes")),
+        "attribute 'perm' of node 'the_t' (Transpose) refers to 'axes', and is in no function that could have it",
+    ),
     "an attribute that is missing": (
         lambda model: node(model, "t").__setattr__("op_type", "Cast"),
         "node 'the_t' (Cast) has no attribute 'to'",

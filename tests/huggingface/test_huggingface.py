@@ -1,11 +1,14 @@
 """Models and example inputs by hub id, folder or model type."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from htp_export.capabilities.huggingface.packed.checkpoints import read_packed
+from htp_export.capabilities.huggingface.packed.gguf_files import gguf_config
 from htp_export.errors import FileError, InputError, ModelSourceError
 from htp_export.huggingface import dynamic_shapes, example_inputs, load_model
 from tests.packed import TYPES, written_gguf
@@ -333,3 +336,36 @@ def test_a_broken_gguf_file_is_refused(tmp_path):
         source.write_bytes(broken)
         with pytest.raises(FileError, match="cannot be read as GGUF"):
             read_packed(source)
+
+
+def text_of_gguf(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+ARCHITECTURE = text_of_gguf("general.architecture") + struct.pack("<I", 8) + text_of_gguf("llama")
+
+FALSE_COUNTS = {  # entries, tensors, and the bytes of the header after the first entry
+    "elements of an array": (2, 0, text_of_gguf("x") + struct.pack("<IIQ", 9, 0, 2**62)),
+    "texts of an array": (2, 0, text_of_gguf("x") + struct.pack("<IIQ", 9, 8, 2**62)),
+    "arrays in one another": (
+        2,
+        0,
+        text_of_gguf("x") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 5000,
+    ),
+    "characters": (2, 0, text_of_gguf("x") + struct.pack("<IQ", 8, 2**62)),
+    "entries": (2**62, 0, b""),
+    "tensors": (1, 2**62, b""),
+    "dimensions": (1, 1, text_of_gguf("w") + struct.pack("<I", 2**31)),
+    "no type": (2, 0, text_of_gguf("x") + struct.pack("<II", 77, 1)),
+}
+
+
+@pytest.mark.parametrize("name", FALSE_COUNTS)
+@pytest.mark.parametrize("read", [read_packed, gguf_config])
+def test_a_number_in_a_gguf_header_that_the_file_has_no_bytes_for_is_refused(name, read, tmp_path):
+    """``gguf`` would loop and allocate as often as an array says: 2^62 times, of a file of 150 bytes."""
+    entries, tensors, rest = FALSE_COUNTS[name]
+    begin = b"GGUF" + struct.pack("<IQQ", 3, tensors, entries) + ARCHITECTURE
+    (tmp_path / "model.gguf").write_bytes(begin + rest)
+    with pytest.raises(FileError, match=r"model\.gguf: cannot be read as GGUF: "):
+        read(tmp_path / "model.gguf")

@@ -16,6 +16,7 @@ import htp_export
 from htp_export import discovery
 from htp_export.command.main import main
 from htp_export.errors import FileError, InputError
+from htp_export.runtime.faulty_optimizers import DISABLED
 from tests import handmade
 from tests.nets import x
 
@@ -208,6 +209,30 @@ def test_links_out_of_the_folder_are_not_followed(folder):
         (lambda m: m["outputs"][0].update(stage=5), "a stage that does not give it"),
         (lambda m: m["inputs"][0].update(type="FLOATS"), "no 'FLOATS'"),
         (lambda m: m["inputs"][0].update(shape=1.5), "not iterable"),
+        (lambda m: m["inputs"][0].update(shape=[{}]), "{} is no number"),
+        (
+            lambda m: m["stages"][0].update(session_config=["session.x"]),
+            r"session_config: \['session.x'\] is no object",
+        ),
+        *(
+            (
+                lambda m, key=key: m["stages"][0].update(session_config={key: "1"}),
+                f"session_config: '{key}' is not",
+            )
+            for key in (
+                "session.profile_file",
+                "ep.context_file_path",
+                "session.optimized_model_external_initializers",
+            )
+        ),
+        *(
+            (
+                lambda m, names=names: m["stages"][0].update(session_config={DISABLED: names}),
+                "session_config: '.*' are no",
+            )
+            for names in ("", "a;", "../a", "a b")
+        ),
+        (lambda m: m["stages"][0].update(session_config={DISABLED: 1}), "1 is no text"),
     ],
 )
 def test_a_manifest_that_makes_no_sense_is_refused(folder, change, message):

@@ -160,16 +160,43 @@ def test_a_second_run_goes_on_after_the_last_step_that_is_the_same(exported, tmp
         statuses(htp_export.pipeline(other, exported, output, folder=folder, resume=False))
         == ["ran"] * 4
     )
-    (folder / "04-inline.onnx").write_bytes(b"no model")
-    damaged = read_model(folder / "03-onnxoptimizer.onnx")
-    damaged.graph[0].name = "another"
-    write_model(damaged, folder / "03-onnxoptimizer.onnx")
+    for name in ("03-onnxoptimizer.onnx", "04-inline.onnx"):
+        damaged = read_model(folder / name)
+        damaged.graph[0].name = "another"
+        write_model(damaged, folder / name)
     assert statuses(htp_export.pipeline(other, exported, output, folder=folder)) == [
         "kept",
         "ran",
         "ran",
         "ran",
     ]
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("is_model", [False, True])
+def test_a_file_that_no_pipeline_wrote_stays_in_the_folder_of_the_steps(
+    used, is_model, exported, tmp_path
+):
+    output, folder = tmp_path / "out.onnx", tmp_path / "steps"
+    folder.mkdir()
+    if used:
+        htp_export.pipeline(STEPS_HERE, exported, output, folder=folder)
+    foreign = folder / "04-inline.onnx"
+    foreign.unlink(missing_ok=True)
+    if is_model:
+        shutil.copy(exported, foreign)
+    else:
+        foreign.write_bytes(b"notes")
+    before = {file: file.read_bytes() for file in folder.iterdir()}
+    for resume in (True, False):
+        with pytest.raises(
+            FileError,
+            match=r"04-inline\.onnx: was not written by a pipeline; remove it, or name another",
+        ):
+            htp_export.pipeline(STEPS_HERE, exported, output, folder=folder, resume=resume)
+        assert {file: file.read_bytes() for file in folder.iterdir()} == before
+    foreign.unlink()
+    assert statuses(htp_export.pipeline(STEPS_HERE, exported, output, folder=folder))[-1] == "ran"
 
 
 class Branches(Holding, linear=nn.Linear(4, 4)):

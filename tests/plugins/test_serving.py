@@ -344,9 +344,8 @@ def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, messa
     app = program(tmp_path / "stages")
     entries = [("ids", "INT8", ["n"]), ("input", "FLOAT", ["n", 4])]
     inputs = [{"name": name, "type": kind, "shape": shape} for name, kind, shape in entries]
-    (tmp_path / "manifest.json").write_text(
-        json.dumps({"inputs": inputs, "outputs": [], "stages": []})
-    )
+    manifest = {"htp.partition": "1", "inputs": inputs, "outputs": [], "stages": []}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     pipeline = app.Pipeline(str(tmp_path))
     taken = pipeline.inputs_of(json.dumps({"ids": [1, -2], "input": ROW}).encode())
     assert {name: (array.dtype.name, array.tolist()) for name, array in taken.items()} == {
@@ -355,6 +354,44 @@ def test_ray_program_refuses_a_body_that_is_no_input_with_a_sentence(body, messa
     }
     with pytest.raises(app.BodyError, match=message):
         pipeline.inputs_of(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.update({"htp.partition": "2"}), "'htp.partition' is not '1'"),
+        (lambda m: m.pop("stages"), "no 'stages'"),
+        (lambda m: m.update(stages=7), "not iterable"),
+        (lambda m: m["stages"][0].update(file=7), "7 is no text"),
+        (lambda m: m["stages"][0].update(session_config=[]), "no attribute 'items'"),
+        (
+            lambda m: m["stages"][0].update(session_config={"session.profile_file": "x"}),
+            "'session.profile_file' is not",
+        ),
+        (
+            lambda m: m["stages"][1]["inputs"][0].update(stage=1),
+            "1 is no number of a stage before it",
+        ),
+        (lambda m: m["outputs"][0].update(stage=-1), "-1 is no number of a stage before it"),
+        (lambda m: m["inputs"][0].update(shape=1), "not iterable"),
+    ],
+)
+def test_ray_program_refuses_a_manifest_that_partition_did_not_write(change, message, tmp_path):
+    htp_export.partition(handmade.encoder(), 2, tmp_path / "stages", serve="ray")
+    app, file = program(tmp_path / "stages"), tmp_path / "stages" / "manifest.json"
+    written = json.loads(file.read_text())
+    app.Stage(str(file.parent), 0, ["CPUExecutionProvider"])
+    change(written)
+    file.write_text(json.dumps(written))
+    for made in (
+        lambda: app.Pipeline(str(file.parent)),
+        lambda: app.Stage(str(file.parent), 0, []),
+    ):
+        with pytest.raises(
+            app.ManifestError,
+            match=rf"manifest\.json: not the manifest of a partition: .*{message}",
+        ):
+            made()
 
 
 def replicas(deployment: str) -> list[int]:

@@ -1,6 +1,7 @@
 """Inputs of a model: open sizes are bound once, contradictions and what stays open are said, random arrays fit."""
 
 import tracemalloc
+import zipfile
 
 import numpy as np
 import onnx_ir as ir
@@ -68,7 +69,9 @@ def test_sizes_that_no_array_has_are_refused(given, said):
         inputs(x=["batch", 4]).random(**given)
 
 
-@pytest.mark.parametrize("shape", [[1] * 65, [2**40, 2], [2**62, 2**62], [0, 2**62, 2**62]])
+@pytest.mark.parametrize(
+    "shape", [[1] * 65, [2**40, 2], [2**62, 2**62], [0, 2**62, 2**62], [0, *[2**30] * 3]]
+)
 def test_inputs_of_a_file_that_no_array_has_are_refused(shape):
     with pytest.raises(
         InputError,
@@ -169,6 +172,99 @@ def test_arrays_of_a_file_are_unpacked_after_their_shape_was_compared(tmp_path):
     np.testing.assert_array_equal(
         inputs(y=["batch", 4], x=[size]).feed(arrays).arrays["x"], np.zeros(size)
     )
+
+
+def npz(
+    file, *headers: str, values: bytes = bytes(8), compression: int = zipfile.ZIP_STORED
+) -> None:
+    """A file with an array for each header, as another program may write it."""
+    with zipfile.ZipFile(file, "w", compression) as archive:
+        for number, header in enumerate(headers):
+            text = header.encode() + b"\n"
+            archive.writestr(
+                f"{number}.npy", b"\x93NUMPY\1\0" + len(text).to_bytes(2, "little") + text + values
+            )
+
+
+def header(shape: str = "(2,)", descr: str = "'<f4'") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}}}"
+
+
+LIES = {
+    "more values than bytes": header("(3,)"),
+    "fewer values than bytes": header("(1,)"),
+    "terabytes": header("(1099511627776,)"),
+    "negative": header("(-2,)"),
+    "two negative sizes": header("(-1, -2)"),
+    "truth": header("(True, 2)"),
+    "a fraction": header("(2.0,)"),
+    "text": header("('2',)"),
+    "no tuple": header("2"),
+    "huge": header(f"({2**63}, 0)"),
+    "no values of a shape that overflows": header(f"(0, {2**62}, {2**62})"),
+    "70 dimensions": header(str((1,) * 69 + (2,))),
+    "texts of no characters": header(f"({2**62},)", "'<U0'"),
+    "objects": header("(1,)", "'|O'"),
+    "fields": header("(1,)", "[('a', '<f4'), ('b', '<f4')]"),
+    "an array as an element": header("(1,)", "('<f4', (2,))"),
+    "an element of terabytes": header("(1,)", "'|V1099511627776'"),
+    "no element type": header("(2,)", "()"),
+    "depth": "(" * 9000,
+    "signs": "-" * 9000 + "1",
+    "a text without end": '{"""',
+    "code": "__import__('os').abort()",
+    "length": header("(2,)") + " " * 60000,
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_header_of_an_array_is_believed_in_nothing(tmp_path, name):
+    npz(tmp_path / "x.npz", header(), LIES[name])
+    tracemalloc.start()
+    try:
+        with pytest.raises(FileError, match=r"x\.npz: is no \.npz file of plain arrays"):
+            NpzArrays(tmp_path / "x.npz")
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    npz(tmp_path / "x.npz", header())
+    assert NpzArrays(tmp_path / "x.npz")["0"].tolist() == [0.0, 0.0]
+
+
+def test_the_size_of_a_member_of_an_archive_is_not_believed_either(tmp_path):
+    file, values = tmp_path / "x.npz", 4_000_000_000
+    npz(file, header(f"({values // 4},)"))
+    content = file.read_bytes()
+    # the size in the directory, which is the one that Python reads
+    entry = content.index(b"PK\1\2") + 24
+    size = int.from_bytes(content[entry : entry + 4], "little") - 8 + values
+    file.write_bytes(content[:entry] + size.to_bytes(4, "little") + content[entry + 4 :])
+    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+        NpzArrays(file)
+
+
+def test_names_of_arrays_are_those_of_numpy_and_each_is_there_once(tmp_path):
+    np.savez(tmp_path / "x.npz", **{"a": np.zeros(1), "a.npy": np.ones(2)})
+    arrays = NpzArrays(tmp_path / "x.npz")
+    assert {name: array.tolist() for name, array in arrays.items()} == {
+        "a": [0.0],
+        "a.npy": [1.0, 1.0],
+    }
+    with zipfile.ZipFile(tmp_path / "y.npz", "w") as archive:
+        with zipfile.ZipFile(tmp_path / "x.npz") as original:
+            values = original.read("a.npy")
+        archive.writestr("a.npy", values)
+        archive.writestr("a", values)
+    with pytest.raises(FileError, match=r"is no \.npz file of plain arrays"):
+        NpzArrays(tmp_path / "y.npz")
+
+
+def test_a_file_that_changes_after_its_headers_were_compared_is_refused(tmp_path):
+    np.savez(tmp_path / "x.npz", x=np.zeros(2))
+    arrays = NpzArrays(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=np.zeros(3))
+    with pytest.raises(FileError, match=r"x\.npz: was changed while it was read"):
+        arrays["x"]
 
 
 def test_a_file_whose_values_are_cut_off_is_refused_when_they_are_used(tmp_path):

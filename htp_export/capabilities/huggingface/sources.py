@@ -11,7 +11,7 @@ from typing import Any
 
 from htp_export.capabilities.huggingface.configs import apply_overrides, nearest
 from htp_export.capabilities.huggingface.packed.checkpoints import is_gguf
-from htp_export.errors import ModelSourceError, described
+from htp_export.errors import FileError, ModelSourceError, described
 from htp_export.files.text_files import read_json
 
 _SECONDS = 5.0
@@ -126,6 +126,8 @@ class Source:
                 config = AutoConfig.from_pretrained(self.name, **self.options)
             else:
                 config = AutoConfig.for_model(self.name)
+        except FileError:
+            raise
         except Exception as error:
             # transformers and its hub client raise dozens of kinds, some of them bare
             problem = f"no model found: {described(error, lines=2)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -23,8 +24,10 @@ from htp_export.files.model_files import has_external_data, write_model
 from htp_export.files.text_files import named_if_unwritable, read_json, write_json
 from htp_export.process.argument_types import checks_arguments
 from htp_export.process.progress import counted
+from htp_export.runtime.faulty_optimizers import DISABLED
 
 _MANIFEST = "manifest.json"
+_OPTIMISERS = re.compile(r"\w+(;\w+)*", re.ASCII)
 
 
 def check_folder(folder: Path) -> None:
@@ -138,9 +141,7 @@ def _read(data: Any, folder: Path) -> Partition:
             _count(entry["parameter_bytes"]),
             folder / _inside(folder, entry["file"]),
             files=tuple(_inside(folder, name) for name in entry["files"]),
-            session_config={
-                _text(key): _text(said) for key, said in entry.get("session_config", {}).items()
-            },
+            session_config=_session_entries(entry.get("session_config", {})),
         )
         stages.append(stage)
     if not stages:
@@ -157,6 +158,20 @@ def _read(data: Any, folder: Path) -> Partition:
     return Partition(
         _text(data["name"]), tuple(stages), inputs, outputs, dict(data["versions"]), folder, files
     )
+
+
+def _session_entries(written: Any) -> dict[str, str]:
+    """The session configuration entries of a stage: names of optimisers. Others load libraries or write files."""
+    if not isinstance(written, dict):
+        raise ValueError(f"session_config: {written!r} is no object")  # noqa: TRY004 - it is a bad value
+    for key, said in written.items():
+        if key != DISABLED:
+            raise ValueError(
+                f"session_config: {key!r} is not allowed; {DISABLED!r} is what partition writes"
+            )
+        if not _OPTIMISERS.fullmatch(_text(said)):
+            raise ValueError(f"session_config: {said!r} are no names of optimisers")
+    return dict(written)
 
 
 def _inside(folder: Path, name: Any) -> str:
@@ -176,7 +191,7 @@ def _tensors(listed: Sequence[Any]) -> dict[str, StageTensor]:
     return {
         _text(entry["name"]): StageTensor(
             None if entry["type"] is None else ir.DataType[entry["type"]].name,
-            None if entry["shape"] is None else tuple(entry["shape"]),
+            None if entry["shape"] is None else tuple(map(_size, entry["shape"])),
         )
         for entry in listed
     }
@@ -186,6 +201,10 @@ def _text(value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is no text")  # noqa: TRY004 - it is a bad value
     return value
+
+
+def _size(value: Any) -> int | str | None:
+    return value if value is None or isinstance(value, str) else _count(value)
 
 
 def _count(value: Any) -> int:

@@ -322,8 +322,7 @@ class _Run:
     def check_files(self) -> None:
         """Refuse a folder for the files of the steps that is none, and files that would be replaced and are of others.
 
-        In a folder with a file that a pipeline wrote, others of these names are such files, too, if
-        damaged ones.
+        The caller named none of these files: only those that a pipeline wrote are replaced.
         """
         if os.path.lexists(self._folder) and not self._folder.is_dir():
             raise FileError(
@@ -334,17 +333,15 @@ class _Run:
             (number, step) for number, step in enumerate(self._steps, 1) if not step.kind.check
         ]
         files = [self._file_of(number, step) for number, step in numbered]
-        existing = [file for file in files if os.path.lexists(file)]
-        for file in existing:
+        for file in filter(os.path.lexists, files):
             check_target(file)
             if is_special(file):
                 raise FileError(
                     file, "is no plain file; name another folder for the files of the steps"
                 )
-        if existing and not any(_is_of_pipeline(file) for file in existing):
-            raise FileError(
-                existing[0], "is of no pipeline; name another folder for the files of the steps"
-            )
+            if not _is_of_pipeline(file):
+                problem = "was not written by a pipeline; remove it, or name another folder for the files of the steps"
+                raise FileError(file, problem)
 
     def result(self, made: Sequence[ProvenanceNote], *, resume: bool) -> PipelineRun:
         """Run the steps; ``made`` are those that are repeated, if that is so."""

@@ -89,14 +89,17 @@ class ModelState:
         elif (undo := _generator_undo(value)) is not None:
             self._undo.append(undo)
         elif _holds_state(value):
-            return self._keep_attributes(value)
+            return [*self._keep_slots(value), *self._keep(getattr(value, "__dict__", None))]
         return ()
 
-    def _keep_attributes(self, value: Any) -> list[Any]:
-        slots = list(_filled_slots(value))
-        self._undo.append(functools.partial(_put_slots_back, value, slots))
-        held = [each for _, each in slots]
-        return [vars(value), *held] if hasattr(value, "__dict__") else held
+    def _keep_slots(self, value: Any) -> list[Any]:
+        """Record the attributes of an object that its classes declare in ``__slots__``, and return them."""
+        slots = _slots_of(type(value))
+        if not slots:
+            return []
+        contents = [(slot, _read_slot(slot, value)) for slot in slots]
+        self._undo.append(functools.partial(_put_slots_back, value, contents))
+        return [held for _, held in contents if held is not _UNSET]
 
     def _keep_container(self, value: Any) -> Iterable[Any]:
         contents = list(value.items()) if isinstance(value, dict) else list(value)
@@ -115,7 +118,7 @@ def _holds_state(value: Any) -> bool:
         return True
     if isinstance(value, (type, types.ModuleType, types.FunctionType, types.MethodType)):
         return False
-    if not hasattr(value, "__dict__") and not any(_slots_of(value)):
+    if not hasattr(value, "__dict__") and not _slots_of(type(value)):
         return False
     home = str(type(value).__module__).partition(".")[0]
     if home in _PLAIN_CLASSES_OF_PYTHON:
@@ -123,33 +126,33 @@ def _holds_state(value: Any) -> bool:
     return home not in sys.stdlib_module_names and home != "torch"
 
 
-def _slots_of(value: Any) -> Iterator[types.MemberDescriptorType]:
-    """The slots that the classes of an object declare in Python."""
-    for each in type(value).__mro__:
-        if "__slots__" in vars(each):
-            yield from (
-                member
-                for member in vars(each).values()
-                if isinstance(member, types.MemberDescriptorType)
-            )
+_UNSET: Any = object()
+"""The value of a slot that was never set, or was deleted."""
 
 
-def _filled_slots(value: Any) -> Iterator[tuple[types.MemberDescriptorType, Any]]:
-    """The slots of an object that have a value, with their values."""
-    for slot in _slots_of(value):
-        with contextlib.suppress(AttributeError):  # it has none
-            yield slot, slot.__get__(value)
+def _slots_of(kind: type) -> tuple[Any, ...]:
+    """The descriptors of the slots of a class and its bases; those of classes in C are none of a program."""
+    owners = [base for base in kind.__mro__ if "__slots__" in vars(base)]
+    held = [each for base in owners for each in vars(base).values()]
+    return tuple(each for each in held if isinstance(each, types.MemberDescriptorType))
 
 
-def _put_slots_back(value: Any, filled: list[tuple[types.MemberDescriptorType, Any]]) -> None:
-    """Give the slots of an object what they held, also where the class refuses to set attributes."""
-    held = dict(filled)
-    for slot in _slots_of(value):
-        if slot in held:
-            slot.__set__(value, held[slot])
+def _read_slot(slot: Any, owner: Any) -> Any:
+    try:
+        return slot.__get__(owner)
+    except AttributeError:
+        return _UNSET
+
+
+def _put_slots_back(owner: Any, contents: Iterable[tuple[Any, Any]]) -> None:
+    """Set slots to what they held, without the methods of the class, which may refuse it, as a frozen one does."""
+    for slot, held in contents:
+        if _read_slot(slot, owner) is held:
+            continue
+        if held is _UNSET:
+            slot.__delete__(owner)
         else:
-            with contextlib.suppress(AttributeError):  # it is empty
-                slot.__delete__(value)
+            slot.__set__(owner, held)
 
 
 def _generator_undo(value: Any) -> Callable[[], object] | None:

@@ -259,8 +259,10 @@ def changes_of(tensor: Any) -> int:
 def noting_writes(note: Callable[[Any], None]) -> Any:
     """Return a context manager that calls a function with each tensor that an operator is about to write to.
 
-    Operators in the bodies of ``torch.cond`` and of loops are not seen.
+    Operators in the bodies of ``torch.cond`` and of loops are not seen: all tensors that these take
+    may be written to.
     """
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -274,7 +276,13 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
             schema = getattr(func, "_schema", None)
-            if schema is not None and schema.is_mutable:
+            if has_bodies(func):
+                bodies = [each for each in args if isinstance(each, torch.nn.Module)]
+                for tensor in tensors_in(
+                    [args, kwargs, *(list(body.parameters()) for body in bodies)]
+                ):
+                    note(tensor)
+            elif schema is not None and schema.is_mutable:
                 given = dict(
                     zip((argument.name for argument in schema.arguments), args, strict=False)
                 )

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from htp_export.capabilities.huggingface.packed.gguf_header import check_gguf_header
 from htp_export.capabilities.huggingface.packed.weights import (
     Array,
     Layer,
@@ -27,7 +28,12 @@ _Parts = tuple[Array, Array, "Array | None"]
 
 
 def gguf_config(file: Path) -> Any:
-    """The config of transformers that a file describes; its class is that of a causal language model."""
+    """The config of transformers that a file describes; its class is that of a causal language model.
+
+    Raises:
+        FileError: If it is no GGUF file.
+    """
+    check_gguf_header(file)
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
@@ -53,6 +59,7 @@ def read_gguf(file: Path) -> PackedCheckpoint:
         raise InputError(
             f'{file}: GGUF files need gguf; install it with: pip install "htp-export[gguf]"'
         ) from error
+    check_gguf_header(file)
     try:
         reader = GGUFReader(file)
         names, process = _names(file, reader)
