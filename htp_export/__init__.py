@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.alignment.origin_map import embed_map
     from htp_export.attention.decomposing import decomposed_attention
     from htp_export.capabilities.attention_report.attention_reporting import attention_report
+    from htp_export.capabilities.bind.binding import bind
     from htp_export.capabilities.carry.carrying import carry
     from htp_export.capabilities.diff.differing import diff
     from htp_export.capabilities.extract.extraction import extract, splice
@@ -58,7 +59,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
 
 __all__ = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
-    "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
+    "attention_report", "bind", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
     "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
     "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",

@@ -8,6 +8,7 @@ from htp_export.discovery import imported_when_used
 
 if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.capabilities.attention_report.attention_reporting import AttentionReport
+    from htp_export.capabilities.bind.binding import Bound
     from htp_export.capabilities.carry.carrying import Carried, CarriedModule
     from htp_export.capabilities.diff.differing import ModelDifference, ModuleDifference
     from htp_export.capabilities.extract.extraction import Extraction, Splice
@@ -45,7 +46,7 @@ if TYPE_CHECKING:  # `__getattr__` finds them here
     from htp_export.reporting.tables import CompressedModule
 
 __all__ = [
-    "AttentionReport", "Block", "Carried", "CarriedModule", "Change", "Check", "Comparison",
+    "AttentionReport", "Block", "Bound", "Carried", "CarriedModule", "Change", "Check", "Comparison",
     "CompressedModule", "Contamination", "Cost", "Crossing", "DeviceUse", "Extraction", "Finding", "Fingerprint",
     "Forensics", "FusedLora", "Info", "Inlined", "InsertedLora", "Inspected", "Kept", "LoraAdapter", "LoraLayer",
     "Misplaced", "ModelDifference", "ModelMap", "ModuleDifference", "ModuleLatency", "ModuleResult",

@@ -11,14 +11,28 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from htp_export.errors import FileError
+from htp_export.errors import FileError, InputError
 from htp_export.format import tags
-from htp_export.format.recipes import CONSTANT, Recipe, recipe_to_text, step
+from htp_export.format.recipes import (
+    CONSTANT,
+    Recipe,
+    is_exact,
+    parameters_in,
+    recipe_to_text,
+    step,
+)
 from htp_export.model.hashes import array_hash, is_filled, same_numbers
 from htp_export.model.module_facts import stored_tensor
-from htp_export.model.recipes import known_beginning, merged, recipe_of, recorded
+from htp_export.model.recipes import (
+    known_beginning,
+    merged,
+    recipe_of,
+    recipes_of_computed,
+    recorded,
+)
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
+from htp_export.weights.rebuilding import remade
 
 _SMALLEST = 4  # elements; smaller ones are constants of the graph
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
@@ -185,6 +199,12 @@ class _Originals:
             for value, tensor in stored
             if tensor is not None and holds_numbers(tensor.dtype)
         }
+        self._entries = {
+            recipe: tensor for tensor, recipe in self._named.values() if isinstance(recipe, str)
+        }
+        self._computed: dict[str, Recipe] = {}
+        for graph in graphs:
+            self._computed |= recipes_of_computed(graph)
 
     def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
         """Whether a tensor holds numbers; integers of 32 bits are a quantized bias, or positions and sizes."""
@@ -202,6 +222,9 @@ class _Originals:
     def recipe(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
         """How a tensor of the second file was made; one that kept its name and numbers is not looked up among all."""
         original = self._named.get(name)
+        computed = self._computed.get(name)
+        if computed == CONSTANT:
+            return CONSTANT
         vague = step("computed", *self._named_alike(name), _BY_A_TOOL)
         with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone
             if original is not None and same_numbers(original[0], tensor):
@@ -213,9 +236,21 @@ class _Originals:
             # zeros and ones of one origin are those of any other
             if tensor.size > 1 and is_filled(tensor):
                 return vague
-            return self._elsewhere(tensor) or vague
+            return self._elsewhere(tensor) or self._as_computed(computed, tensor) or vague
         except (FileError, OSError):
             return ["computed", _BY_A_TOOL]
+
+    def _as_computed(self, recipe: Recipe | None, tensor: ir.TensorProtocol) -> Recipe | None:
+        """The recipe of a tensor that nodes of the first file computed under this name, if it gives these numbers."""
+        if recipe is None or not is_exact(recipe):
+            return None
+        if any(name not in self._entries for name in parameters_in(recipe)):
+            return None
+        try:
+            made = remade(tensor, recipe, self._entries)
+            return recipe if same_numbers(made, tensor) else None
+        except InputError:
+            return None
 
     def _named_alike(self, name: str) -> list[Recipe]:
         """The recipe of the weight with a name, or with the beginning of it to which a tool added something."""

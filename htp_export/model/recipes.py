@@ -100,8 +100,31 @@ def of_values(why: str, *values: ir.Value | None) -> Recipe:
     )
 
 
-def replaced_by(tool: str, model: ir.Model, before: Mapping[str, ir.TensorProtocol | None]) -> None:
-    """Note that a tool may have made what stands under a name once more: ``before`` is what stood there."""
+def recipes_of_computed(graph: ir.Graph) -> dict[str, Recipe]:
+    """Name → recipe, for the tensors that nodes compute from stored ones alone: a tool may store them."""
+    known: dict[ir.Value, Recipe] = {}
+    follow(graph, graph, known)
+    return {
+        str(value.name): recipe
+        for value, recipe in known.items()
+        if value.producer() is not None and value.name
+    }
+
+
+def replaced_by(
+    tool: str,
+    model: ir.Model,
+    before: Mapping[str, ir.TensorProtocol | None],
+    computed: Mapping[str, Recipe],
+) -> None:
+    """Record which stored tensors a tool may have made anew.
+
+    Args:
+        tool: Its name.
+        model: The model that it returned.
+        before: Name → the tensor that was stored under it.
+        computed: Name → the recipe of a tensor that nodes computed (`recipes_of_computed`).
+    """
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if (
@@ -110,10 +133,15 @@ def replaced_by(tool: str, model: ir.Model, before: Mapping[str, ir.TensorProtoc
             or tags.RECIPE in tensor.metadata_props
         ):
             continue
-        if name not in before or before[name] is not tensor:
-            value.const_value = recorded(
-                tensor, ["computed", *([name] if name in before else []), tool]
-            )
+        if name in before and before[name] is tensor:
+            continue
+        if name in before:
+            recipe: Recipe = step("computed", name, tool)
+        elif computed.get(name) == CONSTANT:
+            recipe = CONSTANT
+        else:
+            recipe = step("computed", computed.get(name, CONSTANT), tool)
+        value.const_value = recorded(tensor, recipe)
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:

@@ -138,6 +138,8 @@ class _Rebuilding:
 def _array(parameter: Any) -> _Array:
     if isinstance(parameter, np.ndarray):
         return parameter
+    if isinstance(parameter, ir.TensorProtocol):
+        return np.asarray(parameter.numpy())
     from onnx_ir.tensor_adapters import TorchTensor
 
     return TorchTensor(parameter.detach().cpu()).numpy()

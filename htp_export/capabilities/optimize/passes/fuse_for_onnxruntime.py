@@ -25,7 +25,7 @@ from htp_export.editing.editing import (
     replace,
 )
 from htp_export.model.neighbours import only_consumer, producer_of
-from htp_export.model.recipes import replaced_by
+from htp_export.model.recipes import recipes_of_computed, replaced_by
 from htp_export.process.quiet import quiet
 from htp_export.shapes.operator_kinds import is_standard, without_copies
 from htp_export.shapes.sizes import product
@@ -53,10 +53,11 @@ class FuseForOnnxruntime(LibraryPass):
             changed_rules() as unhandled,
         ):
             stored = {name: value.const_value for name, value in model.graph.initializers.items()}
+            computed = recipes_of_computed(model.graph)
             rewritten, _ = optimize_for_ort(model)
         register_constants(rewritten.graph)
         _join_results(rewritten.graph, results)
-        replaced_by("onnxscript", rewritten, stored)
+        replaced_by("onnxscript", rewritten, stored, computed)
         _turn_batches(rewritten)
         _complete(rewritten)
         left = {str(node.name): why for node, why in unhandled.items() if node.graph is not None}

@@ -1,0 +1,58 @@
+"""Low-rank adapters that are added to the entries of a ``state_dict`` before they are bound."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import onnx_ir as ir
+
+from htp_export.capabilities.bind.fitting import Fitted, Needed, with_changes
+from htp_export.errors import InputError
+
+
+def with_adapters(fitted: Fitted, needed: Needed, adapters: Mapping[str, float]) -> Fitted:
+    """Add adapters to the weights of their layers, each so many times; computed when they are read.
+
+    Raises:
+        InputError: An adapter is for a layer that the file does not have, has no scaling, or
+            replaces parameters as a whole.
+    """
+    from htp_export.capabilities.lora.adapters import LowRank, placed, read_adapter
+    from htp_export.capabilities.lora.weight_changes import require_peft
+
+    changes: dict[str, ir.TensorProtocol] = {}
+    notes: list[str] = []
+    paths = [name.removesuffix(".weight") for name in fitted.tensors if name.endswith(".weight")]
+    for source, factor in adapters.items():
+        adapter = read_adapter(source)
+        require_peft(adapter)
+        if adapter.parameters:
+            name = next(iter(adapter.parameters))
+            raise InputError(
+                f"{source}: replaces {name!r} as a whole, which cannot be added in part"
+            )
+        layers: dict[str, LowRank] = placed(
+            adapter.source, adapter.layers, paths, "layers of the file"
+        )
+        for path, layer in layers.items():
+            if layer.scaling is None:
+                raise InputError(f"{source}: has no scaling for {path!r}; give the folder of PEFT")
+            name = f"{path}.weight"
+            base = changes.get(name, fitted.tensors[name])
+            changes[name] = _added(base, layer, layer.scaling * factor)
+        notes.append(f"{source} was added {factor:g} times, to {len(layers)} layers")
+    return with_changes(fitted, changes, notes)
+
+
+def _added(base: ir.TensorProtocol, layer: object, scaling: float) -> ir.TensorProtocol:
+    """A weight with the product of the factors of a layer added to it."""
+    read = functools.partial(_sum, base, layer, scaling)
+    return ir.LazyTensor(read, base.dtype, ir.Shape(base.shape.numpy()), name=base.name)
+
+
+def _sum(base: ir.TensorProtocol, layer: object, scaling: float) -> ir.TensorProtocol:
+    from htp_export.capabilities.lora.weight_changes import merged
+
+    total = merged(base.numpy(), layer, scaling)  # type: ignore[arg-type]
+    return ir.Tensor(total.astype(base.dtype.numpy()), dtype=base.dtype, name=base.name)

@@ -1,0 +1,63 @@
+"""``htp-export bind``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from htp_export.command.options import FileArgument, JsonOption, OutputOption
+from htp_export.command.outputs import report
+from htp_export.command.terminal import Steps, print_json
+from htp_export.errors import InputError
+
+EXAMPLE = "optimised.onnx finetuned/ -o new.onnx"
+PLACE = ("Deploy", 5)
+
+
+def bind_command(
+    file: FileArgument,
+    weights: Annotated[str, "A safetensors file, its index, a folder, a GGUF file, or a hub id."],
+    output: OutputOption,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option("--adapter", help="An adapter and its factor: styles/a=0.7. May be repeated."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option("--strict/--no-strict", help="Write nothing if an entry cannot be bound."),
+    ] = True,
+    cast: Annotated[
+        bool, typer.Option("--cast/--no-cast", help="Convert entries of another type.")
+    ] = True,
+    form: Annotated[
+        str | None,
+        typer.Option("--map", help="Print a map as JSON: recipes, tensorrt, safetensors."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Put the weights of another checkpoint into a file, without an export.
+
+    The file may have been optimised, quantized, pruned, cut or renamed since.
+    """
+    from htp_export.capabilities.bind.binding import bind
+
+    adapters = dict(map(_adapter, adapter or ()))
+    with Steps(quiet=as_json or form is not None).step(f"binding {weights}"):
+        result = bind(file, weights, output, adapters=adapters, strict=strict, cast=cast)
+    if form is not None:
+        found: Any = result.map(form)  # type: ignore[arg-type] # it refuses others
+        print_json(found)
+        return
+    report(result, as_json, output=output)
+
+
+def _adapter(typed: str) -> tuple[str, float]:
+    """An adapter and its factor, 1 where none is typed."""
+    name, equals, factor = typed.rpartition("=")
+    if not equals:
+        return typed, 1.0
+    try:
+        return name, float(factor)
+    except ValueError as error:
+        raise InputError(f"--adapter {typed}: write FOLDER=FACTOR, such as styles/a=0.7") from error

@@ -1,0 +1,297 @@
+"""`bind`: the stored tensors of a file, made once more of the entries of another ``state_dict``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.bind.fitting import Fitted, Needed, fit
+from htp_export.capabilities.bind.state_entries import Weights, read_entries
+from htp_export.editing.flattening import read_for_change
+from htp_export.errors import InputError
+from htp_export.files.model_files import has_external_data, write_model
+from htp_export.files.targets import check_target
+from htp_export.format.recipes import Recipe, is_exact, operands_of, parameters_in
+from htp_export.model.model_faults import names_model_faults
+from htp_export.model.tagged import ModelSource, TaggedModel, TaggedResult
+from htp_export.reporting.columns import many
+from htp_export.weights.rebuilding import remade
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+MapFormat: TypeAlias = Literal["recipes", "tensorrt", "safetensors"]
+"""The forms of `Bound.map`."""
+
+_MOST_NAMED = 3
+"""Entries that a message names: the result lists all."""
+
+
+class LazyArrays(Mapping[str, Array]):
+    """Initializer → its new array, which is computed each time it is read."""
+
+    def __init__(self, tensors: Mapping[str, ir.TensorProtocol]) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Array:
+        return np.asarray(self._tensors[name].numpy())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+@dataclass(frozen=True)
+class Bound(TaggedResult):
+    """The result of `htp_export.bind`.
+
+    Attributes:
+        tensors: Number of stored tensors that are made of the new weights.
+        bytes: Their size.
+        missing: Entries of which the file was made, and that the weights do not have.
+        unexpected: Entries of the weights of which nothing in the file was made.
+        unbound: Entry → why what was made of it keeps its old values.
+        notes: What was changed on the way, and what stays that belongs to the old weights.
+        arrays: Initializer → new array, computed when it is read, as ONNX Runtime's
+            ``add_external_initializers`` and TensorRT's ``Refitter`` take them.
+        recipes: Initializer → how it is made of entries.
+        model: The model.
+    """
+
+    tensors: int
+    bytes: int
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    unbound: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    arrays: Mapping[str, Array] = field(repr=False, default_factory=dict)
+    recipes: Mapping[str, Recipe] = field(repr=False, default_factory=dict)
+    model: ir.Model = field(repr=False, kw_only=True)
+
+    @property
+    def summary(self) -> str:
+        """The result in one line."""
+        left = len(self.unbound)
+        kept = f"; entries that are not bound: {left:,}" if left else ""
+        return f"{many(self.tensors, 'tensor')} made of the new weights{kept}"
+
+    def map(self, form: MapFormat = "recipes") -> dict[str, Any]:
+        """The stored tensors by name, for programs that put weights into an engine themselves.
+
+        Args:
+            form: ``"recipes"``: initializer → its recipe (``docs/format.md``). ``"tensorrt"``:
+                initializer → the entries of which it is made; `arrays` has the values for
+                ``Refitter.set_named_weights``. ``"safetensors"``: initializer → entry, for those
+                that are an entry as it is.
+
+        Raises:
+            InputError: There is no such form.
+        """
+        if form == "recipes":
+            return dict(self.recipes)
+        if form == "tensorrt":
+            return {
+                name: [*dict.fromkeys(parameters_in(each))] for name, each in self.recipes.items()
+            }
+        if form == "safetensors":
+            return {name: each for name, each in self.recipes.items() if isinstance(each, str)}
+        raise InputError(f"there is no map {form!r}; there are recipes, tensorrt and safetensors")
+
+
+@names_model_faults("model")
+def bind(
+    model: ModelSource,
+    weights: Weights,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    adapters: Mapping[str, float] | None = None,
+    strict: bool = True,
+    cast: bool = True,
+    check: tuple[Any, ...] | None = None,
+) -> Bound:
+    """Put the weights of another checkpoint into a file that was made of the same model.
+
+    The file may have been optimised, quantized, pruned, cut or renamed since its export: every
+    stored tensor has a recipe that says how it was made of the ``state_dict``, and is made once
+    more in the same way. It then is, bit for bit, what a new export of the new weights and the same
+    steps would hold; or its entries are in ``unbound``, with the reason.
+
+    Ranges of activations that were measured, masks of pruning and other constants belong to the old
+    weights, and stay; ``notes`` say so.
+
+    Thread-safe, also for calls on the same model.
+
+    Args:
+        model: The file, `TaggedModel`, ``ONNXProgram``, ``ModelProto`` or ``ir.Model``; not changed.
+        weights: A ``state_dict``, an ``nn.Module``, a safetensors file, its index, a folder with one
+            of these, a checkpoint of GPTQ, AWQ or bitsandbytes, a GGUF file, or a hub id.
+        output: The file to write.
+        adapters: Folder of PEFT, or file of ONNX Runtime's adapter format → factor: each adapter is
+            added to the weights so many times, always from these.
+        strict: Raise an error in place of keeping old values.
+        cast: Convert entries of another floating-point type, as ``load_state_dict`` does.
+        check: Example inputs: run the module ``weights`` on them, and compare every module of the
+            file with it, as `htp_export.verify` does.
+
+    Returns:
+        The model with the new weights, and what could not be bound.
+
+    Raises:
+        InputError: With ``strict``, an entry is missing, has another shape, or cannot be bound; no
+            entry has a name that fits; or ``check`` finds a module that differs.
+        UntaggedModelError: The model has no tags.
+        FileError: A file cannot be read or written; existing files are unchanged.
+
+    Examples:
+        >>> import torch, htp_export
+        >>> net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU()).eval()
+        >>> program = htp_export.export(net, (torch.randn(2, 8),), verbose=False)
+        >>> half = htp_export.quantize(program, "fp16").model
+        >>> tuned = {name: 2 * tensor for name, tensor in net.state_dict().items()}
+        >>> bound = htp_export.bind(half, tuned)
+        >>> bound.summary, sorted(bound.arrays)
+        ('2 tensors made of the new weights', ['0.bias', '0.weight'])
+        >>> bool((bound.arrays["0.bias"] == tuned["0.bias"].half().numpy()).all())
+        True
+    """
+    check_target(output)
+    if check is not None and not hasattr(weights, "forward"):
+        raise InputError("check runs the module that has the weights: give an nn.Module as weights")
+    tagged = read_for_change(model)
+    tagged.require_exact_tags()
+    external = has_external_data(tagged.model)
+    needed = Needed.of(tagged)
+    fitted = fit(read_entries(weights), needed, cast=cast)
+    if adapters:
+        from htp_export.capabilities.bind.adapters import with_adapters
+
+        fitted = with_adapters(fitted, needed, adapters)
+    tensors, unbound = _made(needed, fitted)
+    if strict:
+        _refuse(fitted, unbound)
+    for value, tensor in tensors.items():
+        value.const_value = tensor
+    tagged.refresh()
+    bound = _result(tagged, needed, fitted, tensors, unbound)
+    if check is not None:
+        _check(weights, check, tagged)
+    if output is not None:
+        write_model(tagged.model, output, True if external else None)
+    return bound
+
+
+def _made(
+    needed: Needed, fitted: Fitted
+) -> tuple[dict[ir.Value, ir.TensorProtocol], dict[str, str]]:
+    """The new tensors, and the reasons for those that cannot be made, by entry."""
+    tensors: dict[ir.Value, ir.TensorProtocol] = {}
+    unbound: dict[str, str] = {}
+    for value, recipe in needed.recipes.items():
+        names = list(dict.fromkeys(parameters_in(recipe)))
+        why = _why_not(value, recipe, names, fitted)
+        if why:
+            # A recipe without entries keeps the name of the tensor.
+            unbound.update(dict.fromkeys(names or [f"initializer {value.name!r}"], why))
+        else:
+            assert value.const_value is not None
+            tensors[value] = remade(value.const_value, recipe, fitted.tensors)
+    return tensors, unbound
+
+
+def _why_not(value: ir.Value, recipe: Recipe, names: list[str], fitted: Fitted) -> str:
+    """The reason why a stored tensor cannot be made; empty if it can."""
+    if not is_exact(recipe):
+        assert isinstance(recipe, list)
+        return f"initializer {value.name!r} was made in a way that cannot be repeated: {recipe[-1]}"
+    for name in names:
+        if name in fitted.unfit:
+            return f"{name!r} {fitted.unfit[name]}"
+        if name not in fitted.tensors:
+            return f"the weights have no {name!r}"
+    return _differing(value, recipe, fitted.tensors)
+
+
+def _differing(value: ir.Value, recipe: Recipe, tensors: Mapping[str, ir.TensorProtocol]) -> str:
+    """The reason why entries that the file has once differ now; empty if they are equal, or there are none."""
+    if not isinstance(recipe, list):
+        return ""
+    if recipe[0] == "equal":
+        assert value.const_value is not None
+        try:
+            remade(value.const_value, recipe, tensors).numpy()
+        except InputError:
+            listed = " and ".join(map(repr, dict.fromkeys(parameters_in(recipe))))
+            return (
+                f"{listed} were equal at the export, so that the file has them once, and differ now"
+            )
+    return next(
+        filter(None, (_differing(value, each, tensors) for each in operands_of(recipe))), ""
+    )
+
+
+def _refuse(fitted: Fitted, unbound: Mapping[str, str]) -> None:
+    """Refuse weights of which not every stored tensor can be made."""
+    if fitted.missing:
+        listed = ", ".join(map(repr, fitted.missing[:_MOST_NAMED]))
+        more = f" and {len(fitted.missing) - _MOST_NAMED} more" * (
+            len(fitted.missing) > _MOST_NAMED
+        )
+        raise InputError(
+            f"the weights have no {listed}{more}, of which the file was made; strict=False keeps the old values"
+        )
+    if unbound:
+        name, why = next(iter(unbound.items()))
+        more = f", and {len(unbound) - 1} more entries" * (len(unbound) > 1)
+        raise InputError(
+            f"{name!r} cannot be bound{more}: {why}; strict=False keeps the old values"
+        )
+
+
+def _result(
+    tagged: TaggedModel,
+    needed: Needed,
+    fitted: Fitted,
+    tensors: Mapping[ir.Value, ir.TensorProtocol],
+    unbound: Mapping[str, str],
+) -> Bound:
+    notes = list(fitted.notes)
+    masked = sum(_has_step(needed.recipes[value], "masked") for value in tensors)
+    if masked:
+        notes.append(f"{many(masked, 'tensor')} keep the zeros of the old weights (prune)")
+    ranges = sum(node.op_type == "QuantizeLinear" for node in tagged.nodes)
+    if ranges:
+        notes.append(
+            f"ranges of activations at {many(ranges, 'place')} are those of the old weights"
+        )
+    return Bound(
+        len(tensors),
+        sum(tensor.nbytes for tensor in tensors.values()),
+        fitted.missing,
+        fitted.unexpected,
+        unbound,
+        tuple(notes),
+        LazyArrays({str(value.name): tensor for value, tensor in tensors.items()}),
+        {str(value.name): needed.recipes[value] for value in tensors},
+        model=tagged.model,
+    )
+
+
+def _has_step(recipe: Recipe, word: str) -> bool:
+    if not isinstance(recipe, list):
+        return False
+    return recipe[0] == word or any(_has_step(each, word) for each in operands_of(recipe))
+
+
+def _check(module: Any, args: tuple[Any, ...], tagged: TaggedModel) -> None:
+    """Refuse a file of which a module differs from the one in PyTorch."""
+    from htp_export.capabilities.verify.verifying import verify
+
+    found = verify(module, tagged.model, args=args)
+    if not found.ok:
+        raise InputError(f"check: {found.summary}")

@@ -1,0 +1,218 @@
+"""The entries of a ``state_dict`` under the names, shapes and types that the parameters of a model have."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from htp_export.capabilities.bind.state_entries import StateEntries
+from htp_export.errors import InputError, nearest_names
+from htp_export.format.parameters import Declared
+from htp_export.format.recipes import Recipe, operands_of, parameters_in
+from htp_export.model.recipes import recipe_of
+from htp_export.model.tagged import TaggedModel
+
+_PREFIXES = ("model.", "module.", "_orig_mod.", "base_model.model.")
+"""Prefixes that a wrapper puts in front of all names: transformers' heads, DataParallel, torch.compile, PEFT."""
+
+_LAYOUT = frozenset(
+    ("transpose", "reshape", "squeeze", "unsqueeze", "expand", "slice", "take", "concat")
+)
+"""Steps of recipes that keep the type of their operands."""
+
+
+@dataclass(frozen=True)
+class Needed:
+    """The entries of the ``state_dict`` of which the stored tensors of a model are made.
+
+    Attributes:
+        recipes: Initializer → its recipe, without constants.
+        names: The entries in these recipes, in order.
+        kinds: Entry → its type at the export, where a stored tensor shows it.
+        declared: Parameter → its module and shape, as the file has them.
+    """
+
+    recipes: Mapping[ir.Value, Recipe]
+    names: tuple[str, ...]
+    kinds: Mapping[str, ir.DataType]
+    declared: Mapping[str, Declared]
+
+    @classmethod
+    def of(cls, tagged: TaggedModel) -> Needed:
+        """Read the recipes of a model."""
+        recipes: dict[ir.Value, Recipe] = {}
+        for graph in tagged.model.graphs():
+            for value in graph.initializers.values():
+                recipe = recipe_of(value)
+                if value.const_value is not None and not _is_constant(recipe):
+                    recipes[value] = recipe
+        names = dict.fromkeys(itertools.chain.from_iterable(map(parameters_in, recipes.values())))
+        return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {})
+
+    def same_as(self, name: str) -> list[str]:
+        """The other names of a parameter that several modules hold."""
+        if name not in self.declared:
+            return []
+        first = self.declared[name].first
+        return [
+            each.name
+            for each in self.declared.values()
+            if each.first == first and each.name != name
+        ]
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The entries that a model needs, as far as there are any.
+
+    Attributes:
+        tensors: Entry → tensor, in the type that the parameter had at the export.
+        missing: Needed entries that the weights do not have.
+        unexpected: Entries of the weights that no parameter and no stored tensor of the model has.
+        unfit: Entry → why it cannot be used: its shape, or its type.
+        notes: What was changed on the way, a sentence each.
+    """
+
+    tensors: Mapping[str, ir.TensorProtocol]
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    unfit: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def _is_constant(recipe: Recipe) -> bool:
+    return isinstance(recipe, list) and recipe[0] == "constant"
+
+
+def _kinds(recipes: Mapping[ir.Value, Recipe]) -> dict[str, ir.DataType]:
+    """The types of the entries that stored tensors have unchanged but for their layout."""
+    kinds: dict[str, ir.DataType] = {}
+    for value, recipe in recipes.items():
+        has_type = _keeps_type(recipe) or _are_scales(recipe)
+        if has_type and value.const_value is not None:
+            kinds.update(dict.fromkeys(parameters_in(recipe), value.const_value.dtype))
+    return kinds
+
+
+def _are_scales(recipe: Recipe) -> bool:
+    """Whether a recipe makes the scales of a matrix that was rounded block by block: they have its type."""
+    if not isinstance(recipe, list) or recipe[0] != "quantize":
+        return False
+    return bool(recipe[-1][0] == "scales") and all(map(_keeps_type, operands_of(recipe)))
+
+
+def _keeps_type(recipe: Recipe) -> bool:
+    if not isinstance(recipe, list):
+        return True
+    return recipe[0] in _LAYOUT and all(map(_keeps_type, operands_of(recipe)))
+
+
+def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
+    """Find the entries that a model needs, and convert them as ``load_state_dict`` does.
+
+    Raises:
+        InputError: If no entry has the name of one that the model needs.
+    """
+    named, note = _named(entries, needed)
+    tensors: dict[str, ir.TensorProtocol] = {}
+    missing: list[str] = []
+    unfit: dict[str, str] = {}
+    casts: dict[tuple[ir.DataType, ir.DataType], int] = {}
+    for name in needed.names:
+        tensor = named.get(name) or _of_tied(named, needed, name)
+        if tensor is None:
+            missing.append(name)
+            continue
+        declared = needed.declared.get(name)
+        shape = tuple(tensor.shape.numpy())
+        if declared is not None and shape != declared.shape:
+            unfit[name] = (
+                f"has shape {list(shape)}, and the file was made of {list(declared.shape)}"
+            )
+            continue
+        wanted = needed.kinds.get(name, _usual(tensor.dtype))
+        if tensor.dtype == wanted:
+            tensors[name] = tensor
+        elif not cast:
+            unfit[name] = f"is {tensor.dtype.name}, and the file was made of {wanted.name}"
+        else:
+            tensors[name] = converted(tensor, wanted)
+            casts[tensor.dtype, wanted] = casts.get((tensor.dtype, wanted), 0) + 1
+    known = {*needed.names, *needed.declared}
+    unexpected = tuple(name for name in named if name not in known)
+    notes = [note] if note else []
+    for (kind, wanted), count in casts.items():
+        notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")
+    return Fitted(tensors, tuple(missing), unexpected, unfit, tuple(notes))
+
+
+def _usual(kind: ir.DataType) -> ir.DataType:
+    """The type of a parameter of which no stored tensor shows the type: that of most models."""
+    return ir.DataType.FLOAT if kind.is_floating_point() else kind
+
+
+def converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
+    """A tensor in another type, computed when it is read."""
+    read = functools.partial(_converted, tensor, kind)
+    return ir.LazyTensor(read, kind, ir.Shape(tensor.shape.numpy()), name=tensor.name)
+
+
+def _converted(tensor: ir.TensorProtocol, kind: ir.DataType) -> ir.TensorProtocol:
+    return ir.Tensor(tensor.numpy().astype(kind.numpy()), dtype=kind, name=tensor.name)
+
+
+def _of_tied(
+    named: Mapping[str, ir.TensorProtocol], needed: Needed, name: str
+) -> ir.TensorProtocol | None:
+    """The tensor of a parameter that the weights have under the name of another module that holds it."""
+    return next((named[each] for each in needed.same_as(name) if each in named), None)
+
+
+def _named(entries: StateEntries, needed: Needed) -> tuple[Mapping[str, ir.TensorProtocol], str]:
+    """The entries, without one prefix that all of them have too much or too little; and a note of it."""
+    wanted = [name for name in needed.names if not _has(entries.tensors, needed, name)]
+    if not wanted:
+        return entries.tensors, ""
+    changes = dict(_renamings(entries.tensors))
+    fitting = {
+        note: named
+        for note, named in changes.items()
+        if all(_has(named, needed, name) for name in needed.names)
+    }
+    if len(fitting) == 1:
+        [(note, named)] = fitting.items()
+        return named, note
+    if len(wanted) == len(needed.names):
+        near = nearest_names(wanted[0], entries.tensors)
+        raise InputError(
+            f"{entries.source} has none of the {len(wanted)} entries of which the file was made, "
+            f"as {wanted[0]!r}; nearest: {near}"
+        )
+    return entries.tensors, ""
+
+
+def _has(named: Collection[str], needed: Needed, name: str) -> bool:
+    return name in named or any(each in named for each in needed.same_as(name))
+
+
+def _renamings(
+    tensors: Mapping[str, ir.TensorProtocol],
+) -> Iterator[tuple[str, Mapping[str, ir.TensorProtocol]]]:
+    """The entries without each of the known prefixes, and with it."""
+    for prefix in _PREFIXES:
+        without = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+        if len(without) == len(tensors):  # otherwise two entries would have one name
+            yield f"the prefix {prefix!r} of entries was removed", without
+        before = {f"{prefix}{name}": tensor for name, tensor in tensors.items()}
+        yield f"the prefix {prefix!r} was put before all entries", before
+
+
+def with_changes(
+    fitted: Fitted, changes: Mapping[str, ir.TensorProtocol], notes: Iterable[str]
+) -> Fitted:
+    """The same with other tensors for some entries."""
+    return replace(fitted, tensors={**fitted.tensors, **changes}, notes=(*fitted.notes, *notes))

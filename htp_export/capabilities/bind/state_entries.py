@@ -1,0 +1,151 @@
+"""The entries of a ``state_dict`` in every form: shapes and types at once, values when they are read."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import onnx_ir as ir
+
+from htp_export.errors import FileError, InputError
+from htp_export.files.checkpoint import Checkpoint, read_checkpoint
+from htp_export.runtime.arrays import from_torch
+
+if TYPE_CHECKING:
+    import torch
+
+Weights: TypeAlias = "Mapping[str, Any] | torch.nn.Module | str | os.PathLike[str]"
+"""A ``state_dict``, a module, a safetensors file, its index, a folder with one of these, a quantized checkpoint
+(GPTQ, AWQ, bitsandbytes, GGUF), or a hub id."""
+
+
+_FILES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".ckpt")
+"""Ends of files: a name with one of them is no hub id. Pickles are refused when they are read."""
+
+
+@dataclass(frozen=True)
+class StateEntries:
+    """The entries of a ``state_dict``.
+
+    Attributes:
+        source: Where they come from, for messages.
+        tensors: Name → tensor, whose values are read when they are used.
+    """
+
+    source: str
+    tensors: Mapping[str, ir.TensorProtocol]
+
+
+def read_entries(weights: Weights) -> StateEntries:
+    """Read the names, shapes and types of the entries.
+
+    Raises:
+        FileError: A file is missing, is a pickle, or is broken.
+        InputError: ``weights`` are something else.
+    """
+    if isinstance(weights, Mapping):
+        return StateEntries("the state_dict", _of_mapping(weights))
+    if hasattr(weights, "state_dict"):
+        return StateEntries(type(weights).__name__, _of_mapping(weights.state_dict()))
+    if isinstance(weights, str | os.PathLike):
+        return _of_path(os.fspath(weights))
+    raise InputError(
+        f"weights are a state_dict, an nn.Module, a safetensors file, its index, a folder or a hub id, "
+        f"not {type(weights).__name__}"
+    )
+
+
+def _of_mapping(state: Mapping[str, Any]) -> dict[str, ir.TensorProtocol]:
+    from onnx_ir.tensor_adapters import TorchTensor
+
+    tensors: dict[str, ir.TensorProtocol] = {}
+    for name, value in state.items():
+        if isinstance(value, ir.TensorProtocol):
+            tensors[str(name)] = value
+        elif hasattr(value, "detach"):
+            tensors[str(name)] = TorchTensor(value.detach().cpu())
+        elif hasattr(value, "dtype") and hasattr(value, "shape"):
+            tensors[str(name)] = ir.tensor(value)
+        # other entries, as the extra state of a module, are no tensors
+    return tensors
+
+
+def _of_path(name: str) -> StateEntries:
+    from htp_export.capabilities.huggingface.packed.checkpoints import is_packed, read_packed
+
+    path = Path(name)
+    if is_packed(path):
+        packed = read_packed(path)
+        return StateEntries(name, {key: _of_packed(packed, key) for key in packed})
+    if path.exists() or path.suffix in _FILES:
+        return StateEntries(name, _of_checkpoint(read_checkpoint(path)))
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise FileError(path, "is missing")
+    from htp_export.capabilities.huggingface.sources import Source
+    from htp_export.capabilities.huggingface.streaming import find_checkpoint
+
+    return StateEntries(name, _of_checkpoint(find_checkpoint(Source(name), None)))
+
+
+def _of_packed(packed: Any, name: str) -> ir.TensorProtocol:
+    """An entry of a quantized checkpoint, in float32; matrices are dequantized when they are read."""
+    if name not in packed.layers:
+        return ir.tensor(packed[name])
+    shape = ir.Shape(packed.layers[name].shape)
+    return ir.LazyTensor(lambda: ir.tensor(packed[name]), ir.DataType.FLOAT, shape, name=name)
+
+
+def _of_checkpoint(checkpoint: Checkpoint) -> dict[str, ir.TensorProtocol]:
+    """The tensors of safetensors files, which are mapped into memory."""
+    from safetensors import safe_open
+
+    tensors: dict[str, ir.TensorProtocol] = {}
+    opened: dict[Path, Any] = {}
+    for name, file in checkpoint.files.items():
+        if file not in opened:
+            opened[file] = safe_open(file, framework="pt")
+        kind = _kind(file, name, opened[file].get_slice(name).get_dtype())
+        read = functools.partial(_read, checkpoint, opened[file], name)
+        shape = ir.Shape(checkpoint.shapes[name])
+        tensors[name] = ir.LazyTensor(read, kind, shape, name=name)
+    return tensors
+
+
+_KINDS = {
+    "F64": ir.DataType.DOUBLE,
+    "F32": ir.DataType.FLOAT,
+    "F16": ir.DataType.FLOAT16,
+    "BF16": ir.DataType.BFLOAT16,
+    "F8_E4M3": ir.DataType.FLOAT8E4M3FN,
+    "F8_E5M2": ir.DataType.FLOAT8E5M2,
+    "I64": ir.DataType.INT64,
+    "I32": ir.DataType.INT32,
+    "I16": ir.DataType.INT16,
+    "I8": ir.DataType.INT8,
+    "U8": ir.DataType.UINT8,
+    "BOOL": ir.DataType.BOOL,
+}
+"""Types of safetensors (https://huggingface.co/docs/safetensors) → those of ONNX."""
+
+
+def _kind(file: Path, name: str, kind: str) -> ir.DataType:
+    if kind not in _KINDS:
+        raise FileError(file, f"tensor {name!r} has type {kind}; {', '.join(_KINDS)} are read")
+    return _KINDS[kind]
+
+
+def _read(checkpoint: Checkpoint, opened: Any, name: str) -> ir.TensorProtocol:
+    from safetensors import SafetensorError
+
+    checkpoint.check()
+    try:
+        tensor = opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise FileError(
+            checkpoint.files[name], f"tensor {name!r} cannot be read: {error}"
+        ) from error
+    return ir.Tensor(from_torch(tensor), name=name)
