@@ -45,12 +45,10 @@ def _is_cut(setting: Any) -> bool:
 
 
 def _is_rows(setting: Any) -> bool:
-    return (
-        isinstance(setting, list)
-        and len(setting) == 2
-        and _is_axis(setting[0])
-        and isinstance(setting[1], list)
-    )
+    if not isinstance(setting, list) or len(setting) != 2 or not _is_axis(setting[0]):
+        return False
+    # A list, or lists in lists, as the indices of a Gather are; a number for one row.
+    return isinstance(setting[1], list) or type(setting[1]) is int
 
 
 def _is_blocks(setting: Any) -> bool:
@@ -67,6 +65,35 @@ def _is_blocks(setting: Any) -> bool:
         and 16 <= block <= _LARGEST_BLOCK
         and symmetric in (0, 1)
     )
+
+
+ROUNDED_PARTS = ("levels", "scales", "zero_points")
+"""The parts of a weight that was rounded to integers."""
+
+NO_AXIS = -1
+"""In place of an axis: one scale for the whole weight."""
+
+_ROUNDED_KINDS = ("int4", "uint4", "int8", "uint8", "int16", "uint16")
+
+
+def _is_rounding(setting: Any) -> bool:
+    if not isinstance(setting, list) or len(setting) < 2 or setting[0] not in ROUNDED_PARTS:
+        return False
+    match setting[1:]:
+        case ["linear", str(kind), int(axis), int(symmetric), int(reduced)]:
+            return kind in _ROUNDED_KINDS and _is_axis(axis) and {symmetric, reduced} <= {0, 1}
+        case ["channels", int(axis)]:
+            return _is_axis(axis)
+        case ["rows", int(bits), int(block), int(symmetric)]:
+            return bits in (4, 8) and 1 <= block <= _LARGEST_BLOCK and symmetric in (0, 1)
+    return False
+
+
+def _is_bias_rounding(setting: Any) -> bool:
+    if not isinstance(setting, list) or len(setting) != 7 or type(setting[1]) is not float:
+        return False
+    part, scale, *scheme = setting
+    return part != "zero_points" and math.isfinite(scale) and _is_rounding([part, *scheme])
 
 
 def _is_unpacking(setting: Any) -> bool:
@@ -104,6 +131,8 @@ _FORMS: Mapping[str, _Form] = {
     "take": _Form(setting=_is_rows, keeps_zeros=True),
     "concat": _Form(1, _MOST_OPERANDS, _is_axis, keeps_zeros=True),
     "quantize": _Form(setting=_is_blocks),
+    "round": _Form(setting=_is_rounding),
+    "round_bias": _Form(2, 2, setting=_is_bias_rounding),
     "unpack": _Form(setting=_is_unpacking),
     "masked": _Form(),
     "equal": _Form(2, _MOST_OPERANDS),

@@ -293,8 +293,8 @@ def folded(
             operands[0],
             [int(size) for size in shape],
         )
-    if op_type == "Gather" and (rows := constant(1)) is not None and (shape := sizes()) is not None:
-        return _gathered(operands[0], int(attributes.get("axis", 0)), rows, shape)
+    if op_type == "Gather" and (rows := constant(1)) is not None:
+        return _gathered(operands[0], int(attributes.get("axis", 0)), rows, sizes())
     if op_type == "Slice" and (cuts := _cuts(attributes, constant)) is not None:
         made = operands[0]
         for cut in cuts:
@@ -323,14 +323,16 @@ def folded(
     )
 
 
-def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int]) -> Recipe:
-    """What lies side by side, or the same many times."""
+def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int] | None) -> Recipe:
+    """Rows that lie side by side, one row many times, or any rows; ``shape`` is that of the result, if known."""
     first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
+    if shape is None:
+        return step("take", operand, [axis, rows.tolist()])
     if first >= 0 and (rows.reshape(-1) == np.arange(first, first + count)).all():
         return step("reshape", step("slice", operand, [axis, first, first + count, 1]), list(shape))
     if first >= 0 and axis == 0 and (rows == first).all():
         return step("expand", step("slice", operand, [0, first, first + 1, 1]), list(shape))
-    return step("computed", operand, "Gather")
+    return step("take", operand, [axis, rows.tolist()])
 
 
 def _number(array: Any) -> Recipe:

@@ -14,6 +14,7 @@ from htp_export.errors import InputError
 from htp_export.format.recipes import CONSTANT, Recipe, is_exact, parameters_in
 from htp_export.model.recipes import recipe_of
 from htp_export.model.tagged import TaggedModel
+from htp_export.weights.rounding import rounded, rounded_bias
 
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -249,6 +250,8 @@ _STEPS: Mapping[str, Callable[..., Any]] = {
     "slice": _slice,
     "concat": lambda *parts: np.concatenate(parts[:-1], axis=parts[-1]),
     "quantize": _quantized,
+    "round": rounded,
+    "round_bias": rounded_bias,
     "unpack": lambda array, held: unpacked(array, held[0], held[1], _type(held[2])),
     "take": lambda array, rows: np.take(array, np.array(rows[1], np.int64), rows[0]),
 }

@@ -30,6 +30,12 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     tool_failures,
     without_faulty,
 )
+from htp_export.capabilities.quantize.rounding_recipes import (
+    float_weights,
+    record_biases,
+    record_ranges,
+    record_rounding,
+)
 from htp_export.capabilities.quantize.static_biases import is_bias, show_biases
 from htp_export.capabilities.quantize.work import named
 from htp_export.editing.submodels import Submodel, constant_of
@@ -80,6 +86,10 @@ class StaticPart:
             if not wrong:
                 break
             self.left |= wrong
+        weights = float_weights(self.part.model.graph)
+        record_rounding(model.graph, weights)
+        record_biases(model.graph, weights)
+        record_ranges(model.graph, self.ranges.bounds)
         show_biases(model.graph, self.hidden)
         partly: dict[str, str] = {}
         for name, why in self.floats.items():

@@ -17,11 +17,12 @@ import onnx_ir as ir
 from htp_export.editing.editing import add_initializer, replace
 from htp_export.editing.submodels import constant_of, remove_unused
 from htp_export.format.recipes import Recipe, step
-from htp_export.model.recipes import recipe_of
+from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.products import changed_when_written, is_matrix_product, weight_axes
 from htp_export.weights.rebuilding import unpacked
+from htp_export.weights.rounding import rounded
 
 FIRST_BLOCKS = 21
 """The opset from which on ``DequantizeLinear`` has blocks, and ONNX integers of 4 bits."""
@@ -228,8 +229,6 @@ def _register(graph: ir.Graph, of: ir.Value, tensor: ir.Tensor[Any], recipe: Rec
 CONVOLUTIONS = frozenset(("Conv", "ConvTranspose"))
 """Operators whose weights have channels."""
 
-_LARGEST, _MIDDLE = 127, 128  # of int8 with a symmetric range; the zero point of uint8
-
 
 def store_in_eight_bits(graph: ir.Graph, block_size: int, *, symmetric: bool) -> None:
     """Store the weights of the convolutions and tables of a graph in 8 bits, in place; all are initializers.
@@ -263,20 +262,10 @@ def _by_channel(
 ) -> ir.Value:
     """What a ``DequantizeLinear`` makes of a weight; one scale for each channel."""
     shape = tuple(int(size) for size in tensor.shape.numpy())
-    others = tuple(axis for axis in range(len(shape)) if axis != channels)
-
-    def scales() -> Array:
-        largest: Array = np.abs(tensor.numpy()).max(axis=others)
-        return np.where(largest == 0, 1, largest / _LARGEST).astype(tensor.dtype.numpy())
-
-    def levels() -> Array:
-        wide: Array = tensor.numpy().astype(np.float32)
-        rounded: Array = np.round(wide / np.expand_dims(scales(), others))
-        return np.clip(rounded, -_LARGEST, _LARGEST).astype(np.int8)
-
+    scheme = ["channels", channels]
     stored = [
-        _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.INT8, shape),
-        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, (shape[channels],)),
+        _rounded(graph, weight, "Q8", ["levels", *scheme], ir.DataType.INT8, shape),
+        _rounded(graph, weight, "scales", ["scales", *scheme], tensor.dtype, (shape[channels],)),
     ]
     result = ir.Value(
         name=f"{weight.name}_dequantized", type=ir.TensorType(tensor.dtype), shape=ir.Shape(shape)
@@ -293,46 +282,17 @@ def _by_block(
 ) -> list[ir.Value]:
     """The levels, scales and zero points of the rows of a table."""
     rows, columns = (int(length) for length in tensor.shape.numpy())
-    starts = np.arange(0, columns, size)
-
-    def bounds() -> tuple[Array, Array]:
-        array = tensor.numpy().astype(np.float32)
-        least, most = (each.reduceat(array, starts, axis=1) for each in (np.minimum, np.maximum))
-        if symmetric:
-            most = np.maximum(np.abs(least), np.abs(most)) * (2 * _MIDDLE - 1) / _LARGEST / 2
-            return -most, most
-        return np.minimum(least, 0), np.maximum(most, 0)
-
-    def scales() -> Array:
-        least, most = bounds()
-        width = (most - least) / (2 * _MIDDLE - 1)
-        return np.where(width == 0, 1, width).astype(tensor.dtype.numpy())
-
-    def points() -> Array:
-        return (
-            np.full((rows, len(starts)), _MIDDLE, np.uint8)
-            if symmetric
-            else _rounded(-bounds()[0] / scales())
-        )
-
-    def levels() -> Array:
-        spread, shift = (
-            np.repeat(each, size, axis=1)[:, :columns] for each in (scales(), points())
-        )
-        return _rounded(tensor.numpy().astype(np.float32) / spread + shift)
-
-    blocks = (rows, len(starts))
+    blocks = (rows, -(-columns // size))
+    scheme = ["rows", 8, size, int(symmetric)]
+    kind = ir.DataType.UINT8
     stored = [
-        _lazy(graph, f"{weight.name}_Q8", levels, ir.DataType.UINT8, (rows, columns)),
-        _lazy(graph, f"{weight.name}_scales", scales, tensor.dtype, blocks),
+        _rounded(graph, weight, "Q8", ["levels", *scheme], kind, (rows, columns)),
+        _rounded(graph, weight, "scales", ["scales", *scheme], tensor.dtype, blocks),
     ]
     if not symmetric:  # the middle without
-        stored.append(_lazy(graph, f"{weight.name}_zero_points", points, ir.DataType.UINT8, blocks))
+        points = _rounded(graph, weight, "zero_points", ["zero_points", *scheme], kind, blocks)
+        stored.append(points)
     return stored
-
-
-def _rounded(levels: Array) -> Array:
-    return np.clip(np.round(levels), 0, 2 * _MIDDLE - 1).astype(np.uint8)
 
 
 def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size: int) -> None:
@@ -343,19 +303,27 @@ def _look_up(graph: ir.Graph, node: ir.Node, stored: list[ir.Value], block_size:
     graph.opset_imports.setdefault("com.microsoft", 1)
 
 
-def _lazy(
+def _rounded(
     graph: ir.Graph,
-    name: str,
-    make: Callable[[], Array],
+    weight: ir.Value,
+    end: str,
+    scheme: list[Any],
     dtype: ir.DataType,
     shape: tuple[int, ...],
 ) -> ir.Value:
-    """An initializer that is computed when it is read."""
-    tensor = ir.LazyTensor(
-        lambda: ir.Tensor(make(), dtype=dtype), dtype, ir.Shape(shape), name=name
-    )
+    """A part of a weight that is rounded, as an initializer that is computed when it is read."""
+    source = weight.const_value
+    assert source is not None
+
+    def read() -> ir.TensorProtocol:
+        return ir.Tensor(rounded(source.numpy(), scheme), dtype=dtype)
+
+    name = f"{weight.name}_{end}"
+    tensor = ir.LazyTensor(read, dtype, ir.Shape(shape), name=name)
+    recipe = step("round", recipe_of(weight), scheme)
+    kind = ir.TensorType(dtype)
     value = ir.Value(
-        name=name, type=ir.TensorType(dtype), shape=ir.Shape(shape), const_value=tensor
+        name=name, type=kind, shape=ir.Shape(shape), const_value=recorded(tensor, recipe)
     )
     graph.register_initializer(value)
     return value

@@ -118,12 +118,37 @@ def _gather(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @content_rule("Gather")
 def _gathered_contents(node: Operation, known: Known) -> Contents | None:
-    contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
+    contents, places = _table(node, known), known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
     return np.asarray(
         np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object
     )
+
+
+@content_rule("GatherElements")
+def _gathered_elements(node: Operation, known: Known) -> Contents | None:
+    contents, places = _table(node, known), known.contents(node.inputs[1])
+    if contents is None or places is None:
+        return None
+    axis = node.attributes.get_int("axis", 0)
+    return np.asarray(np.take_along_axis(contents, places.astype(np.int64), axis), dtype=object)
+
+
+_LARGEST_TABLE = 1 << 16
+"""Elements of a stored table that are looked up: positions and token types are a few thousand."""
+
+
+def _table(node: Operation, known: Known) -> Contents | None:
+    """The first input of a node: small contents, or a stored table of integers."""
+    value = node.inputs[0]
+    contents = known.contents(value)
+    if contents is not None or value is None or value.is_graph_input():
+        return contents
+    tensor = value.const_value
+    if tensor is None or not tensor.dtype.is_integer() or tensor.size > _LARGEST_TABLE:
+        return None
+    return np.asarray(tensor.numpy())
 
 
 @content_rule("Slice")

@@ -14,6 +14,7 @@ from htp_export.capabilities.quantize.ort_quantizers import (
     quantizers,
     quietly,
 )
+from htp_export.capabilities.quantize.rounding_recipes import float_weights, record_rounding
 from htp_export.capabilities.quantize.weight_operators import (
     can_be_product,
     way_as_product,
@@ -96,7 +97,7 @@ class Dynamic(Method):
         write_products(part.model.graph)
         kinds = {node.op_type for node in part.model.graph}
         unsigned = self.precision.weight == "uint8" or "Conv" in kinds
-        tool = quantizers()
+        tool, weights = quantizers(), float_weights(part.model.graph)
         with made_file() as target, quietly():
             tool.quantize_dynamic(
                 part.proto(),
@@ -108,7 +109,9 @@ class Dynamic(Method):
                 weight_type=tool.QuantType.QUInt8 if unsigned else tool.QuantType.QInt8,
                 extra_options={"MatMulConstBOnly": True},
             )
-            return Made(read_model(target))
+            made = read_model(target)
+        record_rounding(made.graph, weights)
+        return Made(made)
 
 
 METHOD = Dynamic

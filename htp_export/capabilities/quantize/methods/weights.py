@@ -251,6 +251,11 @@ class Blocks(Method):
             for value in part.model.graph.initializers.values()
             if all(use.node.op_type == "MatMul" for use in value.uses())
         }
+        tables = {
+            f"{value.name}_": recipe_of(value)
+            for value in part.model.graph.initializers.values()
+            if value.uses() and all(use.node.op_type == "Gather" for use in value.uses())
+        }
         quantizer = tool.MatMulNBitsQuantizer(
             part.proto(),
             block_size=self.precision.block_size,
@@ -271,7 +276,7 @@ class Blocks(Method):
             if node.op_type == "MatMulNBits" and (level := self._level_of(node)):
                 node.attributes["accuracy_level"] = ir.AttrInt64("accuracy_level", level)
         if self.precision.algorithm == "default":
-            self._record(quantized.graph, weights)
+            self._record(quantized.graph, weights, tables)
         if self.is_standard:
             write_dequantized(quantized.graph)
         return Made(quantized)
@@ -282,8 +287,10 @@ class Blocks(Method):
         is_narrow = scales is not None and scales.dtype == ir.DataType.FLOAT16
         return 0 if is_narrow and self.precision.accuracy_level is None else self.accuracy_level
 
-    def _record(self, graph: ir.Graph, weights: Mapping[str, Recipe]) -> None:
-        """Say of what the levels, scales and zero points were made."""
+    def _record(
+        self, graph: ir.Graph, weights: Mapping[str, Recipe], tables: Mapping[str, Recipe]
+    ) -> None:
+        """Record how the levels, scales and zero points of matrices and tables were made."""
         bits, size, symmetric = (
             self.precision.bits,
             self.precision.block_size,
@@ -298,6 +305,11 @@ class Blocks(Method):
                 value = graph.initializers.get(f"{weight}{end}")
                 if value is not None and value.const_value is not None:
                     made = step("quantize", recipe, [what, bits, size, symmetric])
+                    value.const_value = recorded(value.const_value, made)
+            for table, recipe in tables.items():
+                value = graph.initializers.get(f"{table}{end}")
+                if value is not None and value.const_value is not None:
+                    made = step("round", recipe, [what, "rows", bits, size, symmetric])
                     value.const_value = recorded(value.const_value, made)
 
     def _algorithm(self, tool: Any, part: Submodel) -> Any:

@@ -1,0 +1,135 @@
+"""Recipes of the integers, scales and zero points that ONNX Runtime's quantizers make of weights.
+
+The quantizers do not say how they rounded a weight. It is found by its scales and zero points: each way of rounding is
+tried, and the one that gives the same numbers is recorded. Without one, the tensor is *computed*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from htp_export.capabilities.quantize.static_biases import is_bias
+from htp_export.format import tags
+from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.model.recipes import recipe_of, recorded
+from htp_export.weights.rounding import linear_schemes, rounded
+
+Weights = Mapping[str, tuple[Recipe, ir.TensorProtocol]]
+
+_ENDS = {"levels": "_quantized", "scales": "_scale", "zero_points": "_zero_point"}
+"""Part of a weight → the end of the name that ONNX Runtime's quantizers give it."""
+
+
+def float_weights(graph: ir.Graph) -> Weights:
+    """The weights that a quantizer is given: name → its recipe and its numbers."""
+    weights: dict[str, tuple[Recipe, ir.TensorProtocol]] = {}
+    for name, value in graph.initializers.items():
+        tensor = value.const_value
+        if tensor is not None and tensor.dtype.is_floating_point():
+            weights[name] = recipe_of(value), tensor
+    return weights
+
+
+def record_rounding(graph: ir.Graph, weights: Weights) -> None:
+    """Record how the weights of a quantized graph were rounded, where the quantizer's numbers show it."""
+    for name, (recipe, weight) in weights.items():
+        parts = dict(_parts(graph, name))
+        if "levels" not in parts or "scales" not in parts:
+            continue
+        scheme = _scheme(weight, parts)
+        if scheme is None:
+            continue
+        for part, value in parts.items():
+            assert value.const_value is not None
+            made = step("round", recipe, [part, *scheme])
+            value.const_value = recorded(value.const_value, made)
+
+
+def record_biases(graph: ir.Graph, weights: Weights) -> None:
+    """Record how biases were rounded to 32 bits, with the scales of the input and of the weight of their operator."""
+    for node in graph:
+        if node.op_type != "DequantizeLinear" or len(node.inputs) < 2:
+            continue
+        levels, scales = node.inputs[0], node.inputs[1]
+        name = "" if levels is None else str(levels.name).removesuffix(_ENDS["levels"])
+        uses = [use for use in node.outputs[0].uses() if is_bias(use.node, use.idx)]
+        if name not in weights or levels is None or scales is None or not uses:
+            continue
+        source = _weight_and_input(uses[0].node)
+        if source is None:
+            continue
+        recipe, (weight_recipe, scheme) = weights[name][0], source
+        for part, value in (("levels", levels), ("scales", scales)):
+            tensor = value.const_value
+            if tensor is not None and tags.RECIPE not in tensor.metadata_props:
+                made = step("round_bias", recipe, weight_recipe, [part, *scheme])
+                value.const_value = recorded(tensor, made)
+
+
+def _weight_and_input(node: ir.Node) -> tuple[Recipe, list[Any]] | None:
+    """The recipe of the weight of an operator, and the scheme of its bias: the scale of the input, and the weight's."""
+    makers = [None if value is None else value.producer() for value in node.inputs[:2]]
+    if any(maker is None or maker.op_type != "DequantizeLinear" for maker in makers):
+        return None
+    values = [maker.inputs[place] for maker, place in zip(makers, (1, 0), strict=True) if maker]
+    tensors = [None if value is None else value.const_value for value in values]
+    if values[1] is None or tensors[0] is None or tensors[1] is None or tensors[0].size != 1:
+        return None
+    recipe = recipe_of(values[1])
+    if not isinstance(recipe, list) or recipe[0] != "round":
+        return None
+    scale = float(np.asarray(tensors[0].numpy()).reshape(())[()])
+    return recipe[1], [scale, *recipe[-1][1:]]
+
+
+def record_ranges(graph: ir.Graph, measured: Iterable[str]) -> None:
+    """Record that the scales and zero points of measured tensors are of no weight: they stay for other weights."""
+    for name in measured:
+        for end in (_ENDS["scales"], _ENDS["zero_points"]):
+            value = graph.initializers.get(f"{name}{end}")
+            tensor = None if value is None else value.const_value
+            if (
+                value is not None
+                and tensor is not None
+                and tags.RECIPE not in tensor.metadata_props
+            ):
+                value.const_value = recorded(tensor, CONSTANT)
+
+
+def _parts(graph: ir.Graph, name: str) -> Iterator[tuple[str, ir.Value]]:
+    for part, end in _ENDS.items():
+        value = graph.initializers.get(f"{name}{end}")
+        tensor = None if value is None else value.const_value
+        if value is not None and tensor is not None and tags.RECIPE not in tensor.metadata_props:
+            yield part, value
+
+
+def _scheme(weight: ir.TensorProtocol, parts: Mapping[str, ir.Value]) -> list[Any] | None:
+    """The way of rounding that gives a weight the scales and zero points that it has."""
+    array = np.asarray(weight.numpy())
+    tensors = {part: value.const_value for part, value in parts.items()}
+    levels, scales = tensors["levels"], tensors["scales"]
+    assert levels is not None
+    assert scales is not None
+    if tuple(levels.shape.numpy()) != array.shape or not array.size:
+        return None
+    for scheme in linear_schemes(array, levels.dtype.name.lower(), scales.size):
+        if all(
+            tensor is None or _is_same(rounded(array, [part, *scheme]), tensor)
+            for part, tensor in tensors.items()
+            if part != "levels"
+        ):
+            same = _is_same(rounded(array, ["levels", *scheme]), levels)
+            return scheme if same else None
+    return None
+
+
+def _is_same(array: Any, tensor: ir.TensorProtocol) -> bool:
+    other = np.asarray(tensor.numpy())
+    return (
+        array.shape == other.shape and array.dtype == other.dtype and bool((array == other).all())
+    )
