@@ -225,7 +225,8 @@ class _Originals:
         computed = self._computed.get(name)
         if computed == CONSTANT:
             return CONSTANT
-        vague = step("computed", *self._named_alike(name), _BY_A_TOOL)
+        named = self._named_alike(name) or ([] if computed is None else [computed])
+        vague = step("computed", *named, _BY_A_TOOL)
         with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone
             if original is not None and same_numbers(original[0], tensor):
                 is_cast = original[0].dtype != tensor.dtype

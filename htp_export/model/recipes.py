@@ -14,6 +14,7 @@ from htp_export.errors import InputError
 from htp_export.files.lazy_tensor import viewed
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, recipe_from_text, recipe_to_text, step
+from htp_export.model.hashes import array_hash
 from htp_export.model.module_facts import stored_tensor
 from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
@@ -125,6 +126,7 @@ def replaced_by(
         before: Name → the tensor that was stored under it.
         computed: Name → the recipe of a tensor that nodes computed (`recipes_of_computed`).
     """
+    stored: StoredTensors | None = None
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
         if (
@@ -140,8 +142,53 @@ def replaced_by(
         elif computed.get(name) == CONSTANT:
             recipe = CONSTANT
         else:
-            recipe = step("computed", computed.get(name, CONSTANT), tool)
+            stored = stored or StoredTensors(before)
+            joined = stored.joined(tensor)
+            recipe = joined or step("computed", computed.get(name, CONSTANT), tool)
         value.const_value = recorded(tensor, recipe)
+
+
+class StoredTensors:
+    """Stored tensors by their numbers, so that one that was joined of some of them is recognised."""
+
+    def __init__(self, tensors: Mapping[str, ir.TensorProtocol | None]) -> None:
+        self._by_hash: dict[bytes, Recipe] = {}
+        for name, tensor in tensors.items():
+            if tensor is not None and tensor.dtype.is_floating_point() and tensor.size > 1:
+                self._add(name, tensor)
+
+    def _add(self, name: str, tensor: ir.TensorProtocol) -> None:
+        array = np.asarray(tensor.numpy())
+        if (array == array.reshape(-1)[0]).all():  # zeros and ones of one origin are those of any
+            return
+        text = tensor.metadata_props.get(tags.RECIPE)
+        recipe = name if text is None else recipe_from_text(text)
+        self._by_hash.setdefault(_hash(array), recipe)
+        if array.ndim == 2:
+            self._by_hash.setdefault(_hash(array.T), step("transpose", recipe, [1, 0]))
+
+    def joined(self, tensor: ir.TensorProtocol) -> Recipe | None:
+        """The recipe of a tensor that is one of these, or a concatenation of two or three of one size."""
+        array = np.asarray(tensor.numpy())
+        whole = self._by_hash.get(_hash(array))
+        if whole is not None:
+            return whole
+        for axis, size in enumerate(array.shape):
+            for count in _JOINED:
+                if size % count or not size:
+                    continue
+                parts = [self._by_hash.get(_hash(part)) for part in np.split(array, count, axis)]
+                if all(part is not None for part in parts):
+                    return step("concat", *parts, axis)
+        return None
+
+
+_JOINED = (3, 2)
+"""Projections that attention operators read as one: queries, keys and values; or keys and values."""
+
+
+def _hash(array: Any) -> bytes:
+    return array_hash(np.ascontiguousarray(array)) + str(array.shape).encode()
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:

@@ -145,6 +145,9 @@ def _table(node: Operation, known: Known) -> Contents | None:
     contents = known.contents(value)
     if contents is not None or value is None or value.is_graph_input():
         return contents
+    array = known.array(value)
+    if array is not None and array.dtype.kind in "iu":
+        return array
     tensor = value.const_value
     if tensor is None or not tensor.dtype.is_integer() or tensor.size > _LARGEST_TABLE:
         return None
