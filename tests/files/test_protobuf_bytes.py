@@ -2,7 +2,7 @@
 
 import onnx
 import pytest
-from tests.files.test_stored import SIDE, everywhere
+from tests.files.test_lazy_tensor import SIDE, everywhere
 
 from htp_export.files.protobuf_bytes import SerializedModel, Weight
 
