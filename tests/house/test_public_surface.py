@@ -18,7 +18,7 @@ from htp_export.reporting.result import Result
 ROOT = Path(__file__).parents[2]
 PUBLIC = [
     "Hierarchy", "HtpExportError", "InputError", "ModuleInfo", "Precision", "Region", "TaggedModel", "Work",
-    "attention_report", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
+    "attention_report", "bind", "carry", "compare", "contamination", "cost", "decomposed_attention", "diff",
     "embed_map", "export", "export_plan", "extract", "fingerprint", "forensics", "frozen_fake_quantize",
     "functions", "info", "inline", "inspect", "load", "load_partition", "module_filter", "nodes", "optimize",
     "partition", "pipeline", "place", "placement", "profile", "prune", "quantize", "rename", "search",

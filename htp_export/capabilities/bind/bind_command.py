@@ -12,7 +12,7 @@ from htp_export.command.terminal import Steps, print_json
 from htp_export.errors import InputError
 
 EXAMPLE = "optimised.onnx finetuned/ -o new.onnx"
-PLACE = ("Deploy", 5)
+PLACE = ("Deploy", 0)
 
 
 def bind_command(

@@ -34,12 +34,14 @@ class Needed:
         names: The entries in these recipes, in order.
         kinds: Entry → its type at the export, where a stored tensor shows it.
         declared: Parameter → its module and shape, as the file has them.
+        modules: The paths of the modules.
     """
 
     recipes: Mapping[ir.Value, Recipe]
     names: tuple[str, ...]
     kinds: Mapping[str, ir.DataType]
     declared: Mapping[str, Declared]
+    modules: Collection[str]
 
     @classmethod
     def of(cls, tagged: TaggedModel) -> Needed:
@@ -51,7 +53,12 @@ class Needed:
                 if value.const_value is not None and not _is_constant(recipe):
                     recipes[value] = recipe
         names = dict.fromkeys(itertools.chain.from_iterable(map(parameters_in, recipes.values())))
-        return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {})
+        modules = frozenset(tagged.hierarchy)
+        return cls(recipes, tuple(names), _kinds(recipes), tagged.declared or {}, modules)
+
+    def may_be_buffer(self, name: str, tensor: ir.TensorProtocol) -> bool:
+        """Whether an entry is a counter of a module, as that of a BatchNorm, with which nothing is computed."""
+        return not tensor.dtype.is_floating_point() and name.rpartition(".")[0] in self.modules
 
     def same_as(self, name: str) -> list[str]:
         """The other names of a parameter that several modules hold."""
@@ -143,7 +150,11 @@ def fit(entries: StateEntries, needed: Needed, *, cast: bool) -> Fitted:
             tensors[name] = converted(tensor, wanted)
             casts[tensor.dtype, wanted] = casts.get((tensor.dtype, wanted), 0) + 1
     known = {*needed.names, *needed.declared}
-    unexpected = tuple(name for name in named if name not in known)
+    unexpected = tuple(
+        name
+        for name, tensor in named.items()
+        if name not in known and not needed.may_be_buffer(name, tensor)
+    )
     notes = [note] if note else []
     for (kind, wanted), count in casts.items():
         notes.append(f"{count} entries are converted from {kind.name} to {wanted.name}")

@@ -187,6 +187,7 @@ _KINDS = [
     StepKind(
         "lora.fuse", "lora.lora_files", checks=("lora.adapters:read_adapter",), keeps_modules=False
     ),
+    StepKind("bind", "bind.binding"),
     StepKind("functions", "functions.nesting"),
     StepKind("inline", "functions.nesting"),
     StepKind("rename", "rename.naming", checks=(".model.tensor_names:check_style",)),

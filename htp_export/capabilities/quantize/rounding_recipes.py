@@ -16,6 +16,7 @@ from htp_export.capabilities.quantize.static_biases import is_bias
 from htp_export.format import tags
 from htp_export.format.recipes import CONSTANT, Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
+from htp_export.runtime.arrays import Array
 from htp_export.weights.rounding import linear_schemes, rounded
 
 Weights = Mapping[str, tuple[Recipe, ir.TensorProtocol]]
@@ -40,13 +41,37 @@ def record_rounding(graph: ir.Graph, weights: Weights) -> None:
         parts = dict(_parts(graph, name))
         if "levels" not in parts or "scales" not in parts:
             continue
-        scheme = _scheme(weight, parts)
-        if scheme is None:
-            continue
-        for part, value in parts.items():
-            assert value.const_value is not None
-            made = step("round", recipe, [part, *scheme])
-            value.const_value = recorded(value.const_value, made)
+        array = np.asarray(weight.numpy())
+        for turned in _layouts(weight):
+            scheme = _scheme(array.transpose(turned), parts)
+            if scheme is not None:
+                is_turned = turned != sorted(turned)
+                made = step("transpose", recipe, turned) if is_turned else recipe
+                _record(parts, made, scheme, array.transpose(turned))
+                break
+
+
+def _layouts(weight: ir.TensorProtocol) -> list[list[int]]:
+    """The orders of axes in which ONNX Runtime stores a weight: as it is, and turned for an LSTM."""
+    rank = len(weight.shape)
+    as_it_is = list(range(rank))
+    return [as_it_is, [0, 2, 1]] if rank == _OF_LSTM else [as_it_is]
+
+
+_OF_LSTM = 3
+"""Axes of the weights of an LSTM: directions, gates, inputs."""
+
+
+def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], array: Array) -> None:
+    """Record how the parts of a weight were made; scales of an LSTM have an axis more."""
+    for part, value in parts.items():
+        tensor = value.const_value
+        assert tensor is not None
+        made = step("round", recipe, [part, *scheme])
+        shape = tuple(tensor.shape.numpy())
+        if rounded(array, [part, *scheme]).shape != shape:
+            made = step("reshape", made, list(shape))
+        value.const_value = recorded(tensor, made)
 
 
 def record_biases(graph: ir.Graph, weights: Weights) -> None:
@@ -108,9 +133,8 @@ def _parts(graph: ir.Graph, name: str) -> Iterator[tuple[str, ir.Value]]:
             yield part, value
 
 
-def _scheme(weight: ir.TensorProtocol, parts: Mapping[str, ir.Value]) -> list[Any] | None:
+def _scheme(array: Array, parts: Mapping[str, ir.Value]) -> list[Any] | None:
     """The way of rounding that gives a weight the scales and zero points that it has."""
-    array = np.asarray(weight.numpy())
     tensors = {part: value.const_value for part, value in parts.items()}
     levels, scales = tensors["levels"], tensors["scales"]
     assert levels is not None
@@ -118,18 +142,18 @@ def _scheme(weight: ir.TensorProtocol, parts: Mapping[str, ir.Value]) -> list[An
     if tuple(levels.shape.numpy()) != array.shape or not array.size:
         return None
     for scheme in linear_schemes(array, levels.dtype.name.lower(), scales.size):
-        if all(
-            tensor is None or _is_same(rounded(array, [part, *scheme]), tensor)
-            for part, tensor in tensors.items()
-            if part != "levels"
-        ):
-            same = _is_same(rounded(array, ["levels", *scheme]), levels)
-            return scheme if same else None
+        others = [part for part in tensors if part != "levels"]
+        if not all(_is_same(rounded(array, [part, *scheme]), tensors[part]) for part in others):
+            continue
+        return scheme if _is_same(rounded(array, ["levels", *scheme]), levels) else None
     return None
 
 
-def _is_same(array: Any, tensor: ir.TensorProtocol) -> bool:
+def _is_same(array: Array, tensor: ir.TensorProtocol | None) -> bool:
+    """Whether a tensor has these numbers, whatever its shape."""
+    if tensor is None:
+        return False
     other = np.asarray(tensor.numpy())
-    return (
-        array.shape == other.shape and array.dtype == other.dtype and bool((array == other).all())
-    )
+    if array.size != other.size or array.dtype != other.dtype:
+        return False
+    return bool((array.reshape(-1) == other.reshape(-1)).all())

@@ -1,0 +1,371 @@
+"""bind: the weights of another checkpoint in a descendant of an export, bit for bit as a new export has them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import htp_export
+from htp_export.command.main import main
+from htp_export.errors import FileError, InputError
+from tests.nets import spread
+
+Arrays = dict[str, np.ndarray]
+
+
+class Net(nn.Module):
+    """A table, a convolution with a normalization, an LSTM, two products, and a parameter that two modules hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(40, 32)
+        self.conv, self.norm = nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)
+        self.rnn = nn.LSTM(32, 32, batch_first=True)
+        self.fc = nn.Linear(32, 64)
+        self.out = nn.Linear(64, 32)
+        self.head = nn.Linear(32, 40, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        x = self.norm(self.conv(x.transpose(1, 2))).transpose(1, 2).relu()
+        x, _ = self.rnn(x)
+        return self.head(self.out(self.fc(x).tanh()))
+
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+def net(seed: int) -> Net:
+    torch.manual_seed(0)
+    made = spread(Net()).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in (*made.parameters(), *made.buffers()):
+            if tensor.is_floating_point():
+                tensor += 0.1 * torch.rand(tensor.shape, generator=generator)
+    return made
+
+
+@pytest.fixture(scope="module", params=["dynamo", "torchscript"])
+def files(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """The files of the nets of two seeds."""
+    folder = tmp_path_factory.mktemp(request.param)
+    found = [folder / f"{seed}.onnx" for seed in (1, 2)]
+    for seed, file in enumerate(found, 1):
+        dynamo = request.param == "dynamo"
+        htp_export.export(net(seed), (TOKENS,), file, dynamo=dynamo, verbose=False)
+    return found
+
+
+def stored(file: Any) -> Arrays:
+    tagged = htp_export.load(file)
+    values = (value for graph in tagged.model.graphs() for value in graph.initializers.values())
+    return {str(value.name): np.asarray(value.const_value.numpy()) for value in values}
+
+
+def same(one: np.ndarray, other: np.ndarray) -> bool:
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )
+
+
+STEPS: dict[str, Callable[[Path, Path], object]] = {
+    "export": lambda file, output: htp_export.load(file).save(output),
+    "exact": lambda file, output: htp_export.optimize(file, output),
+    "tolerant": lambda file, output: htp_export.optimize(file, output, level="tolerant"),
+    "fused": lambda file, output: htp_export.optimize(file, output, level="fused"),
+    "fp16": lambda file, output: htp_export.quantize(file, "fp16", output),
+    "int4": lambda file, output: htp_export.quantize(file, "int4", output),
+    "int8-weights": lambda file, output: htp_export.quantize(file, "int8-weights", output),
+    "int8-dynamic": lambda file, output: htp_export.quantize(file, "int8-dynamic", output),
+    "rename": lambda file, output: htp_export.rename(file, output=output),
+    "functions": lambda file, output: htp_export.functions(file, ["**"], output),
+    "lora": lambda file, output: htp_export.lora.insert(file, "fc", output=output),
+    "tap": lambda file, output: htp_export.tap(file, "fc:out", output),
+    "extract": lambda file, output: htp_export.extract(file, "rnn", output),
+    "onnxruntime": lambda file, output: htp_export.tools.onnxruntime(
+        file, output, level="extended"
+    ),
+    "onnxslim": lambda file, output: htp_export.tools.onnxslim(file, output),
+    "fused, then int4": lambda file, output: htp_export.quantize(
+        htp_export.optimize(file, level="fused").model, "int4", output
+    ),
+}
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_is_bound_is_what_a_new_export_would_hold(files, step, tmp_path):
+    made = [tmp_path / "1.onnx", tmp_path / "2.onnx"]
+    for file, output in zip(files, made, strict=True):
+        STEPS[step](file, output)
+    bound = htp_export.bind(made[0], net(2).state_dict(), tmp_path / "bound.onnx", strict=False)
+    found, expected = stored(tmp_path / "bound.onnx"), stored(made[1])
+    assert found.keys() == expected.keys()
+    different = {name for name in expected if not same(found[name], expected[name])}
+    assert different == set()
+    assert bound.unbound == {}
+    assert bound.tensors > 0
+
+
+def test_back_and_forth_is_the_first_file(files, tmp_path):
+    htp_export.quantize(files[0], "int4", tmp_path / "a.onnx")
+    htp_export.bind(tmp_path / "a.onnx", net(2), tmp_path / "b.onnx")
+    htp_export.bind(tmp_path / "b.onnx", net(1), tmp_path / "c.onnx")
+    first, last = stored(tmp_path / "a.onnx"), stored(tmp_path / "c.onnx")
+    assert all(same(first[name], last[name]) for name in first)
+
+
+# --- static integers: ranges of activations are those of the old weights ---
+
+
+def test_static_integers_are_bound_with_the_ranges_of_the_old_weights(files, tmp_path):
+    file = tmp_path / "int8.onnx"
+    [name] = [value.name for value in htp_export.load(files[0]).model.graph.inputs]
+    plan = {"fc": "uint8", "out": "uint8"}
+    htp_export.quantize(files[0], plan, file, data={name: TOKENS.numpy()})
+    bound = htp_export.bind(file, net(2), tmp_path / "bound.onnx")
+    assert any("ranges of activations" in note for note in bound.notes)
+    assert bound.unbound == {}
+    fed, expected = {name: TOKENS.numpy()}, net(2)(TOKENS).detach().numpy()
+    found = onnxruntime.InferenceSession(tmp_path / "bound.onnx").run(None, fed)[0]
+    old = onnxruntime.InferenceSession(file).run(None, fed)[0]
+    assert np.abs(found - expected).max() < 0.3 * np.abs(old - expected).max()
+
+
+# --- checkpoints as people have them ---
+
+
+def written(state: dict[str, torch.Tensor], folder: Path) -> Path:
+    folder.mkdir()
+    save_file(
+        {name: tensor.contiguous().clone() for name, tensor in state.items()},
+        folder / "model.safetensors",
+    )
+    return folder
+
+
+def tuned(folder: Path) -> Path:
+    """A folder with the weights of the second net; tied parameters are there once, as transformers writes them."""
+    state = net(2).state_dict()
+    del state["head.weight"]
+    return written(state, folder / "tuned")
+
+
+def test_a_folder_a_file_a_module_and_a_state_dict_give_the_same(files, tmp_path):
+    folder = tuned(tmp_path)
+    sources = [folder, folder / "model.safetensors", net(2), net(2).state_dict()]
+    expected = stored(files[1])
+    for source in sources:
+        arrays = stored(htp_export.bind(files[0], source).model)
+        assert all(same(arrays[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.", "base_model.model."])
+def test_a_prefix_of_all_names_is_removed_and_said(files, prefix):
+    state = {f"{prefix}{name}": tensor for name, tensor in net(2).state_dict().items()}
+    bound = htp_export.bind(files[0], state)
+    assert any(prefix in note for note in bound.notes)
+    expected = stored(files[1])
+    assert all(same(array, expected[name]) for name, array in stored(bound.model).items())
+
+
+def test_names_that_fit_nothing_are_refused_with_the_nearest(files):
+    state = {
+        name.replace("rnn", "lstm").replace("fc", "mlp"): tensor
+        for name, tensor in net(2).state_dict().items()
+    }
+    with pytest.raises(InputError, match=r"the weights have no '(fc|rnn)\.") as raised:
+        htp_export.bind(files[0], state)
+    assert "strict=False" in str(raised.value)
+    with pytest.raises(InputError, match="has none of the"):
+        htp_export.bind(files[0], {"other.weight": torch.zeros(1)})
+
+
+def test_missing_and_surplus_entries_are_listed(files, tmp_path):
+    state = net(2).state_dict()
+    del state["fc.bias"]
+    state["another.weight"] = torch.zeros(2)
+    output = tmp_path / "bound.onnx"
+    with pytest.raises(InputError, match=r"no 'fc\.bias'"):
+        htp_export.bind(files[0], state, output)
+    assert not output.exists()
+    bound = htp_export.bind(files[0], state, output, strict=False)
+    assert (bound.missing, bound.unexpected) == (("fc.bias",), ("another.weight",))
+    assert list(bound.unbound) == ["fc.bias"]
+    arrays, old, new = stored(output), stored(files[0]), stored(files[1])
+    assert same(arrays["fc.bias"], old["fc.bias"])
+    assert same(arrays["out.bias"], new["out.bias"])
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_converted_as_load_state_dict_does(files, kind):
+    state = {
+        name: tensor.to(kind) if tensor.is_floating_point() else tensor
+        for name, tensor in net(2).state_dict().items()
+    }
+    loaded = net(1)
+    loaded.load_state_dict(state)
+    expected = stored(htp_export.bind(files[0], loaded).model)
+    arrays = stored(htp_export.bind(files[0], state).model)
+    assert all(same(arrays[name], expected[name]) for name in expected)
+    with pytest.raises(InputError, match="the file was made of FLOAT"):
+        htp_export.bind(files[0], state, cast=False)
+
+
+def test_another_shape_is_refused_with_both(files):
+    state = {**net(2).state_dict(), "fc.weight": torch.zeros(65, 32)}
+    with pytest.raises(
+        InputError, match=r"'fc.weight' has shape \[65, 32\], and the file was made of \[64, 32\]"
+    ):
+        htp_export.bind(files[0], state)
+
+
+def test_parameters_that_were_equal_and_differ_now_are_named(tmp_path):
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+            self.two.load_state_dict(self.one.state_dict())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x).relu() + self.two(x.tanh())
+
+    pair = Pair().eval()
+    file = tmp_path / "pair.onnx"
+    htp_export.export(pair, (torch.randn(2, 8),), file, dynamo=True, verbose=False)
+    apart = {name: torch.randn(8, 8) for name in pair.state_dict()}
+    with pytest.raises(InputError, match="were equal at the export"):
+        htp_export.bind(file, apart)
+    bound = htp_export.bind(file, apart, strict=False)
+    assert set(bound.unbound) == {"one.weight", "two.weight"}
+    both = dict.fromkeys(pair.state_dict(), torch.randn(8, 8))
+    assert htp_export.bind(file, both).unbound == {}
+
+
+@pytest.mark.parametrize("change", ["dropped", "swapped", "transposed", "scaled"])
+def test_no_change_of_a_checkpoint_is_silent(files, change):
+    """The tensors that a change touches are other than before, or named; all others are as before."""
+    state = net(2).state_dict()
+    if change == "dropped":
+        del state["out.weight"]
+    elif change == "swapped":
+        state["rnn.weight_ih_l0"], state["rnn.weight_hh_l0"] = (
+            state["rnn.weight_hh_l0"],
+            state["rnn.weight_ih_l0"],
+        )
+    elif change == "transposed":
+        state["out.weight"] = state["out.weight"].T.contiguous()
+    else:
+        state["out.weight"] = state["out.weight"] * 2
+    bound = htp_export.bind(files[0], state, strict=False)
+    arrays, expected = stored(bound.model), stored(files[1])
+    touched = {"out.weight"} if change != "swapped" else {"rnn.weight_ih_l0", "rnn.weight_hh_l0"}
+    different = {name for name in expected if not same(arrays[name], expected[name])}
+    assert different
+    for name in different:
+        assert set(htp_export.bind(files[0], net(2)).map("tensorrt")[name]) & touched
+    if change in ("dropped", "transposed"):
+        assert "out.weight" in bound.unbound
+
+
+def test_pickles_and_files_outside_of_the_folder_are_refused(files, tmp_path):
+    torch.save(net(2).state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(FileError, match="pickle"):
+        htp_export.bind(files[0], tmp_path / "weights.pt")
+    index = {"weight_map": {"fc.weight": "../elsewhere.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(FileError, match="outside"):
+        htp_export.bind(files[0], tmp_path / "model.safetensors.index.json")
+    with pytest.raises(InputError, match="weights are a state_dict"):
+        htp_export.bind(files[0], 3)
+
+
+# --- results, maps, adapters, check, command ---
+
+
+def test_arrays_run_in_a_session_of_the_old_file(files):
+    """The arrays are what ONNX Runtime takes in place of the initializers of a file."""
+    bound = htp_export.bind(files[0], net(2))
+    session = onnxruntime.InferenceSession(bound.model and _written(bound))
+    [name] = [each.name for each in session.get_inputs()]
+    with torch.no_grad():
+        expected = net(2)(TOKENS).numpy()
+    np.testing.assert_allclose(session.run(None, {name: TOKENS.numpy()})[0], expected, atol=1e-5)
+    assert set(bound.arrays) == set(bound.recipes)
+    assert len(bound.arrays) == bound.tensors
+
+
+def _written(bound: Any) -> bytes:
+    import onnx_ir as ir
+
+    return ir.to_proto(bound.model).SerializeToString()
+
+
+def test_maps_name_entries(files):
+    bound = htp_export.bind(files[0], net(2))
+    assert bound.map("safetensors")["fc.bias"] == "fc.bias"
+    assert bound.map("tensorrt")["fc.bias"] == ["fc.bias"]
+    assert bound.map() == dict(bound.recipes)
+    with pytest.raises(InputError, match="there is no map 'qti'"):
+        bound.map("qti")
+
+
+def test_check_finds_a_module_that_differs(files):
+    htp_export.bind(files[0], net(2), check=(TOKENS,))
+    with pytest.raises(InputError, match=r"give an nn\.Module"):
+        htp_export.bind(files[0], net(2).state_dict(), check=(TOKENS,))
+
+
+def test_an_adapter_is_added_in_part_as_peft_merges_it(files, tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["fc"], init_lora_weights=False)
+    torch.manual_seed(5)
+    adapted = peft.get_peft_model(net(2), config)
+    adapted.save_pretrained(tmp_path / "lora")
+    bound = htp_export.bind(files[0], net(2), adapters={str(tmp_path / "lora"): 0.5})
+    delta = adapted.base_model.model.fc.get_delta_weight("default").detach()
+    expected = {**net(2).state_dict(), "fc.weight": net(2).fc.weight.detach() + 0.5 * delta}
+    wanted = stored(htp_export.bind(files[0], expected).model)
+    for name, array in stored(bound.model).items():
+        np.testing.assert_allclose(array, wanted[name], atol=1e-6)
+    assert any("0.5 times" in note for note in bound.notes)
+
+
+def test_command(files, tmp_path, capsys):
+    folder = tuned(tmp_path)
+    output = tmp_path / "new.onnx"
+    assert main(["bind", str(files[0]), str(folder), "-o", str(output)]) == 0
+    assert "made of the new weights" in capsys.readouterr().out
+    expected = stored(files[1])
+    assert all(same(array, expected[name]) for name, array in stored(output).items())
+    assert (
+        main(["bind", str(files[0]), str(folder), "-o", str(output), "--map", "safetensors"]) == 0
+    )
+    assert json.loads(capsys.readouterr().out)["fc.bias"] == "fc.bias"
+    before = output.read_bytes()
+    assert (
+        main(["bind", str(files[0]), str(tmp_path / "nowhere.safetensors"), "-o", str(output)]) == 2
+    )
+    assert main(["bind", str(files[0]), str(folder), "-o", str(output), "--adapter", "x=y"]) == 2
+    assert output.read_bytes() == before
+
+
+def test_a_pipeline_binds(files, tmp_path):
+    folder = tuned(tmp_path)
+    done = htp_export.pipeline(
+        [{"bind": {"weights": str(folder)}}, {"quantize": {"plan": "fp16"}}],
+        files[0],
+        tmp_path / "out.onnx",
+    )
+    assert done.ok
+    htp_export.quantize(files[1], "fp16", tmp_path / "expected.onnx")
+    expected = stored(tmp_path / "expected.onnx")
+    assert all(same(array, expected[name]) for name, array in stored(tmp_path / "out.onnx").items())
