@@ -138,15 +138,15 @@ def names_hold(alignment: Alignment) -> bool:
         return False
     kept = agree = contradicted = 0
     for node in after.nodes:
-        for value, same in zip(node.outputs, alignment.computed_alike(node), strict=True):
+        for value, same in zip(node.outputs, alignment.recomputed(node), strict=True):
             if value == NOTHING or value in after.outputs or not node.inputs:
                 continue
             named = before.find(after.values[value].name, node.scope)
             if named == NOTHING:
-                kept += alignment.named[value] == Reason.NODE
+                kept += alignment.evidence_of[value] == Reason.NODE
             elif same == NOTHING:
                 # two products that became one have the name of one of them
-                kept += alignment.alike(value, named)
+                kept += alignment.is_compatible(value, named)
             elif numbers.number[named] == numbers.number[same]:
                 agree += 1
             else:

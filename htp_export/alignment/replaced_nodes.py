@@ -15,7 +15,7 @@ from functools import cached_property
 
 from htp_export.alignment.alignment import Alignment
 from htp_export.alignment.graph_summary import NOTHING, SummaryNode
-from htp_export.alignment.numbering import repeats
+from htp_export.alignment.numbering import is_copy
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
@@ -100,7 +100,7 @@ class _Division:
     def _is_computed(self, value: int) -> bool:
         """Whether a value is computed, and is not a copy of an equal one."""
         maker = self.after.maker[value]
-        return maker == NOTHING or not repeats(self.after.nodes[maker])
+        return maker == NOTHING or not is_copy(self.after.nodes[maker])
 
     def _is_matched(self, value: int) -> bool:
         return self.alignment.counterpart[value] != NOTHING
@@ -191,7 +191,7 @@ class _Division:
         for value in unmatched_inputs:
             done |= self._done.get(value, _NONE)
             sharing |= self._sharing.get(value, _NONE)
-        if any(value in self.alignment.also for value in node.makes):
+        if any(value in self.alignment.further_originals for value in node.makes):
             done = _NONE  # the output may be any of several equal tensors
         rest = part
         if done:
@@ -262,7 +262,7 @@ class _Division:
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
         """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
-        named = [reason for v in node.makes if (reason := self.alignment.named[v])]
+        named = [reason for v in node.makes if (reason := self.alignment.evidence_of[v])]
         if named and len(part) == 1:
             return named[0]
         return Reason.REGION
@@ -424,7 +424,7 @@ class _Division:
                 continue
             if at not in first and number[at] in behind:
                 continue
-            if at not in first and number[at] in self.alignment.known:
+            if at not in first and number[at] in self.alignment.matched:
                 elsewhere.append(at)
                 continue
             seen.add(maker)
@@ -450,7 +450,7 @@ class _Division:
             is_computed = self.before.maker[member] != NOTHING and not self._is_idle(member)
             if is_computed and (member == origin or member not in self._taken):
                 equal.append(member)
-        further = (*alignment.also.get(value, ()), *alignment.parts.get(value, ()))
+        further = (*alignment.further_originals.get(value, ()), *alignment.parts.get(value, ()))
         also = [original for original in further if self.number[original] not in behind]
         if alignment.by_consumers:
             distinct = list(dict.fromkeys((equal or [origin]) + also))
@@ -507,7 +507,7 @@ class _Division:
                         continue
                     seen.add(output)
                     makers = self._makers_of_equal(output)
-                    if len(makers) == 1 and output not in self.alignment.also:
+                    if len(makers) == 1 and output not in self.alignment.further_originals:
                         consumers |= makers
                     elif len(seen) < _MOST_REPEATED and makers:
                         queue.append(output)  # it is one of several equal ones, too

@@ -23,16 +23,16 @@ class UnnamedAlignment(Alignment):
     ) -> None:
         super().__init__(before, after, evidence)
         if evidence.values and self._by_values():
-            self._settled = {
+            self._final = {
                 value for value, number in enumerate(self.counterpart) if number != NOTHING
             }
             self._look()  # what is known now may tell more
 
-    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
+    def match(self, value: int, number: int, exact: bool, evidence: str = "") -> None:
         """Match a value with a number, unless their numbers were compared and differ."""
         members = self.numbers.members.get(number, ()) if value in self.evidence.unequal else ()
         if not any(member in self.evidence.compared for member in members):
-            super().match(value, number, exact, named)
+            super().match(value, number, exact, evidence)
 
     def _sources(self) -> None:
         numbers = self.numbers
@@ -40,13 +40,13 @@ class UnnamedAlignment(Alignment):
             if value.content:
                 self.match(index, numbers.constant(value.content), True)
         for index, original in self.evidence.inputs.items():
-            self.match(index, numbers.number[original], self.alike(index, original))
+            self.match(index, numbers.number[original], self.is_compatible(index, original))
         for index, like in self.evidence.weights.items():
             self._take(index, like, Reason.INITIALIZER)
 
     def _forward(self, node: SummaryNode) -> None:
         if (
-            self.numbers.passes_on(self.after, node)
+            self.numbers.returns_input(self.after, node)
             and self.counterpart[node.outputs[0]] == NOTHING
         ):
             source = node.inputs[0]
@@ -81,7 +81,7 @@ class UnnamedAlignment(Alignment):
         if products and NOTHING not in products and not self._has_absorbed(node, products[0]):
             number = self.numbers.number
             if len({self.read_by(self.before.maker[product]) for product in products}) == 1:
-                exact = not like.joined and self.alike(value, products[0])
+                exact = not like.joined and self.is_compatible(value, products[0])
                 self.match(value, number[products[0]], exact, Reason.INITIALIZER)
                 if like.joined and self.counterpart[value] != NOTHING:
                     self.parts[value] = tuple(products)
@@ -117,7 +117,7 @@ class UnnamedAlignment(Alignment):
         else:
             further = tuple(original for original in originals if number[original] != first)
             if further:
-                self.also[value] = further
+                self.further_originals[value] = further
 
     def _in_chain(self, value: int, originals: Sequence[int]) -> tuple[int, ...]:
         """Of tensors that layout operators make of each other, the first; or the last, for an output of such a one."""
