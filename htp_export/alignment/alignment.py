@@ -23,7 +23,7 @@ from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
 if TYPE_CHECKING:
-    from htp_export.alignment.weight_similarity import Likeness
+    from htp_export.alignment.weight_similarity import NumericMatch
 
 _MOST_CANDIDATES = 4
 """Original nodes before a named one that may have its operator: Conv, Relu and Add become one node."""
@@ -45,9 +45,9 @@ class AlignmentEvidence:
 
     inputs: Mapping[int, int] = field(default_factory=dict)  # input → original input
     # weight, or constant that is computed from weights → originals
-    weights: Mapping[int, Likeness] = field(default_factory=dict)
+    weights: Mapping[int, NumericMatch] = field(default_factory=dict)
     # tensor → the original tensors with equal values
-    values: Mapping[int, Likeness] = field(default_factory=dict)
+    values: Mapping[int, NumericMatch] = field(default_factory=dict)
     # tensors that were compared, and whose values equal no original's
     unequal: Collection[int] = frozenset()
     compared: Collection[int] = frozenset()  # original tensors that were compared

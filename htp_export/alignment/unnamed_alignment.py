@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from htp_export.alignment.alignment import Alignment, AlignmentEvidence
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.alignment.weight_similarity import Likeness
+from htp_export.alignment.weight_similarity import NumericMatch
 from htp_export.format.tags import Reason
 from htp_export.runtime.carried_inputs import pair_names
 from htp_export.shapes.operator_kinds import moves, resembles
@@ -103,7 +103,7 @@ class UnnamedAlignment(Alignment):
         found = [old for old in readers if resembles(node.op, old.op) and len(old.outputs) == 1]
         return found[0].outputs[0] if len(found) == 1 and not found[0].scope else NOTHING
 
-    def _take(self, value: int, like: Likeness, reason: str) -> None:
+    def _take(self, value: int, like: NumericMatch, reason: str) -> None:
         number = self.numbers.number
         originals = (
             like.originals

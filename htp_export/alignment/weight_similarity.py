@@ -47,13 +47,13 @@ class Part:
     original: int  # the original
     axis: int  # the axis along which both are cut
     place: tuple[int, int]  # first and last index in the tensor
-    of: tuple[int, int]  # the same in the original, or in its transpose if ``turned``
-    turned: bool = False  # whether the slice is one of the transpose
+    of: tuple[int, int]  # the same in the original, or in its transpose if ``transposed``
+    transposed: bool = False  # whether the slice is one of the transpose
     error: float = 0.0  # the relative error
 
 
 @dataclass(frozen=True)
-class Likeness:
+class NumericMatch:
     """The originals that have the numbers of one tensor."""
 
     # they are all equal to it; or, if it is ``joined``, its parts, in order
@@ -101,7 +101,7 @@ def is_distinctive(array: Array) -> bool:
 
 
 def largest_error(
-    outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]
+    outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], NumericMatch | None]
 ) -> float:
     """The tolerance for tensors of two files, by the errors of their outputs; infinite if no output is recognised.
 
@@ -120,7 +120,7 @@ def largest_error(
     return min(max(EXACT, _AMPLIFIED * max(errors)), _LARGEST) if errors else math.inf
 
 
-def turned(array: Array, transpose: bool) -> Array:
+def transposed(array: Array, transpose: bool) -> Array:
     """An array, or its transpose."""
     return array.T if transpose else array
 
@@ -172,13 +172,13 @@ class Originals:
         same = tuple(other.index for other in equal if other.shape == entry.shape)
         equal.append(entry)
         if self._weights and array.ndim == 2:
-            self._by_hash.setdefault((whole, array_hash(array.T), "turned"), []).append(entry)
+            self._by_hash.setdefault((whole, array_hash(array.T), "transposed"), []).append(entry)
         self._by_size.setdefault((whole, array.size), []).append(entry)
         if not whole or self._weights:
             self._by_rank.setdefault(array.ndim, []).append(entry)
         return same
 
-    def find(self, array: Array) -> Likeness | None:
+    def find(self, array: Array) -> NumericMatch | None:
         """The originals with the numbers of an array; None if there are none, or it is not clear which."""
         if not is_distinctive(array):
             return None
@@ -186,15 +186,15 @@ class Originals:
 
     # --- as a whole ---
 
-    def _equal(self, array: Array) -> Likeness | None:
+    def _equal(self, array: Array) -> NumericMatch | None:
         """Originals with exactly the same numbers in the same order, or transposed."""
         key = _is_whole(array), array_hash(array)
-        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), [])
+        equal = self._by_hash.get(key) or self._by_hash.get((*key, "transposed"), [])
         same = [entry for entry in equal if entry.shape == array.shape and key in self._by_hash]
         chosen = tuple(entry.index for entry in same or equal)
-        return Likeness(chosen, bool(same)) if chosen else None
+        return NumericMatch(chosen, bool(same)) if chosen else None
 
-    def _unequal(self, array: Array) -> Likeness | None:
+    def _unequal(self, array: Array) -> NumericMatch | None:
         if _is_whole(array) and not self._weights:
             return None
         near = list(self._near(array, self.tolerance * _MARGIN))
@@ -216,7 +216,7 @@ class Originals:
 
     def _nearest(
         self, array: Array, near: list[tuple[float, _Original, bool]], best: float
-    ) -> Likeness | None:
+    ) -> NumericMatch | None:
         if best > self.tolerance:
             return None
         limit = max(EXACT, best * _MARGIN)
@@ -228,9 +228,9 @@ class Originals:
             first = chosen[0].load()
             if any(_error_in_any_layout(first, entry, EXACT)[0] > EXACT for entry, _ in close):
                 return None
-        return Likeness(tuple(entry.index for entry in chosen), bool(same_shape), error=best)
+        return NumericMatch(tuple(entry.index for entry in chosen), bool(same_shape), error=best)
 
-    def _scaled(self, array: Array) -> Likeness | None:
+    def _scaled(self, array: Array) -> NumericMatch | None:
         """An original of the same shape, or its transpose, times one number, plus another."""
         found = []
         limit = _FITTED if array.size < _FEW else _LARGEST
@@ -240,7 +240,7 @@ class Originals:
                     continue
                 numbers = array[entry.places[::-1] if transpose else entry.places]
                 if _fitted(numbers, entry.sample)[2] <= limit * _SAMPLED * _MARGIN:
-                    scale, offset, error = _fitted(array, turned(entry.load(), transpose))
+                    scale, offset, error = _fitted(array, transposed(entry.load(), transpose))
                     found.append((error, entry.index, not transpose, scale, offset))
         found.sort(key=lambda fit: fit[0])
         if not found or found[0][0] > limit:
@@ -251,11 +251,11 @@ class Originals:
             for other, further, *_ in found[1:]
         ):
             return None
-        return Likeness((index,), same_shape, scale=scale, offset=offset, error=error)
+        return NumericMatch((index,), same_shape, scale=scale, offset=offset, error=error)
 
     # --- in parts ---
 
-    def _joined(self, array: Array) -> Likeness | None:
+    def _joined(self, array: Array) -> NumericMatch | None:
         """Originals whose concatenation along one axis is the array."""
         for axis in reversed(range(array.ndim)):
             parts, at = list[Part](), 0
@@ -269,7 +269,7 @@ class Originals:
                 at = found.place[1]
             if len(parts) > 1 and at == array.shape[axis]:
                 error = max(part.error for part in parts)
-                return Likeness(
+                return NumericMatch(
                     tuple(part.original for part in parts), False, tuple(parts), error=error
                 )
         return None
@@ -283,17 +283,19 @@ class Originals:
             places = list(entry.places[::-1] if transpose else entry.places)
             places[axis] = places[axis] + at
             if entry.sampled(array[tuple(places)]) <= self.tolerance * _SAMPLED:
-                error = relative_error(_cut(array, axis, at, stop), turned(entry.load(), transpose))
+                error = relative_error(
+                    _cut(array, axis, at, stop), transposed(entry.load(), transpose)
+                )
                 if error <= self.tolerance:
                     yield Part(entry.index, axis, (at, stop), (0, size), transpose, error)
 
-    def _cut_out(self, array: Array) -> Likeness | None:
+    def _cut_out(self, array: Array) -> NumericMatch | None:
         """The one original that the array is a part of."""
         found: dict[int, Part] = {}
         for axis in range(array.ndim):
             size = array.shape[axis]
             for entry, transpose, length in self._fitting(array.shape, axis):
-                original = turned(entry.load(), transpose) if length > size else array
+                original = transposed(entry.load(), transpose) if length > size else array
                 for start in (
                     _starts(original, array, axis, self.tolerance) if length > size else ()
                 ):
@@ -307,7 +309,7 @@ class Originals:
         if len(found) != 1:
             return None
         [part] = found.values()
-        return Likeness((part.original,), False, (part,), error=part.error)
+        return NumericMatch((part.original,), False, (part,), error=part.error)
 
     def _fitting(self, shape: Sequence[int], axis: int) -> Iterator[tuple[_Original, bool, int]]:
         """Originals that have a shape but for one axis: whether transposed, and their size along that axis."""
