@@ -40,7 +40,7 @@ class FateEvidence(ABC, Generic[Key]):
         self._closed: dict[str, bool] = {}
 
     @abstractmethod
-    def settled(self, path: str) -> Outcome | None:
+    def predetermined(self, path: str) -> Outcome | None:
         """The fate of a module that the graph does not decide: it never ran, or nothing of its work was needed."""
 
     @abstractmethod
@@ -122,7 +122,7 @@ class FateEvidence(ABC, Generic[Key]):
 
 def fate_of(path: str, evidence: FateEvidence[Key]) -> Outcome:
     """What became of a module."""
-    settled = evidence.settled(path)
+    settled = evidence.predetermined(path)
     if settled is not None:
         return settled
     has_nodes = evidence.has_nodes(path)
@@ -149,7 +149,7 @@ def find_fates(
         if (
             outcome.fate.is_exact
             and not evidence.is_closed(path)
-            and evidence.settled(path) is None
+            and evidence.predetermined(path) is None
         ):
             contamination.update(
                 ((path, key, leaves), None) for key, _, leaves in evidence.unknown([path])

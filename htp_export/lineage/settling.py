@@ -87,7 +87,7 @@ class SignatureEvidence(FateEvidence[ir.Value]):
     def ran(self, path: str) -> bool:
         return path in self._known
 
-    def settled(self, path: str) -> Outcome | None:
+    def predetermined(self, path: str) -> Outcome | None:
         """The fate of a module that had no nodes before."""
         info = self._hierarchy[path]
         return None if info.fate.does_work else Outcome(info.fate)
