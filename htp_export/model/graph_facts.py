@@ -1,4 +1,4 @@
-"""Facts about a graph that patterns need: shapes, small constants, and whether a value is constant."""
+"""Facts about a graph that patterns need: shapes, small constants, and which values are constant."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class GraphFacts:
         return (self._inferred or self.tagged.inferred).dtype(value)
 
     def array(self, value: ir.Value | None) -> Array | None:
-        """The elements of a small constant, an initializer or a ``Constant``; None for any other value."""
+        """The elements of a small constant, also of a ``Constant`` node; None for any other value."""
         tensor = None if value is None else self._tensor(value)
         if tensor is None or tensor.size > _MOST_ELEMENTS or tensor.dtype == ir.DataType.STRING:
             return None
@@ -103,7 +103,7 @@ class GraphFacts:
         return float(array.reshape(()))
 
     def is_constant(self, value: ir.Value | None) -> bool:
-        """Whether a value is the same in every run: a weight, a constant, or computed from these."""
+        """Whether a value is the same in every run: a weight, or computed from constants."""
         if value is None:
             return False
         if value.is_graph_input() and value.graph is self.tagged.model.graph:

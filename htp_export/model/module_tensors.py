@@ -56,7 +56,7 @@ class ModuleTensor:
 
     @property
     def tensor(self) -> str | None:
-        """The name of the tensor in the file; None without one, or if branches have different ones."""
+        """The name of the tensor in the file; None without one, or with several in branches."""
         return str(self.values[0].name) if len(self.values) == 1 else None
 
 
@@ -160,7 +160,9 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
             place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0"
         )
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
-    found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
+    # A place without a name is the first tensor of its side.
+    candidates = wanted if place.name else [tensor for tensor in wanted if tensor.first]
+    found = [tensor for tensor in candidates if _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))

@@ -1,4 +1,4 @@
-"""Parts of a graph that run separately: the constants that each may copy, and the tensors between them."""
+"""Parts of a graph that run separately: constants that each may copy, and tensors between them."""
 
 from __future__ import annotations
 
