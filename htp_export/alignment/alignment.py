@@ -1,9 +1,13 @@
 """The counterpart of each tensor of a tool's result in the original model, by value number.
 
-Evidence, the strongest first: equal computations of equal tensors (`Numbering`), weights being
-equal by name or by contents; names of tensors; names of nodes, or of their outputs. Then backwards
-from the outputs: a node that remains reads what it read before. If that contradicts a name, another
-tensor took over the name, as in optimisers that fold BatchNorm into a Conv.
+Evidence, the strongest first:
+
+1. equal computations of equal tensors (`Numbering`), where weights are equal by name or by
+contents, 2. names of tensors, 3. names of nodes, or of their outputs, 4. structure, backwards from
+the outputs: a node that remains reads the same tensors as before.
+
+If structure contradicts a name, another tensor has the name now: an optimizer that folds a
+BatchNormalization into a Conv names the Conv's output after the BatchNormalization's.
 """
 
 from __future__ import annotations
@@ -14,48 +18,48 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode
-from htp_export.alignment.numbering import FLOATS, Numbering, repeats
+from htp_export.alignment.numbering import FLOATS, Numbering, is_copy
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import COMMUTATIVE, IN_PLACE, base_op, moves, resembles
 
 if TYPE_CHECKING:
-    from htp_export.alignment.weight_similarity import Likeness
+    from htp_export.alignment.weight_similarity import NumericMatch
 
-# consumers of a weight (a constant like 1 has more), and original nodes that one node replaces
-_FEW = 4
+_MOST_CANDIDATES = 4
+"""Original nodes before a named one that may have its operator: Conv, Relu and Add become one node."""
 
 _LOOK_BACK = 40
-"""Original nodes that are searched behind one tensor: tools seldom merge more than ten, which are close by."""
+"""Original nodes that are searched behind one tensor: tools seldom merge more than ten neighbours."""
 
 _MOST_FOLLOWERS = 4
-"""Nodes after a product that one fused node may have taken in: bias, residual, scale and activation."""
+"""Nodes after a product that one fused node may include: bias, residual, scale and activation."""
 
 
 _REDUCTIONS = frozenset(("ReduceMax", "ReduceMean", "ReduceMin", "ReduceProd", "ReduceSum"))
-"""They give back a single number as it is."""
+"""Over dimensions of size 1, these operators return their input in another shape."""
 
 
 @dataclass
 class AlignmentEvidence:
-    """What is known of tensors after besides names and structure, by their places in the summary."""
+    """Evidence for counterparts besides names and structure; tensors by index in the summary."""
 
     inputs: Mapping[int, int] = field(default_factory=dict)  # input → original input
-    # weight, or what is made of weights → originals
-    weights: Mapping[int, Likeness] = field(default_factory=dict)
-    # tensor → the original tensors with its numbers
-    values: Mapping[int, Likeness] = field(default_factory=dict)
-    # tensors that were compared, and that have the numbers of no original
+    # weight, or constant that is computed from weights → originals
+    weights: Mapping[int, NumericMatch] = field(default_factory=dict)
+    # tensor → the original tensors with equal values
+    values: Mapping[int, NumericMatch] = field(default_factory=dict)
+    # tensors that were compared, and whose values equal no original's
     unequal: Collection[int] = frozenset()
-    compared: Collection[int] = frozenset()  # original tensors that took part
-    # original node → the input that it gives back here
+    compared: Collection[int] = frozenset()  # original tensors that were compared
+    # original node → the input that it returned unchanged in this run
     idle: Mapping[int, int] = field(default_factory=dict)
 
 
 class Alignment:
-    """The counterparts of the tensors after a tool, as far as they are known; lists are by value after."""
+    """The counterparts of a result's tensors, as far as they are known; lists are by its values."""
 
     by_consumers = False
-    """Whether a tensor that equals several original ones is those of them that its consumers read."""
+    """Whether consumers choose among several original tensors that equal one tensor."""
 
     def __init__(
         self, before: GraphSummary, after: GraphSummary, evidence: AlignmentEvidence | None = None
@@ -67,17 +71,17 @@ class Alignment:
             before, {n: value for n, value in idle if moves(before.nodes[n].op, views=True)}
         )
         count = len(after.values) + 1
-        self.counterpart = [NOTHING] * count  # number of the original
-        # the same tensor; otherwise of another shape, layout or element type
+        self.counterpart = [NOTHING] * count  # number of the original tensor
+        # whether it is the same tensor; otherwise it has another shape, layout or element type
         self.exact = [False] * count
         # evidence: ``tensor``, ``node``, ``initializer``, ``values`` or none
-        self.named = [""] * count
+        self.evidence_of = [""] * count
         # further original values that are equal to a value
-        self.also: dict[int, tuple[int, ...]] = {}
-        # the original values that a value joins, its counterpart first
+        self.further_originals: dict[int, tuple[int, ...]] = {}
+        # for a concatenation of original values: these values, its counterpart first
         self.parts: dict[int, tuple[int, ...]] = {}
-        self.known = set[int]()  # the numbers of all counterparts
-        self._settled = set[int]()
+        self.matched = set[int]()  # the numbers of all counterparts
+        self._final = set[int]()  # values whose counterparts do not change any more
         self._node_names = {
             node.name: index for index, node in enumerate(before.nodes) if node.name
         }
@@ -85,47 +89,46 @@ class Alignment:
         self._look()
 
     def _look(self) -> None:
-        """Forwards and backwards once, for all tensors that are not settled."""
+        """Search forwards and backwards once, for all tensors whose counterparts are not final."""
         for node in self.after.nodes:
             self._forward(node)
-        self.known = {*self.counterpart} - {NOTHING}
+        self.matched = {*self.counterpart} - {NOTHING}
         for node in reversed(self.after.nodes):
             self._backward(node)
         self.counterpart = [*map(self.numbers.current, self.counterpart)]
-        self.known = {*self.counterpart} - {NOTHING}
+        self.matched = {*self.counterpart} - {NOTHING}
 
-    def match(self, value: int, number: int, exact: bool, named: str = "") -> None:
-        """Match a value with a number; not with `NOTHING`."""
+    def match(self, value: int, number: int, exact: bool, evidence: str = "") -> None:
+        """Match a value with a number; no match if one of them is `NOTHING`."""
         if NOTHING not in (value, number):
             self.counterpart[value], self.exact[value] = number, exact
-            self.named[value] = named or self.named[value]
+            self.evidence_of[value] = evidence or self.evidence_of[value]
 
     def numbers_of(self, value: int) -> set[int]:
-        """The numbers of the original tensors that a value stands for: one, or those that it joins."""
+        """The numbers of a value's original tensors: one, or several for a concatenation."""
         parts = self.parts.get(value)
-        numbers = (
-            {self.counterpart[value]}
-            if parts is None
-            else {self.numbers.number[part] for part in parts}
-        )
-        return numbers - {NOTHING}
+        if parts is None:
+            return {self.counterpart[value]} - {NOTHING}
+        return {self.numbers.number[part] for part in parts} - {NOTHING}
 
-    def alike(self, after: int, before: int) -> bool:
-        """Whether two tensors can be the same, by shape and element type, as far as they are known."""
-        (sizes_after, kind), (sizes_before, before_kind) = (
-            self.after.shape(after),
-            self.before.shape(before),
-        )
-        if kind and before_kind and kind != before_kind and not {kind, before_kind} <= FLOATS:
+    def is_compatible(self, after: int, before: int) -> bool:
+        """Whether shapes and element types permit that two tensors are equal."""
+        after_sizes, after_type = self.after.shape(after)
+        before_sizes, before_type = self.before.shape(before)
+        types = {after_type, before_type} - {0}  # 0 is an unknown type
+        if len(types) > 1 and not types <= FLOATS:
             return False
-        if sizes_after is None or sizes_before is None:
+        if after_sizes is None or before_sizes is None:
             return True
-        sizes = zip(sizes_after, sizes_before, strict=False)
-        fits = all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
-        return fits and len(sizes_after) == len(sizes_before)
+        if len(after_sizes) != len(before_sizes):
+            return False
+        for one, other in zip(after_sizes, before_sizes, strict=True):
+            if one != other and isinstance(one, int) and isinstance(other, int):
+                return False
+        return True
 
     def origin(self, value: int) -> int:
-        """The original value of a value: of those with its number, the one with its name, or the first."""
+        """The original value of a value: of those with its number, the one of its name, or the first."""
         members = self.numbers.members.get(self.numbers.current(self.counterpart[value]), ())
         name = self.after.values[value].name
         for member in members:
@@ -135,7 +138,7 @@ class Alignment:
         return next(busy, members[0] if members else NOTHING)
 
     def original(self, value: int) -> int:
-        """The original node that makes the counterpart of a value."""
+        """The original producer of a value's counterpart."""
         return self.before.maker[self.origin(value)]
 
     def keeps_name(self, value: int) -> bool:
@@ -145,112 +148,114 @@ class Alignment:
             origin != NOTHING and self.before.values[origin].name == self.after.values[value].name
         )
 
-    def computed_alike(self, node: SummaryNode) -> list[int]:
-        """For each output of a node, the original value that is computed from the same tensors in the same way."""
-        reads = [self.counterpart[value] for value in node.inputs]
-        is_known = all(
-            number != NOTHING or value == NOTHING
-            for number, value in zip(reads, node.inputs, strict=True)
-        )
-        found, count = self.numbers.made_by(node, reads) if is_known else None, len(node.outputs)
-        return [*(found.outputs if found is not None else ()), *[NOTHING] * count][:count]
+    def recomputed(self, node: SummaryNode) -> list[int]:
+        """For each output of a node: the original value with the same operator, attributes and inputs."""
+        count = len(node.outputs)
+        numbers = [self.counterpart[value] for value in node.inputs]
+        for value, number in zip(node.inputs, numbers, strict=True):
+            if value != NOTHING and number == NOTHING:
+                return [NOTHING] * count
+        equal = self.numbers.equal_node(node, numbers)
+        outputs = () if equal is None else equal.outputs
+        return [*outputs, *[NOTHING] * count][:count]
 
     def read_by(self, original: int) -> frozenset[int]:
-        """The numbers of the tensors that an original node reads, without weights."""
+        """The numbers of the tensors that an original node reads, except weights."""
         reads = self.before.nodes[original].reads
         return frozenset(self.numbers.number[value] for value in reads if self.before.live[value])
 
     def makers(self, number: int) -> list[int]:
-        """The original nodes that compute a tensor or give it back."""
+        """The original nodes that compute a tensor or return it unchanged."""
         makers = (self.before.maker[value] for value in self.numbers.members.get(number, ()))
         return [maker for maker in makers if maker != NOTHING]
 
     # --- inputs, outputs and constants ---
 
     def _sources(self) -> None:
-        before, after = self.before, self.after
-        for index, value in enumerate(after.values):
-            if value.kind == "node":
+        """Match constants and weights, and then inputs and outputs by their order."""
+        for index, value in enumerate(self.after.values):
+            if value.kind != "node":
+                self.match(index, self._stored_counterpart(index), True)
+        for ours, theirs in (
+            (self.after.inputs, self.before.inputs),
+            (self.after.outputs, self.before.outputs),
+        ):
+            if len(ours) != len(theirs):
                 continue
-            same = self.numbers.constant(value.content) if value.content else NOTHING
-            candidate = same
-            if same == NOTHING:
-                renamed = self.evidence.weights.get(index)
-                candidate = (
-                    before.find(value.name, value.scope)
-                    if renamed is None
-                    else renamed.originals[0]
-                )
-                if candidate != NOTHING and (
-                    before.values[candidate].content or not self.alike(index, candidate)
-                ):
-                    candidate = NOTHING  # the same name, but other contents
-                candidate = self.numbers.number[candidate]
-            self.match(index, candidate, True)
-        for ours, theirs in ((after.inputs, before.inputs), (after.outputs, before.outputs)):
-            if len(ours) == len(theirs):
-                for index, original in zip(ours, theirs, strict=True):
-                    if (
-                        self.counterpart[index] == NOTHING
-                        and self.after.values[index].kind != "initializer"
-                    ):
-                        self.match(
-                            index, self.numbers.number[original], self.alike(index, original)
-                        )
+            for index, original in zip(ours, theirs, strict=True):
+                is_stored = self.after.values[index].kind == "initializer"
+                if self.counterpart[index] == NOTHING and not is_stored:
+                    compatible = self.is_compatible(index, original)
+                    self.match(index, self.numbers.number[original], compatible)
+
+    def _stored_counterpart(self, index: int) -> int:
+        """The number of the original tensor that an initializer or input equals, or `NOTHING`."""
+        value = self.after.values[index]
+        same = self.numbers.constant(value.content) if value.content else NOTHING
+        if same != NOTHING:
+            return same
+        renamed = self.evidence.weights.get(index)
+        if renamed is not None:
+            candidate = renamed.originals[0]
+        else:
+            candidate = self.before.find(value.name, value.scope)
+        if candidate == NOTHING:
+            return NOTHING
+        if self.before.values[candidate].content or not self.is_compatible(index, candidate):
+            return NOTHING  # the same name, but other contents
+        return self.numbers.number[candidate]
 
     # --- forwards ---
 
     def _forward(self, node: SummaryNode) -> None:
-        if self._settled.issuperset(node.outputs):
+        """Match the outputs of one node."""
+        if self._final.issuperset(node.outputs):
             return
-        if repeats(node) and self.counterpart[node.inputs[0]] != NOTHING and len(node.outputs) == 1:
+        is_matched_copy = is_copy(node) and self.counterpart[node.inputs[0]] != NOTHING
+        if is_matched_copy and len(node.outputs) == 1:
             value, source = node.outputs[0], node.inputs[0]
             is_named = self.before.find(self.after.values[value].name, node.scope) != NOTHING
-            self.match(
-                value,
-                self.counterpart[source],
-                self.exact[source],
-                Reason.TENSOR if is_named else "",
-            )
+            evidence = Reason.TENSOR if is_named else ""
+            self.match(value, self.counterpart[source], self.exact[source], evidence)
             return
         for place, (value, same) in enumerate(
-            zip(node.outputs, self.computed_alike(node), strict=True)
+            zip(node.outputs, self.recomputed(node), strict=True)
         ):
-            if value == NOTHING or value in self._settled:
-                continue
-            candidate = self._by_name(value, node)
-            is_named = candidate != NOTHING
-            alike, named = (
-                is_named and self.alike(value, candidate),
-                Reason.TENSOR if is_named else "",
-            )
-            if same != NOTHING:
-                # else in its inputs' layout
-                exact = alike or all(self.exact[v] for v in node.inputs if v != NOTHING)
-                self.match(value, self.numbers.number[same], exact, named)
-            elif is_named:
-                self.match(value, self.numbers.number[candidate], alike, named)
-            elif place == 0 and not moves(node.op):
-                candidate = self._by_node_name(node)
-                if candidate != NOTHING:
-                    self.match(value, self.numbers.number[candidate], False, Reason.NODE)
-                else:
-                    self._by_weights(node, value)
+            if value != NOTHING and value not in self._final:
+                self._match_output(node, place, value, same)
+
+    def _match_output(self, node: SummaryNode, place: int, value: int, same: int) -> None:
+        """Match one output of a node; ``same``: the original value of an equal computation."""
+        number = self.numbers.number
+        candidate = self._by_name(value, node)
+        is_named = candidate != NOTHING
+        compatible = is_named and self.is_compatible(value, candidate)
+        evidence = Reason.TENSOR if is_named else ""
+        if same != NOTHING:
+            # Computed from inputs in another layout, the output has that layout, too.
+            exact = compatible or all(self.exact[v] for v in node.inputs if v != NOTHING)
+            self.match(value, number[same], exact, evidence)
+        elif is_named:
+            self.match(value, number[candidate], compatible, evidence)
+        elif place == 0 and not moves(node.op):
+            candidate = self._by_node_name(node)
+            if candidate != NOTHING:
+                self.match(value, number[candidate], False, Reason.NODE)
+            else:
+                self._by_weights(node, value)
 
     def _by_name(self, value: int, node: SummaryNode) -> int:
-        """The original output of this name; of constants that are known on both sides, one with the same contents."""
-        found = self.after.values[value]
-        candidate, content = self.before.find(found.name, node.scope), found.content
-        if (
-            candidate != NOTHING
-            and content
-            and self.before.values[candidate].content not in ("", content)
-        ):
-            return self.numbers.constant(content)
-        return candidate
+        """The original output of this name; for a constant with other contents, one with equal contents."""
+        name, content = self.after.values[value].name, self.after.values[value].content
+        candidate = self.before.find(name, node.scope)
+        if candidate == NOTHING or not content:
+            return candidate
+        if self.before.values[candidate].content in ("", content):
+            return candidate
+        return self.numbers.constant(content)
 
     def _by_node_name(self, node: SummaryNode) -> int:
-        """The original output of a node by its name: that of an original node or tensor, possibly with a suffix."""
+        """The original output of a node's name: that of an original node or tensor, plus a suffix."""
         name = node.name
         while name:
             candidate = self.before.find(name)
@@ -258,32 +263,38 @@ class Alignment:
                 candidate = next(iter(self.before.nodes[self._node_names[name]].outputs), NOTHING)
             maker = self.before.maker[candidate]
             if maker != NOTHING and self.before.nodes[maker].scope == node.scope:
-                return self._followed(node, candidate) if self._may_make(node, maker) else NOTHING
+                if not self._may_replace(node, maker):
+                    return NOTHING
+                return self._followed(node, candidate)
             name = name[: max(name.rfind("_"), name.rfind("/"), 0)]
         return NOTHING
 
-    def _may_make(self, node: SummaryNode, maker: int) -> bool:
+    def _may_replace(self, node: SummaryNode, maker: int) -> bool:
         """Whether a node can replace an original one, by their operators.
 
-        One that replaces several may have the name of the last, and the operator of one shortly
-        before (Conv, Relu).
+        A fused node may have the name of the last original node, and the operator of one shortly
+        before it: Conv and Relu become a FusedConv with the name of the Relu.
         """
-        queue, seen, reads = [maker], {NOTHING}, {self.counterpart[value] for value in node.inputs}
-        while queue and len(seen) <= _FEW:
+        queue, seen = [maker], {NOTHING}
+        reads = {self.counterpart[value] for value in node.inputs}
+        while queue and len(seen) <= _MOST_CANDIDATES:
             at = queue.pop(0)
             if resembles(node.op, self.before.nodes[at].op):
                 return True
             seen.add(at)
-            behind = self.before.live_inputs(self.before.nodes[at]) if "::" in node.op else ()
-            makers = (self.before.maker[v] for v in behind if self.numbers.number[v] not in reads)
-            queue += [producer for producer in makers if producer not in seen]
+            if "::" not in node.op:
+                continue  # operators of ONNX are not fused
+            for value in self.before.live_inputs(self.before.nodes[at]):
+                producer = self.before.maker[value]
+                if self.numbers.number[value] not in reads and producer not in seen:
+                    queue.append(producer)
         return False
 
     def _by_weights(self, node: SummaryNode, value: int) -> None:
-        """Match the output of a node by its weights; where names hold, these say no more."""
+        """Match the output of a node by its weights; where names are proved, these add nothing."""
 
     def _followed(self, node: SummaryNode, value: int) -> int:
-        """A later tensor, if the node has more operands than the original one, or names operators that it absorbed."""
+        """A later tensor, if the node has further operands, or names operators that it includes."""
         before, number = self.before, self.numbers.number
         missing = self._operands_besides(node, value)
         at = value
@@ -302,99 +313,105 @@ class Alignment:
         return value
 
     def _operands_besides(self, node: SummaryNode, value: int) -> set[int]:
-        """The inputs of a node beyond those of an original one, if it has more: the other operand of a sum."""
+        """The additional inputs of a node, compared with an original one: a residual, for example."""
         old = self.before.nodes[self.before.maker[value]]
         mine = Counter(self.counterpart[v] for v in self.after.live_inputs(node))
         theirs = Counter(self.numbers.number[v] for v in self.before.live_inputs(old))
-        return set(mine - theirs) - {NOTHING} if mine.total() > theirs.total() else set()
+        if mine.total() <= theirs.total():
+            return set()
+        return set(mine - theirs) - {NOTHING}
 
     # --- backwards ---
 
     def _backward(self, node: SummaryNode) -> None:
-        """Match the inputs of one node: one that remains reads what it read before."""
-        known = [value for value in node.makes if self.counterpart[value] != NOTHING]
-        original = self.original(known[0]) if known and node.inputs else NOTHING
+        """Match the inputs of one node: a node that remains reads the same tensors as before."""
+        matched = [value for value in node.makes if self.counterpart[value] != NOTHING]
+        original = self.original(matched[0]) if matched and node.inputs else NOTHING
         if original == NOTHING:
             return
         old = self.before.nodes[original]
-        same, exact = node.attributes == old.attributes, self.exact[known[0]]
+        same, exact = node.attributes == old.attributes, self.exact[matched[0]]
         if moves(node.op):
             if old.op == node.op:
-                self._pair_movers(node, old)
-                if self._move_alike(node, old):
-                    self._settle(node, node.inputs[0], old.inputs[0], same, exact)
-            self._through(node, self.origin(known[0]))
+                self._pair_layout_operators(node, old)
+                if self._have_equal_arguments(node, old):
+                    self._match_input(node, node.inputs[0], old.inputs[0], same, exact)
+            self._match_behind(node, self.origin(matched[0]))
         elif old.op == node.op:
-            for mine, theirs in self._pairs(node, old):
-                self._settle(node, mine, theirs, same, exact)
+            for mine, theirs in self._input_pairs(node, old):
+                self._match_input(node, mine, theirs, same, exact)
 
-    def _move_alike(self, node: SummaryNode, old: SummaryNode) -> bool:
-        """Whether two layout operators move their first input only, in the way that equal constants say."""
-        if self.after.live_inputs(node) != [node.inputs[0]] or self.before.live_inputs(old) != [
-            old.inputs[0]
-        ]:
+    def _have_equal_arguments(self, node: SummaryNode, old: SummaryNode) -> bool:
+        """Whether two layout operators have equal constant arguments and no other data input."""
+        if self.after.live_inputs(node) != [node.inputs[0]]:
+            return False
+        if self.before.live_inputs(old) != [old.inputs[0]]:
             return False
         mine = [self.numbers.current(self.counterpart[value]) for value in node.inputs[1:]]
         return mine == [self.numbers.number[value] for value in old.inputs[1:]]
 
-    def _pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
-        """The inputs of a node with those of the original, without constants; nothing if their number differs."""
+    def _input_pairs(self, node: SummaryNode, old: SummaryNode) -> Iterator[tuple[int, int]]:
+        """The inputs of a node and of its original, except constants; none if their counts differ."""
         mine = self.after.live_inputs(node)
         theirs = self.before.live_inputs(old)
         if len(mine) != len(theirs):
             return
         if node.op in COMMUTATIVE and len(mine) > 1:
-            number = self.numbers.number
+            # The order means nothing: equal operands are removed, and one pair may remain.
             for value in list(mine):
-                same = next(
-                    (
-                        v
-                        for v in theirs
-                        if number[v] == self.numbers.current(self.counterpart[value])
-                    ),
-                    None,
-                )
-                if same is not None:
+                number = self.numbers.current(self.counterpart[value])
+                same = [v for v in theirs if self.numbers.number[v] == number]
+                if same:
                     mine.remove(value)
-                    theirs.remove(same)
+                    theirs.remove(same[0])
             if len(mine) > 1:
                 return
         yield from zip(mine, theirs, strict=True)
 
-    def _settle(self, reader: SummaryNode, value: int, old: int, same: bool, exact: bool) -> None:
-        """Match ``value``, which a node reads instead of ``old``; ``same``: the node's attributes are unchanged.
+    def _match_input(
+        self, reader: SummaryNode, value: int, old: int, same: bool, exact: bool
+    ) -> None:
+        """Match ``value``, which a node reads instead of ``old``.
 
-        ``exact``: Its output is the original tensor in the original layout.
+        If ``value`` has another counterpart, the nodes between this and ``old`` are gone. If they
+        only move numbers, both are one tensor; otherwise another tensor has the name now.
+
+        Args:
+            reader: The node.
+            value: Its input.
+            old: The input of its original.
+            same: Whether the node's attributes are unchanged.
+            exact: Whether its output is the original tensor in the original layout.
         """
         number, mine = self.numbers.number[old], self.numbers.current(self.counterpart[value])
         if mine == number:
             return
-        exact = exact and self.alike(value, old)
+        exact = exact and self.is_compatible(value, old)
         if mine == NOTHING:
             self.match(value, number, exact)
             return
-        if self.after.maker[value] == NOTHING or not same or not self._same_weights(reader):
+        if self.after.maker[value] == NOTHING or not same or not self._has_same_weights(reader):
             return
         between = self._between(mine, old)
         if between is None:
             return
-        moved = all(map(self._only_moves, between))
-        if moved and exact:
+        only_moves = all(map(self._only_moves, between))
+        if only_moves and exact:
             self.numbers.unite(mine, number)
             for node in between:
                 self.numbers.idle[node] = True
-        elif (exact or not moved) and (
-            number not in self.known or self._is_given_back(reader, number)
-        ):
+            return
+        is_free = number not in self.matched or self._returns_number(reader, number)
+        if is_free and (exact or not only_moves):
             self.match(value, number, exact)
-            self.known.add(number)
+            self.matched.add(number)
 
-    def _is_given_back(self, node: SummaryNode, number: int) -> bool:
-        """Whether a layout operator makes a tensor of this number of what it reads: it gives back the same tensor."""
+    def _returns_number(self, node: SummaryNode, number: int) -> bool:
+        """Whether the output of a layout operator is the tensor of this number, in some layout."""
         return moves(node.op) and self.numbers.current(self.counterpart[node.outputs[0]]) == number
 
     def _only_moves(self, node: int) -> bool:
-        """Whether an original node only moves numbers, as their sums, too, over dimensions of size 1."""
+        """Whether an original node only moves numbers, as does a reduction over dimensions of size 1."""
         old = self.before.nodes[node]
         if old.op not in _REDUCTIONS:
             return moves(old.op, views=True)
@@ -403,15 +420,16 @@ class Alignment:
             return False
         return [size for size in read if size != 1] == [size for size in made if size != 1]
 
-    def _same_weights(self, node: SummaryNode) -> bool:
-        """Whether the weights of a node have counterparts; a node with other weights may have absorbed operators."""
-        weights = (
-            value for value in node.inputs if value != NOTHING and not self.after.live[value]
-        )
-        return all(self.counterpart[value] != NOTHING for value in weights)
+    def _has_same_weights(self, node: SummaryNode) -> bool:
+        """Whether all weights of a node have counterparts; otherwise it may include other operators."""
+        for value in node.inputs:
+            is_weight = value != NOTHING and not self.after.live[value]
+            if is_weight and self.counterpart[value] == NOTHING:
+                return False
+        return True
 
     def _between(self, number: int, value: int) -> list[int] | None:
-        """The original nodes between a tensor and a later one; None if there is no path, or there are too many."""
+        """The original nodes between a tensor and a later one; None without a path, or for too many."""
         queue, between, reached = [value], dict[int, None](), False
         while queue and len(between) < _LOOK_BACK:
             at = queue.pop()
@@ -424,56 +442,54 @@ class Alignment:
                 queue += self.before.nodes[maker].reads
         return [*between] if reached and not queue else None
 
-    def _pair_movers(self, node: SummaryNode, old: SummaryNode) -> None:
-        """Match the inputs of layout operators if their producers have the same operator, or they the same shape."""
+    def _pair_layout_operators(self, node: SummaryNode, old: SummaryNode) -> None:
+        """Match the inputs of layout operators if their producers' operators, or their shapes, agree."""
         value, original = node.inputs[0], old.inputs[0]
         mine, theirs = self.after.maker[value], self.before.maker[original]
         if self.counterpart[value] != NOTHING or NOTHING in (mine, theirs):
             return
-        op, known = self.after.nodes[mine].op, self.after.shape(value)[0] is not None
-        if op == self.before.nodes[theirs].op or (
-            known and not moves(op) and self.alike(value, original)
-        ):
-            self.match(value, self.numbers.number[original], self.alike(value, original))
+        op = self.after.nodes[mine].op
+        has_same_operator = op == self.before.nodes[theirs].op
+        if not has_same_operator and (moves(op) or self.after.shape(value)[0] is None):
+            return
+        compatible = self.is_compatible(value, original)
+        if has_same_operator or compatible:
+            self.match(value, self.numbers.number[original], compatible)
 
-    def _through(self, node: SummaryNode, origin: int) -> None:
-        """Match the first computed tensor before layout operators with the original one.
+    def _match_behind(self, node: SummaryNode, origin: int) -> None:
+        """Match the first computed tensor before layout operators with its counterpart.
 
-        Also if it has the name of an earlier node: a node may be named after the first of those
-        that it replaces.
+        A match by the name of a node is replaced if original nodes compute between it and
+        ``origin``: a fused node may have the name of the first node that it replaces.
         """
         value, in_place = node.inputs[0], base_op(node.op) in IN_PLACE
-        while self.counterpart[value] == NOTHING or self._named_after_less(value, origin):
+        while self.counterpart[value] == NOTHING or self._is_named_after_first(value, origin):
             maker = self.after.maker[value]
             if maker == NOTHING or not self.after.nodes[maker].inputs:
                 return
-            if not moves(self.after.nodes[maker].op):
+            op = self.after.nodes[maker].op
+            if not moves(op):
                 number = self._computed(origin)
-                exact = (
-                    in_place and number == self.numbers.number[origin] and self.alike(value, origin)
-                )
-                self.match(value, number, exact)
+                exact = in_place and number == self.numbers.number[origin]
+                self.match(value, number, exact and self.is_compatible(value, origin))
                 return
-            in_place = in_place and base_op(self.after.nodes[maker].op) in IN_PLACE
+            in_place = in_place and base_op(op) in IN_PLACE
             value = self.after.nodes[maker].inputs[0]
 
-    def _named_after_less(self, value: int, origin: int) -> bool:
-        """Whether a tensor is matched by its node's name only, and nodes compute between its match and ``origin``."""
-        if self.named[value] != Reason.NODE or self.exact[value]:
+    def _is_named_after_first(self, value: int, origin: int) -> bool:
+        """Whether only a node's name matches a tensor, and nodes compute between its match and ``origin``."""
+        if self.evidence_of[value] != Reason.NODE or self.exact[value]:
             return False
         between = self._between(self.numbers.current(self.counterpart[value]), origin)
         return any(not moves(self.before.nodes[node].op) for node in between or ())
 
     def _computed(self, value: int) -> int:
-        """The number of the tensor before layout operators."""
+        """The number of the tensor before the layout operators that produce an original value."""
         maker = self.before.maker[value]
-        while (
-            maker != NOTHING
-            and moves(self.before.nodes[maker].op)
-            and self.before.nodes[maker].inputs
-        ):
-            source = self.before.nodes[maker].inputs[0]
-            if not self.before.live[source]:
+        while maker != NOTHING:
+            node = self.before.nodes[maker]
+            if not moves(node.op) or not node.inputs or not self.before.live[node.inputs[0]]:
                 break
-            value, maker = source, self.before.maker[source]
+            value = node.inputs[0]
+            maker = self.before.maker[value]
         return self.numbers.number[value]

@@ -1,4 +1,4 @@
-"""The owners of each node after a tool, the evidence for them, and what they say of modules: fates and boundaries."""
+"""The owners of each node after a tool, and the modules' fates and boundaries that follow."""
 
 from __future__ import annotations
 
@@ -48,31 +48,28 @@ class OwnersAfter:
                 order.setdefault(owner, place)
         self._rule = OwnerRule(tree, order)
 
-    def decide(self, settled: Mapping[int, Owned] | None = None) -> list[Owned]:
+    def decide(self, decided: Mapping[int, Owned] | None = None) -> list[Owned]:
         """The owners of every node, in order; none for a node without neighbours that have owners.
 
-        ``settled``: Node → owners that are known from elsewhere.
+        ``decided``: Node → owners that other evidence proves.
         """
-        known: dict[int, Owned] = {}
+        known: dict[int, Owned] = dict(decided or {})
         replacements: list[Replacement[int]] = []
         for index, work in enumerate(self._works):
+            if index in known:
+                continue
             node = self.after.nodes[index]
-            if settled is not None and index in settled:
-                known[index] = settled[index]
-            elif node.owners and self._agrees(node, work):
+            if node.owners and self._agrees(node, work):
                 known[index] = Owned(node.owners, node.reason or work.reason, node.call, kept=True)
-            elif work.nodes and not any(
-                self.before.nodes[original].owners for original in work.nodes
-            ):
+            elif work.nodes and not any(self.before.nodes[old].owners for old in work.nodes):
                 known[index] = Owned((), work.reason)
             elif work.nodes:
                 replacements.append(Replacement(index, self._results(work.nodes), work.reason))
             elif work.ends and not node.owners:
                 known[index] = self.owned_by(work.ends, Reason.INSERTED)
-        owned = self._rule.owners(
-            replacements, known, range(len(self._works)), _NodesAfter(self.after)
-        )
-        return [owned.get(index) or Owned((), Reason.INSERTED) for index in range(len(self._works))]
+        nodes = range(len(self._works))
+        owned = self._rule.owners(replacements, known, nodes, _NodesAfter(self.after))
+        return [owned.get(index) or Owned((), Reason.INSERTED) for index in nodes]
 
     def owned_by(
         self, originals: Iterable[int], reason: str, paths: tuple[str, ...] | None = None
@@ -85,14 +82,16 @@ class OwnersAfter:
     def _agrees(self, node: SummaryNode, work: ReplacedNodes) -> bool:
         """Whether the tags that a tool left on a node are those of the nodes that it replaces."""
         originals = [self.before.nodes[index] for index in work.nodes]
-        if not originals or set(node.owners) == {path for old in originals for path in old.owners}:
+        if not originals:
             return True
-        return work.coarse and any(
-            old.op == node.op and old.owners == node.owners for old in originals
-        )
+        if set(node.owners) == {path for old in originals for path in old.owners}:
+            return True
+        if not work.coarse:
+            return False
+        return any(old.op == node.op and old.owners == node.owners for old in originals)
 
     def _results(self, originals: Sequence[int]) -> list[list[Work]]:
-        """Divide original nodes by owners if each of their steps was done by all owners; otherwise all together."""
+        """Divide original nodes by owners if all owners did each step; else keep them together."""
         steps = defaultdict[tuple[int, ...], set[tuple[str, ...]]](set)
         by_owners = defaultdict[tuple[str, ...], list[Work]](list)
         for index in originals:
@@ -106,7 +105,7 @@ class OwnersAfter:
 
 @dataclass(frozen=True)
 class _NodesAfter:
-    """A tool's result, as the rule of owners reads it."""
+    """A tool's result, for the rule of owners."""
 
     after: GraphSummary
 
@@ -137,19 +136,17 @@ class _NodesAfter:
 
 
 def optimized_works(tagged: TaggedModel, optimized: ir.Model) -> dict[ir.Node, NodeCalls]:
-    """The owners and calls of each node of an optimised graph, as `carry` finds them, whatever its tags.
+    """The owners and calls of each node of an optimized graph, as `carry` finds them without tags.
 
-    They are in the order of the original nodes, which are in no functions; empty if nothing is
-    known.
+    Owners are in the order in which the original nodes run; these may not be in functions. A node
+    without a counterpart and without neighbours that have owners has none.
     """
     before, before_nodes = summarize(tagged.model)
     after, after_nodes = summarize(optimized)
     for summarized, node in zip(before.nodes, before_nodes, strict=True):
         work = tagged.work_of(node)
-        summarized.owners, summarized.call = (
-            work.owners,
-            tagged.calls.encode_calls(work.owners, work.calls),
-        )
+        summarized.owners = work.owners
+        summarized.call = tagged.calls.encode_calls(work.owners, work.calls)
     for summarized in after.nodes:
         summarized.owners = ()
     alignment = Alignment(before, after)
@@ -170,7 +167,7 @@ def tag(
     alignment: Alignment,
     origin: Origin,
 ) -> tuple[Hierarchy, list[tuple[str, str, bool]]]:
-    """Write tags into a tool's result; return its modules with their new fates, and its contamination."""
+    """Write tags into a tool's result; return its modules with new fates, and contamination."""
     works = [origin.calls.work(entry.paths, entry.call) for entry in owned]
     fused = {place for place, entry in enumerate(owned) if entry.reason == Reason.FUSED}
     evidence = _CarriedEvidence(alignment, origin, works, fused)
@@ -193,11 +190,15 @@ def tag(
 
 
 class _CarriedEvidence(FateEvidence[int]):
-    """The boundaries of modules after a tool, whose nodes do ``works``, compared with those in the original model.
+    """The boundaries of modules after a tool, compared with those in the original model.
 
-    ``fused`` are the places of nodes that several modules were fused into.
+    Known tensors are numbers of original tensors.
 
-    ``known`` has the numbers of original tensors.
+    Args:
+        alignment: The counterparts of the result's tensors.
+        origin: The original model.
+        works: The owners and calls of the result's nodes.
+        fused: The nodes that several modules were fused into, by index.
     """
 
     def __init__(
@@ -224,7 +225,7 @@ class _CarriedEvidence(FateEvidence[int]):
         self._known = cache(self._find_known)
 
     def signatures(self) -> dict[str, list[Signature]]:
-        """The signatures with the new names of tensors; None for tensors that are gone."""
+        """The signatures with the new names of tensors; None for a removed tensor."""
         return {
             path: [call.renamed(self._name) for call in calls]
             for path, calls in self._signatures.items()
@@ -240,14 +241,12 @@ class _CarriedEvidence(FateEvidence[int]):
         return self._number[self._alignment.before.find(name)]
 
     def _find_known(self, path: str) -> tuple[frozenset[int], frozenset[int]]:
-        """The numbers of the tensors that may cross the boundary of a module, and of those that it has to compute."""
+        """The numbers of tensors at a module's boundary, and the subset that it has to compute."""
         info = self._old.get(path)
-        inputs = {
-            self._numbered(name) for call in self._signatures.get(path, ()) for name in call.taken
-        }
-        outputs = {
-            self._numbered(name) for call in self._signatures.get(path, ()) for name in call.given
-        }
+        inputs, outputs = set[int](), set[int]()
+        for call in self._signatures.get(path, ()):
+            inputs.update(map(self._numbered, call.taken))
+            outputs.update(map(self._numbered, call.given))
         leaving = set[int]()
         if info is not None and (info.fate.is_exact or path not in self._signatures):
             for value, _, leaves in self._before.of([path]):
@@ -266,15 +265,16 @@ class _CarriedEvidence(FateEvidence[int]):
     def ran(self, path: str) -> bool:
         return path in self._old and self._old[path].calls > 0
 
-    def settled(self, path: str) -> Outcome | None:
+    def predetermined(self, path: str) -> Outcome | None:
         info = self._old[path]
         is_open = info.fate.does_work and path in self._before.below
         return None if is_open else Outcome(info.fate, info.fused_with)
 
     def without_work(self, path: str) -> Fate | None:
-        """``constant`` if the nodes of a module were folded, ``identity`` if its outputs are its inputs.
+        """The fate of a module without nodes.
 
-        ``dead`` if nothing read its outputs.
+        ``dead`` if nothing read its outputs, ``constant`` if its nodes were folded, ``identity`` if
+        its outputs are its inputs.
         """
         before = self._alignment.before
         if is_unread(self._signatures.get(path, ())):
@@ -287,31 +287,33 @@ class _CarriedEvidence(FateEvidence[int]):
         return Fate.IDENTITY if self._known(path)[1] <= entering else None
 
     def partners(self, path: str) -> Collection[str] | None:
-        """The original owners beyond the tensors that a module lost, if its boundary is not exact any more."""
+        """The original owners beyond the tensors that a module lost; None if its boundary is exact."""
         info = self._old[path]
         if info.fate.is_exact and self.is_closed(path) and self._makes_all(path):
             return None
         lost = {number for number in self.known(path) if number not in self._remaining}
-        return (
-            [*info.fused_with, *self._beyond(path, lost)] if lost or info.fate.is_merged else None
-        )
+        if not lost and not info.fate.is_merged:
+            return None
+        return [*info.fused_with, *self._beyond(path, lost)]
 
     def _makes_all(self, path: str) -> bool:
+        """Whether the nodes of a module compute all tensors that it has to compute."""
         nodes = self._alignment.after.nodes
-        made = (value for node in self.boundaries.below[path] for value in nodes[node].makes)
-        return self._known(path)[1] <= {*map(self.counterpart, made)}
+        computed = set[int]()
+        for node in self.boundaries.below[path]:
+            computed.update(map(self.counterpart, nodes[node].makes))
+        return self._known(path)[1] <= computed
 
     def _beyond(self, path: str, numbers: Collection[int]) -> dict[str, None]:
         """The owners of the original nodes on the other side of boundary tensors, in order."""
-        crossing = self._before.of([path])
-        neighbours = sorted(
-            neighbour
-            for value, neighbour, _ in crossing
-            if self._number[value] in numbers and neighbour != OUTSIDE
-        )
-        return dict.fromkeys(
-            owner for neighbour in neighbours for owner in self._before.works[neighbour].owners
-        )
+        neighbours = []
+        for value, neighbour, _ in self._before.of([path]):
+            if self._number[value] in numbers and neighbour != OUTSIDE:
+                neighbours.append(neighbour)
+        owners = dict[str, None]()
+        for neighbour in sorted(neighbours):
+            owners.update(dict.fromkeys(self._before.works[neighbour].owners))
+        return owners
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         yield [owner for path in group for owner in self._beyond(path, self.known(path))]
@@ -320,7 +322,7 @@ class _CarriedEvidence(FateEvidence[int]):
 def _boundaries_of(
     summary: GraphSummary, works: Sequence[NodeCalls], fused: Collection[int] = ()
 ) -> Boundaries[int]:
-    """What crosses the boundaries of modules in a summary's main graph."""
+    """The boundaries of modules in a summary's main graph."""
     passed = [([], []) if node.scope else (node.reads, node.makes) for node in summary.nodes]
     return Boundaries(
         passed, works, summary.live.__getitem__, frozenset(summary.outputs), fused=fused

@@ -1,8 +1,8 @@
 """A summary of a model: its nodes, tensors and owners as numbers and short strings, without weights.
 
-It has everything that is compared of two models, and is small enough for the metadata of a file.
-Nodes of subgraphs are in the same list, after the node that holds them, which also reads what they
-capture.
+It holds all facts by which two models are compared, and is small enough for the metadata of a file.
+Nodes of subgraphs are in the same list, after the node that holds them, which also reads the values
+that they capture.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from htp_export.shapes.schemas import settings
 from htp_export.shapes.symbolic import Symbolic
 
 Shape = tuple[tuple[int | str, ...] | None, int]
-"""Dimensions and element type of a tensor; None and 0 for what is not known."""
+"""Dimensions and element type of a tensor; None and 0 if unknown."""
 
 NOTHING = -1
-"""No tensor, no node; lists by tensor or node have a last entry for it, so that they can be read at this place."""
+"""No tensor, no node. As an index, it selects the last entry: lists by tensor or node have one for it."""
 
-_SMALL_BYTES = 256  # constants up to this size are compared by what is in them
+_SMALL_BYTES = 256
+"""Constants up to this size are compared by contents: scalars, shapes, axes; larger ones are weights."""
 
 
 @dataclass(slots=True)
@@ -37,10 +38,10 @@ class SummaryValue:
     """A tensor."""
 
     name: str
-    scope: str = ""  # where the name holds: ``""`` in the main graph, else the way to the subgraph
-    # dimensions as numbers and symbols; None where the file does not say
+    scope: str = ""  # the graph of the name: ``""`` for the main graph, else a path to the subgraph
+    # dimensions as numbers and symbols; None if the file has none
     shape: tuple[int | str, ...] | None = None
-    dtype: int = 0  # ONNX's number of the element type; 0 where the file does not say
+    dtype: int = 0  # ONNX's number of the element type; 0 if the file has none
     kind: str = "node"  # ``input``, ``initializer`` or ``node``, its producer
     content: str = ""  # the contents of a small constant, as a short hash; otherwise empty
 
@@ -49,29 +50,29 @@ class SummaryValue:
 class SummaryNode:
     """A node."""
 
-    op: str  # operator, with its domain where that is not ONNX's: ``com.microsoft::Gelu``
+    op: str  # operator, with its domain if that is not ONNX's: ``com.microsoft::Gelu``
     name: str
-    inputs: tuple[int, ...]  # values that it reads, `NOTHING` for one left out
-    outputs: tuple[int, ...]  # values that it makes, `NOTHING` for one left out
-    captured: tuple[int, ...] = ()  # values from outside that its subgraphs read
+    inputs: tuple[int, ...]  # input values, `NOTHING` for an omitted one
+    outputs: tuple[int, ...]  # output values, `NOTHING` for an omitted one
+    captured: tuple[int, ...] = ()  # values of outer graphs that its subgraphs read
     attributes: str = ""  # its attributes, as a short hash
-    # its attributes that are strings, such as names of operators that it absorbed
+    # its attributes that are strings, such as names of operators that it includes
     words: tuple[str, ...] = ()
-    scope: str = ""  # as of `SummaryValue`
+    scope: str = ""  # as in `SummaryValue`
     holder: int = NOTHING  # the node whose subgraph it is in; `NOTHING` in the main graph
     has_bodies: bool = False  # whether it holds subgraphs
-    owners: tuple[str, ...] = ()  # its owners, empty where it has no tags
-    call: str = ""  # what it says of its calls, as of ``tags.encoded_calls``
+    owners: tuple[str, ...] = ()  # its owners; empty for a node without tags
+    call: str = ""  # the calls of its owners, as of ``tags.encoded_calls``
     reason: str = ""  # ``htp.reason``
 
     @property
     def reads(self) -> list[int]:
-        """The values that it and its subgraphs read."""
+        """The values that the node and its subgraphs read."""
         return [value for value in self.inputs + self.captured if value != NOTHING]
 
     @property
     def makes(self) -> list[int]:
-        """The values that it makes."""
+        """The values that the node produces."""
         return [value for value in self.outputs if value != NOTHING]
 
 
@@ -84,11 +85,11 @@ class GraphSummary:
     values: list[SummaryValue] = field(default_factory=list)  # every tensor
     inputs: list[int] = field(default_factory=list)  # the main graph's inputs
     outputs: list[int] = field(default_factory=list)  # the main graph's outputs
-    # missing shapes, by name
+    # infers missing shapes, by name; called once, when a missing shape is read
     infer: Callable[[], Mapping[str, Shape]] | None = field(default=None, repr=False)
 
     def shape(self, value: int) -> Shape:
-        """Dimensions and element type of a tensor; None and 0 for what is not known."""
+        """Dimensions and element type of a tensor; None and 0 if unknown."""
         if value == NOTHING:
             return None, 0
         entry = self.values[value]
@@ -119,20 +120,23 @@ class GraphSummary:
 
     @cached_property
     def live(self) -> list[bool]:
-        """Value → whether it depends on the values of the model's inputs; sizes of tensors do not count."""
-        dependent = dependence(self._steps(), self._given())
+        """Value → whether it depends on the values of the model's inputs; their sizes do not count."""
+        dependent = dependence(self._steps(), self._external_inputs())
         return [index in dependent for index in (*range(len(self.values)), NOTHING)]
 
     def live_inputs(self, node: SummaryNode) -> list[int]:
-        """The inputs of a node that depend on the values of the model's inputs, in order: no weights, no sizes."""
+        """The inputs of a node that depend on the values of the model's inputs, in order.
+
+        Weights and sizes do not.
+        """
         return [value for value in node.inputs if self.live[value]]
 
     def consumers(self, index: int) -> list[int]:
-        """The nodes that read what a node makes; one that reads several of its outputs as often."""
+        """The consumers of a node's outputs; a node that consumes several outputs is repeated."""
         return [reader for value in self.nodes[index].makes for reader in self.readers[value]]
 
     def producers(self, index: int) -> list[int]:
-        """The nodes that make what a node reads."""
+        """The producers of the inputs of a node and its subgraphs."""
         makers = (self.maker[value] for value in self.nodes[index].reads)
         return [maker for maker in makers if maker != NOTHING]
 
@@ -141,49 +145,50 @@ class GraphSummary:
         return any(self.live[value] for value in self.nodes[index].makes)
 
     def with_several_owners(self, nodes: Iterable[int]) -> bool:
-        """Whether not all of some nodes have the same owners, in the same calls."""
+        """Whether some nodes have different owners, or the same in different calls."""
         return len({(self.nodes[index].owners, self.nodes[index].call) for index in nodes}) > 1
 
-    def _given(self) -> dict[int, int]:
-        """The inputs of the main graph and of functions; those of subgraphs are given by the node that holds them."""
+    def _external_inputs(self) -> dict[int, int]:
+        """The inputs of the main graph and of functions.
+
+        Inputs of subgraphs are not external: the node that holds the subgraph computes them.
+        """
         held = {node.scope for node in self.nodes if node.holder != NOTHING}
-        inputs = (
-            index
-            for index, value in enumerate(self.values)
-            if value.kind == "input" and value.scope not in held
-        )
-        return dict.fromkeys(inputs, 1)
+        inputs: dict[int, int] = {}
+        for index, value in enumerate(self.values):
+            if value.kind == "input" and value.scope not in held:
+                inputs[index] = 1
+        return inputs
 
     def _steps(self) -> Iterator[tuple[Iterable[int], Iterable[int]]]:
         """Values that nodes read, and values that depend on them, for `htp_export.model.boundaries`."""
-        # holder → what is read inside
-        sizes, values = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         inputs = defaultdict[str, list[int]](list)
         for index, value in enumerate(self.values):
             if value.kind == "input":
                 inputs[value.scope].append(index)
+        # holder → values that nodes in its subgraphs read, and values of which they read only the size
+        values, sizes = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
         # holder → inputs of its subgraphs
         body_inputs: dict[int, dict[int, None]] = defaultdict(dict)
+        # Backwards: nodes of a subgraph come after its holder, which may be in a subgraph, too.
         for index in range(len(self.nodes) - 1, -1, -1):
             node = self.nodes[index]
-            if node.holder != NOTHING:
-                body_inputs[node.holder].update(dict.fromkeys(inputs[node.scope]))
-                (sizes if node.op in SIZES_ONLY else values)[node.holder].update(
-                    values_read(node.op, node.inputs)
-                )
-                sizes[node.holder] |= sizes[index]
-                values[node.holder] |= values[index]
+            if node.holder == NOTHING:
+                continue
+            body_inputs[node.holder].update(dict.fromkeys(inputs[node.scope]))
+            read = sizes if node.op in SIZES_ONLY else values
+            read[node.holder].update(values_read(node.op, node.inputs))
+            sizes[node.holder] |= sizes[index]
+            values[node.holder] |= values[index]
         for index, node in enumerate(self.nodes):
-            if node.op not in SIZES_ONLY:
-                captured = (
-                    value
-                    for value in node.captured
-                    if value in values[index] or value not in sizes[index]
-                )
-                yield (
-                    (*values_read(node.op, node.inputs), *captured),
-                    (*node.makes, *body_inputs[index]),
-                )
+            if node.op in SIZES_ONLY:
+                continue
+            only_sizes = sizes[index] - values[index]
+            captured = [value for value in node.captured if value not in only_sizes]
+            yield (
+                (*values_read(node.op, node.inputs), *captured),
+                (*node.makes, *body_inputs[index]),
+            )
 
     @cached_property
     def by_name(self) -> dict[str, list[int]]:
@@ -195,7 +200,7 @@ class GraphSummary:
         return by_name
 
     def find(self, name: str, scope: str = "") -> int:
-        """The value of a name, in a scope if there are several; `NOTHING` if there is none, or no single one."""
+        """The value of a name, or `NOTHING`; of several, the one in the given scope."""
         matches = self.by_name.get(name, ())
         if len(matches) > 1:
             matches = [value for value in matches if self.values[value].scope == scope] or matches
@@ -205,7 +210,11 @@ class GraphSummary:
 def summarize(
     model: ir.Model, functions: Iterable[ir.Function] = ()
 ) -> tuple[GraphSummary, list[ir.Node]]:
-    """Summarize a model and ``functions``, each a scope, without external data; and its nodes in the same order."""
+    """Summarize a model and ``functions``, each a scope; external data are not read.
+
+    Returns:
+        The summary, and the nodes of the model in the order of the summary's nodes.
+    """
     summarizer = _Summarizer(model.opset_imports)
     summary, values = summarizer.summary, summarizer.values
     summarizer.graph(model.graph, "", NOTHING)
@@ -218,17 +227,20 @@ def summarize(
 
 
 def _infer_shapes(model: ir.Model) -> dict[str, Shape]:
-    """Name → dimensions and element type of what the nodes of the main graph make."""
-    known = Symbolic(model.graph, functions=model.functions)
-    described = (
-        known.described(value) for node in model.graph for value in node.outputs if value.name
-    )
-    return {
-        str(value.name): (_dimensions(value.shape), int(value.dtype or 0)) for value in described
-    }
+    """Name → dimensions and element type, for the outputs of the main graph's nodes."""
+    inferred = Symbolic(model.graph, functions=model.functions)
+    shapes: dict[str, Shape] = {}
+    for node in model.graph:
+        for value in node.outputs:
+            if value.name:
+                described = inferred.described(value)
+                dimensions = _dimensions(described.shape)
+                shapes[str(described.name)] = dimensions, int(described.dtype or 0)
+    return shapes
 
 
 def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
+    """Dimensions as numbers and symbols; ``?`` for an unknown one."""
     if shape is None:
         return None
     return tuple(
@@ -237,6 +249,8 @@ def _dimensions(shape: ir.ShapeProtocol | None) -> tuple[int | str, ...] | None:
 
 
 class _Summarizer:
+    """Builds a summary graph by graph, and numbers the values."""
+
     def __init__(self, versions: Mapping[str, int]) -> None:
         self._versions = versions
         self.summary, self.nodes = GraphSummary(), list[ir.Node]()
@@ -308,7 +322,7 @@ class _Summarizer:
 def _attributes(
     node: ir.Node, versions: Mapping[str, int]
 ) -> tuple[str, tuple[str, ...], list[tuple[str, ir.Graph]]]:
-    """The attributes of a node as text, those that are strings, and its subgraphs."""
+    """The attributes of a node as text, the strings among them, and the subgraphs."""
     parts, words, bodies = [], [], []
     for attribute in settings(node, versions):
         name, kind, value = attribute.name, attribute.type, attribute.value
@@ -327,10 +341,10 @@ def _attributes(
                 words.append(str(value))
             parts.append(f"{name}={value!r}")
     if node.op_type == "Constant" and len(parts) == 1 and "=" in parts[0]:
-        # plain numbers, as a tensor
+        # A Constant with plain numbers equals the one with a tensor.
         parts = [content_of(ir.convenience.get_const_tensor(node.outputs[0])) or parts[0]]
     text = ";".join(parts)
-    if len(text) > 24:  # longer than its hash and a little
+    if len(text) > 24:  # the hash is shorter: 18 characters
         text = hashlib.blake2b(text.encode(), digest_size=9).hexdigest()
     return sys.intern(text), tuple(words), bodies
 
@@ -347,5 +361,5 @@ def content_of(tensor: ir.TensorProtocol | None) -> str:
         return ""
     shape = ",".join(str(dimension) for dimension in tensor.shape)
     text = f"{int(tensor.dtype)}:{shape}:{tensor.tobytes().hex()}"
-    # 24 characters
+    # The hash has 24 characters. Short contents stay readable in the map of a file.
     return text if len(text) <= 40 else hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,7 +1,7 @@
 """The ladder of evidence for the owners of nodes: names and structure, then weights, then values.
 
-Each step reads more than the one before. If names prove something, all owners are known; otherwise,
-what weights and values do not prove stays unknown.
+Each step costs more than the one before. If names are proved, all owners are known. Otherwise,
+owners that weights and values do not prove stay unknown.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from htp_export.lineage.owner_rule import Owned
 from htp_export.runtime.inputs import Inputs
 
 _KEPT = 0.5
-"""The share of tensors under their names beyond which names prove something: tools keep 0.7, other exporters none."""
+"""Share of tensors with their names beyond which names are proved: tools keep 0.7, exporters none."""
 
 _CONTRADICTED = 0.05
-"""The share of names that structure contradicts: 0.03 after tools, and 0.1 where an exporter counts its names anew."""
+"""Share of names that structure contradicts: 0.03 after tools, 0.1 after an exporter counts anew."""
 
 
 _Summary = tuple[GraphSummary, list[ir.Node]]
-"""What `summarize` returns."""
+"""The result of `summarize`."""
 
 
 @dataclass(frozen=True)
 class Found:
     """The owners of the nodes of a model."""
 
-    nodes: Sequence[ir.Node]  # its nodes
+    nodes: Sequence[ir.Node]
     owned: Sequence[Owned]  # the owners of each
     alignment: Alignment  # the counterparts of its tensors
-    not_compared: str = ""  # why values were not compared, although this might have helped
+    not_compared: str = ""  # why values were not compared, if that could have proved more
 
     @property
     def unknown(self) -> list[ir.Node]:
-        """The nodes whose owners are not known."""
+        """The nodes whose owners are unknown."""
         return [
             node
             for node, owned in zip(self.nodes, self.owned, strict=True)
@@ -61,10 +61,15 @@ def find_owners(
     seed: int = 0,
     sure: bool = False,
 ) -> Found:
-    """Go up the ladder, until the owners of all nodes are known.
+    """Find the owners of a model's nodes, with more evidence until all are known.
 
-    ``data``: Input name of the original → array, for values; None for random inputs. ``sure``:
-    Whether the model was certainly made of the original; otherwise its names have to show that.
+    Args:
+        origin: The original model.
+        model: The model.
+        data: Input name of the original → array, to compare values; None for random inputs.
+        seed: Seed of the random inputs.
+        sure: Whether a tool certainly derived the model from the original; otherwise its names
+            have to prove that.
 
     Raises:
         InputError: If the data are not the inputs of the original.
@@ -76,19 +81,18 @@ def find_owners(
 
 
 def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) -> Found | None:
-    """The owners by names and structure, and by renamed weights; None if names prove nothing."""
+    """The owners by names and structure, and by renamed weights; None if names are not proved."""
     before, (after, nodes) = origin.summary, summary
     alignment = Alignment(before, after)
     if not sure and not names_hold(alignment):
         return None
     if origin.model is not None:
-        # it loads numpy, and ONNX Runtime
+        # imported here: it imports numpy and ONNX Runtime
         from htp_export.alignment.evidence import renamed_weights
 
         weights = renamed_weights((origin.model, before), (model, after))
-        alignment = (
-            Alignment(before, after, AlignmentEvidence(weights=weights)) if weights else alignment
-        )
+        if weights:
+            alignment = Alignment(before, after, AlignmentEvidence(weights=weights))
     owned = OwnersAfter(alignment, replaced_nodes(alignment), origin.calls).decide()
     return Found(nodes, _with_root(owned), alignment)
 
@@ -96,68 +100,77 @@ def _by_names(origin: Origin, model: ir.Model, summary: _Summary, sure: bool) ->
 def _without_names(
     origin: Origin, model: ir.Model, summary: _Summary, data: Mapping[str, Any] | None, seed: int
 ) -> Found:
-    """The owners by structure and weights, or else by values too; what these do not prove is unknown."""
+    """The owners by structure and weights, or else by values, too; others are unknown."""
     before, (after, nodes) = origin.summary, summary
-    scopes = [
-        scope_of(node.name or "", *(str(value.name) for value in node.outputs[:1]))
-        for node in nodes
-    ]
-    held = (
-        (path, below(path, name)) for path, of in origin.parameters.items() for name in of.shapes
-    )
-    holders = {before.find(name): path for path, name in held}
+    scopes = []
+    for node in nodes:
+        first_output = [str(value.name) for value in node.outputs[:1]]
+        scopes.append(scope_of(node.name or "", *first_output))
+    # original weight → the module that has it as a parameter
+    holders = dict[int, str]()
+    for path, parameters in origin.parameters.items():
+        for name in parameters.shapes:
+            holders[before.find(below(path, name))] = path
     holders.pop(NOTHING, None)
     if origin.model is None:
         inputs = AlignmentEvidence(inputs=input_pairs(before, after))
-        rungs = iter([(inputs, "of the original, only its map is known")])
+        steps = iter([(inputs, "of the original, only its map is known")])
     else:
         from htp_export.alignment.evidence import weights_then_values
 
-        rungs = weights_then_values((origin.model, before), (model, after), data, seed)
+        steps = weights_then_values((origin.model, before), (model, after), data, seed)
     unnamed = without_names(after)
-    for evidence, not_compared in rungs:
+    for evidence, not_compared in steps:
         alignment = UnnamedAlignment(before, unnamed, evidence)
         owned = ProvedOwners(alignment, scopes, origin.calls, holders).owners()
         found = Found(nodes, _with_root(owned), alignment, not_compared)
         if not found.unknown:
             break
     for value, named in zip(unnamed.values, after.values, strict=True):
-        value.name = named.name  # what was found is told by names
+        value.name = named.name  # reports name the tensors
     return found
 
 
 def names_hold(alignment: Alignment) -> bool:
-    """Whether names prove that the second model was made of the first.
+    """Whether names prove that a tool derived the second model from the first.
 
-    Most tensors have a name of the original, and of those that structure alone identifies, nearly
-    all have their own. Exporters name by type and number, so equal names may stand for other
-    tensors.
+    Most tensors have a name of the original. Of the tensors that structure alone identifies, nearly
+    all have their own name: exporters name by type and number, so that equal names may belong to
+    different tensors.
     """
     before, after, numbers = alignment.before, alignment.after, alignment.numbers
     if any(alignment.counterpart[value] == NOTHING for value in (*after.inputs, *after.outputs)):
         return False
     kept = agree = contradicted = 0
     for node in after.nodes:
-        for value, same in zip(node.outputs, alignment.computed_alike(node), strict=True):
-            if value == NOTHING or value in after.outputs or not node.inputs:
+        if not node.inputs:
+            continue
+        for value, same in zip(node.outputs, alignment.recomputed(node), strict=True):
+            if value == NOTHING or value in after.outputs:
                 continue
             named = before.find(after.values[value].name, node.scope)
             if named == NOTHING:
-                kept += alignment.named[value] == Reason.NODE
+                kept += alignment.evidence_of[value] == Reason.NODE
             elif same == NOTHING:
-                # two products that became one have the name of one of them
-                kept += alignment.alike(value, named)
+                # Two products that were merged into one have the name of one of them.
+                kept += alignment.is_compatible(value, named)
             elif numbers.number[named] == numbers.number[same]:
                 agree += 1
             else:
                 contradicted += 1
-    fewer = min(
-        sum(len({*node.makes} - {*each.outputs}) for node in each.nodes if node.inputs)
-        for each in (before, after)
-    )
+    fewer = min(_count_computed(before), _count_computed(after))
     return kept + agree >= _KEPT * fewer and contradicted <= _CONTRADICTED * (agree + contradicted)
 
 
+def _count_computed(summary: GraphSummary) -> int:
+    """The number of tensors that nodes with inputs compute, without the model's outputs."""
+    outputs, computed = {*summary.outputs}, 0
+    for node in summary.nodes:
+        if node.inputs:
+            computed += len({*node.makes} - outputs)
+    return computed
+
+
 def _with_root(owned: Sequence[Owned]) -> list[Owned]:
-    """Nodes without neighbours that have owners are of the root, as far as is known."""
+    """Assign nodes without owners to the root, as unknown: no neighbour has owners either."""
     return [entry if entry.paths else Owned(("",), Reason.UNKNOWN) for entry in owned]

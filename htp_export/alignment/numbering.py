@@ -1,9 +1,9 @@
-"""Value numbers of the original model: equal tensors have the same one.
+"""Value numbers of the original model: equal tensors have the same number.
 
-Equal tensors have the same number, in one model and across two: two nodes with the same operator
-and attributes that read the same tensors compute the same tensors (Click, "Global code motion,
-global value numbering", PLDI 1995). With the numbers of the original model, a tensor of the result
-is found whatever its name. The output of a node without effect has the number of its input.
+Two nodes with the same operator and attributes that read the same tensors compute the same tensors,
+in one model and across two (Click, "Global code motion, global value numbering", PLDI 1995). By the
+numbers of the original model, a tensor of the result is found whatever its name. The output of a
+node without effect has the number of its input.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import onnx_ir as ir
 from htp_export.alignment.graph_summary import NOTHING, GraphSummary, SummaryNode, content_of
 from htp_export.shapes.operator_kinds import COMMUTATIVE, NEUTRAL, RANDOM, RESHAPING
 
-FLOATS = frozenset((1, 10, 11, 16))  # FLOAT, FLOAT16, DOUBLE, BFLOAT16: one may stand for the other
+# FLOAT, FLOAT16, DOUBLE, BFLOAT16: a tool may convert one to the other
+FLOATS = frozenset((1, 10, 11, 16))
 
 # types of quantized numbers: integers and floats of at most 8 bits
 LEVELS = frozenset((2, 3, 17, 18, 19, 20, 21, 22))
 
 
-# Without effect if shape and element type stay.
+# operators without effect if shape and element type do not change
 _KEEPS_ORDER = RESHAPING | {"Cast", "CastLike", "Expand"}
 
 _SINGLE = {
@@ -29,25 +30,32 @@ _SINGLE = {
     for op, number in NEUTRAL.items()
     if not isinstance(number, bool)
 }
-"""Operator → contents of single numbers with which it gives its first input back."""
+"""Operator → contents of the single numbers that are neutral: with one, it returns its first input."""
 
 Key = tuple[object, ...]
 
 
-def repeats(node: SummaryNode) -> bool:
-    """Whether the output of a node is its first input in any case.
+def is_copy(node: SummaryNode) -> bool:
+    """Whether a node always returns its first input, whatever the shapes.
 
     Examples:
-        >>> [repeats(SummaryNode("Concat", "", inputs, (2,))) for inputs in ((0,), (0, 1))]
+        >>> [is_copy(SummaryNode("Concat", "", inputs, (2,))) for inputs in ((0,), (0, 1))]
         [True, False]
     """
     return node.op == "Identity" or (node.op in ("Dropout", "Concat") and len(node.inputs) == 1)
 
 
 class Numbering:
-    """The numbers of a model's tensors: ``number`` by value, and by node ``idle``, whether its output is its input.
+    """The value numbers of a model.
 
-    The argument ``idle`` has further nodes that give back an input → this input.
+    Args:
+        summary: The model.
+        idle: Further nodes that return an input unchanged → this input.
+
+    Attributes:
+        number: Value → its number; the last entry is for `NOTHING`.
+        idle: Node → whether its output is its input.
+        members: Number → the values that have it, in order of execution.
     """
 
     def __init__(self, summary: GraphSummary, idle: Mapping[int, int] | None = None) -> None:
@@ -69,11 +77,11 @@ class Numbering:
             self.members.setdefault(number, []).append(place)
 
     def _add(self, index: int, node: SummaryNode) -> None:
-        same = (
-            node.inputs[0]
-            if self.passes_on(self.summary, node)
-            else self._known_idle.get(index, NOTHING)
-        )
+        """Number the outputs of one node."""
+        if self.returns_input(self.summary, node):
+            same = node.inputs[0]
+        else:
+            same = self._known_idle.get(index, NOTHING)
         if same != NOTHING:
             self.idle[index] = True
             self.number[node.outputs[0]] = self.number[same]
@@ -88,31 +96,31 @@ class Numbering:
                     self.number[mine] = self.number[theirs]
 
     @staticmethod
-    def passes_on(summary: GraphSummary, node: SummaryNode) -> bool:
-        """Whether a node gives back its first input, as its operator, shapes and element types tell."""
-        if (
-            not node.inputs
-            or node.inputs[0] == NOTHING
-            or len(node.outputs) != 1
-            or node.outputs[0] == NOTHING
-        ):
+    def returns_input(summary: GraphSummary, node: SummaryNode) -> bool:
+        """Whether a node returns its first input, by its operator, shapes and element types."""
+        if len(node.inputs) == 0 or len(node.outputs) != 1:
             return False
-        if repeats(node) or summary.values[node.inputs[-1]].content in _SINGLE.get(node.op, ()):
+        if NOTHING in (node.inputs[0], node.outputs[0]):
+            return False
+        if is_copy(node) or summary.values[node.inputs[-1]].content in _SINGLE.get(node.op, ()):
             return True
         if node.op not in _KEEPS_ORDER:
             return False
-        (shape, dtype), result = summary.shape(node.inputs[0]), summary.shape(node.outputs[0])
-        return shape is not None and dtype != 0 and "?" not in shape and (shape, dtype) == result
+        shape, dtype = summary.shape(node.inputs[0])
+        if shape is None or "?" in shape or dtype == 0:
+            return False
+        return (shape, dtype) == summary.shape(node.outputs[0])
 
     @staticmethod
     def _key(node: SummaryNode, numbers: list[int]) -> Key | None:
         """Equal for nodes that compute the same tensors; None for a node that equals no other."""
         if node.has_bodies or not numbers or node.op in RANDOM:
             return None
-        return (node.op, node.attributes, *(sorted(numbers) if node.op in COMMUTATIVE else numbers))
+        operands = sorted(numbers) if node.op in COMMUTATIVE else numbers
+        return (node.op, node.attributes, *operands)
 
-    def made_by(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
-        """The node of this model that computes the same as a node with these inputs."""
+    def equal_node(self, node: SummaryNode, numbers: list[int]) -> SummaryNode | None:
+        """The node of this model that computes the same tensors as a node with these inputs."""
         key = self._key(node, numbers)
         return self.summary.nodes[self._nodes[key]] if key in self._nodes else None
 
@@ -121,14 +129,14 @@ class Numbering:
         return self.number[self._constants.get(content, NOTHING)]
 
     def unite(self, number: int, equal: int) -> None:
-        """Make two numbers one, the first: they are numbers of one tensor."""
+        """Unite two numbers of one tensor; the first one remains."""
         self._united[equal] = number
         for value in self.members.pop(equal, ()):
             self.number[value] = number
             self.members[number].append(value)
 
     def current(self, number: int) -> int:
-        """The present number of a tensor whose number may have been united with another."""
+        """The present number of a tensor, also if it was united with another one."""
         while number in self._united:
             number = self._united[number]
         return number

@@ -1,4 +1,4 @@
-"""What `carry` is given: a PyTorch model, a tagged model, or the map of one."""
+"""The original of a model: its summary and modules, from a model or from the map in a result."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ from htp_export.format.signatures import Signature, signatures_from_json
 from htp_export.model.model_faults import names_model_faults
 from htp_export.model.tagged import ModelSource, TaggedModel, load
 
-_LARGEST = 1 << 28  # bytes of JSON; a text that unfolds to more is no map
-_MOST_FOLDED = 128  # bytes of JSON for a character: of modules 400 levels deep, it is 28
-_SMALL = 1 << 24  # bytes of JSON that any text may unfold to
+# Limits of untrusted text, in bytes of decompressed JSON.
+_LARGEST = 1 << 28  # of any map; a million nodes take about 30 million
+_MOST_FOLDED = 128  # for a character of text; modules 400 levels deep reach 28
+_SMALL = 1 << 24  # always permitted, as short texts may compress better
 
 T = TypeVar("T", bound=Hashable)
 
 
 def map_to_text(summary: GraphSummary) -> str:
-    """A summary as JSON, deflated, in base 85: with the shapes that can be inferred, and no reasons.
+    """Return a summary as JSON, compressed, in base 85; with inferred shapes, without reasons.
 
     Examples:
         >>> relu = SummaryNode("Relu", "node", (0,), (1,), owners=("act",))
@@ -54,7 +55,7 @@ def map_to_text(summary: GraphSummary) -> str:
     """
     nodes, values = summary.nodes, summary.values
     for index in range(len(values)):
-        summary.shape(index)  # a reader of the map has no graph for inference
+        summary.shape(index)  # shapes cannot be inferred from the map
     columns = {
         "nodes": [
             _table(node.op for node in nodes),
@@ -81,13 +82,12 @@ def map_to_text(summary: GraphSummary) -> str:
 
 
 def text_to_map(text: str) -> GraphSummary:
-    """What `map_to_text` wrote; a ValueError if the text is none."""
+    """Return the summary that `map_to_text` wrote; raise ValueError for any other text."""
     try:
-        unfolding = zlib.decompressobj()
-        plain = unfolding.decompress(
-            base64.b85decode(text), min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text)))
-        )
-        if unfolding.unconsumed_tail:
+        limit = min(_LARGEST, max(_SMALL, _MOST_FOLDED * len(text)))
+        decompressor = zlib.decompressobj()
+        plain = decompressor.decompress(base64.b85decode(text), limit)
+        if decompressor.unconsumed_tail:
             raise ValueError("it is too large")
         return _summary(parse_json(plain))
     except (ValueError, TypeError, KeyError, IndexError, zlib.error, binascii.Error) as error:
@@ -95,49 +95,39 @@ def text_to_map(text: str) -> GraphSummary:
 
 
 def _summary(columns: dict[str, Any]) -> GraphSummary:
+    """Check the columns of a map, and build the summary."""
     op, names, inputs, outputs, captured, attributes, words, scopes, held, owned = columns["nodes"]
     value_names, kinds, contents = columns["values"]
-    values = [
-        SummaryValue(
-            _text(name), scope, None if shape is None else tuple(shape), dtype, kind, _text(content)
-        )
-        for name, (scope, shape, dtype, kind), content in zip(
-            value_names, _listed(kinds), _listed(contents), strict=True
-        )
-    ]
+    values = []
+    value_rows = zip(value_names, _listed(kinds), _listed(contents), strict=True)
+    for name, (scope, shape, dtype, kind), content in value_rows:
+        dimensions = None if shape is None else tuple(shape)
+        values.append(SummaryValue(_text(name), scope, dimensions, dtype, kind, _text(content)))
     rows = zip(
         *(_listed(op), names, inputs, outputs, _listed(captured), _listed(attributes)),
         *(_listed(words), _listed(scopes), _listed(held), _listed(owned)),
         strict=True,
     )
     nodes = [_node(index, row, len(values)) for index, row in enumerate(rows)]
-    graph_inputs, graph_outputs = (
-        list(_within(columns[key], len(values))) for key in ("inputs", "outputs")
-    )
+    graph_inputs = list(_within(columns["inputs"], len(values)))
+    graph_outputs = list(_within(columns["outputs"], len(values)))
     return GraphSummary(nodes, values, graph_inputs, graph_outputs)
 
 
 def _node(index: int, row: tuple[Any, ...], count: int) -> SummaryNode:
-    (
-        op,
-        name,
-        inputs,
-        outputs,
-        captured,
-        attributes,
-        words,
-        scope,
-        (holder, has_bodies),
-        (owners, call),
-    ) = row
+    """Check one row of a map, and build the node; ``count``: the number of values."""
+    op, name, inputs, outputs, captured, attributes, words, scope, held, owned = row
+    holder, has_bodies = held
+    owners, call = owned
     return SummaryNode(
-        *(
-            _text(op),
-            _text(name),
-            _absolute(inputs, index, count),
-            _absolute(outputs, index, count),
-        ),
-        *(_within(captured, count), _text(attributes), tuple(map(_text, words)), _text(scope)),
+        _text(op),
+        _text(name),
+        _absolute(inputs, index, count),
+        _absolute(outputs, index, count),
+        captured=_within(captured, count),
+        attributes=_text(attributes),
+        words=tuple(map(_text, words)),
+        scope=_text(scope),
         holder=holder if NOTHING <= holder < index else NOTHING,
         has_bodies=bool(has_bodies),
         owners=tuple(map(_text, owners)),
@@ -146,19 +136,20 @@ def _node(index: int, row: tuple[Any, ...], count: int) -> SummaryNode:
 
 
 def _table(column: Iterable[T]) -> list[Any]:
-    """Entries, each once, and for each row the number of its entry."""
+    """Return the distinct entries, and for each row the index of its entry."""
     entries: dict[T, int] = {}
     rows = [entries.setdefault(entry, len(entries)) for entry in column]
     return [list(entries), rows]
 
 
 def _listed(table: Sequence[Any]) -> list[Any]:
+    """Return the rows of a `_table`."""
     entries, rows = table
     return [entries[row] for row in rows]
 
 
 def _relative(places: Sequence[int], index: int) -> list[int | None]:
-    """Values by their distance from the node's own number: alike in layers that are alike."""
+    """Return values relative to the node's index, so that equal layers have equal numbers."""
     return [None if place == NOTHING else place - index for place in places]
 
 
@@ -180,25 +171,24 @@ def _text(value: object) -> str:
 
 @dataclass(frozen=True)
 class Origin:
-    """What is known of the original model."""
+    """The facts about the original model that `carry` needs."""
 
     summary: GraphSummary  # its nodes and their owners
     hierarchy: Hierarchy  # its modules
     signatures: Mapping[str, Sequence[Signature]]  # their inputs and outputs in PyTorch
     calls: CallTree  # their calls
-    # metadata that stays true whatever a tool does: parameters, calls, earlier steps
+    # metadata that no tool invalidates: parameters, calls, earlier steps
     lasting: Mapping[str, str]
-    # module path → what it holds in PyTorch
+    # module path → its parameters in PyTorch
     parameters: Mapping[str, ModuleParameters] = field(default_factory=dict)
-    model: ir.Model | None = None  # the model; None if only its map is known
+    model: ir.Model | None = None  # None if only the map is known
     has_map: bool = False  # whether its metadata has a map
 
 
 def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
-    """From a tagged model; if the tool inlined functions that were made of modules, from its flat graph.
+    """Describe a tagged model; its flat graph if the tool inlined functions that are modules.
 
-    A node of such a function stands for one in each call. What a tool makes of it in one of them is
-    that call's.
+    A node of such a function represents one in each call. Inlined, each call has its own nodes.
     """
     if module_functions(tagged.model) != module_functions(after):
         inlined: list[InlinedCall] = []
@@ -216,7 +206,12 @@ def from_model(tagged: TaggedModel, after: ir.Model) -> Origin:
 
 
 def from_map(model: ir.Model) -> Origin:
-    """From the map in the metadata of a model."""
+    """Describe the original from the map in the metadata of a model.
+
+    Raises:
+        UntaggedModelError: There is no map.
+        InputError: The metadata are not valid.
+    """
     props = model.metadata_props
     if tags.MAP not in props or tags.MODULES not in props:
         raise UntaggedModelError(
@@ -243,7 +238,7 @@ def from_map(model: ir.Model) -> Origin:
 
 @names_model_faults("model")
 def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) -> ir.Model:
-    """Write what `carry` needs to know about a tagged model into its metadata.
+    """Write the map that `carry` needs into the metadata of a tagged model.
 
     `carry` can then restore the tags without this model. The map takes about 30 bytes a node:
     operators, names and shapes of tensors, and owners; no weights. Nearly all tools keep it.
@@ -281,7 +276,7 @@ def embed_map(model: ModelSource, output: str | os.PathLike[str] | None = None) 
 
 
 def tagged_model(source: ModelSource) -> ir.Model:
-    """A tagged model that may be changed: that of a file, or a copy of one in memory.
+    """Return a tagged model that may be changed: the model of a file, or a copy of one in memory.
 
     Raises:
         UntaggedModelError: It has no tags of htp_export, or lost some.
@@ -292,17 +287,17 @@ def tagged_model(source: ModelSource) -> ir.Model:
 
 
 def map_of(model: ir.Model) -> str:
-    """The map of a tagged model: of its flat graph, as a tool may inline the functions that were made of modules."""
+    """Return the map of a tagged model's flat graph: a tool may inline module functions."""
     return map_to_text(_tagged_summary(read_flat(model, others=False).model))
 
 
 def module_functions(model: ir.Model) -> set[ir.OperatorIdentifier]:
-    """The functions of a model that were made of modules."""
+    """Return the functions of a model that are modules."""
     return {key for key in model.functions if key[0] == DOMAIN}
 
 
 def _tagged_summary(model: ir.Model) -> GraphSummary:
-    """The summary of a model all of whose nodes have tags."""
+    """Return the summary of a model; raise UntaggedModelError if a node has no tags."""
     summary, _ = summarize(model, model.functions.values())
     lost = sum(not node.owners for node in summary.nodes)
     if lost:
@@ -325,28 +320,28 @@ def _calls(props: Mapping[str, str], hierarchy: Hierarchy) -> CallTree:
         raise InputError(f"the first model: {error}") from error
 
 
-# function, what stands before the name in the body, and after it
 _Key = tuple[ir.OperatorIdentifier, str, str]
+"""Function, prefix and suffix that a tool adds to the names of its body for one call."""
 
 
 def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
-    """Name the tensors of inlined functions as in the flat graph, where it is known which call they come from.
+    """Name the tensors of inlined functions as in the flat graph, if their calls are identified.
 
     Inputs, outputs and initializers of ``after`` keep their names. ``calls`` are in the order in
     which they ran.
     """
-    found = _groups(after, calls)
+    groups = _groups(after, calls)
     by_function: defaultdict[ir.OperatorIdentifier, list[InlinedCall]] = defaultdict(list)
     for call in calls:
         by_function[call.function].append(call)
     kept = {*after.graph.inputs, *after.graph.outputs, *after.graph.initializers.values()}
-    used = {value.name for node in after.graph.all_nodes() for value in node.outputs} | {
-        value.name for value in kept
-    }
+    used = {value.name for value in kept}
+    for node in after.graph.all_nodes():
+        used.update(value.name for value in node.outputs)
     renamed: dict[ir.Value, str] = {}
     for function, candidates in by_function.items():
-        groups = {key: values for key, values in found.items() if key[0] == function}
-        for key, call in _assigned(groups, candidates).items():
+        of_function = {key: values for key, values in groups.items() if key[0] == function}
+        for key, call in _assigned(of_function, candidates).items():
             for name, value in groups[key].items():
                 wanted = call.values[name].name
                 if value not in kept and wanted and wanted not in used:
@@ -357,7 +352,7 @@ def restore_names(after: ir.Model, calls: Sequence[InlinedCall]) -> None:
 
 
 def _groups(after: ir.Model, calls: Iterable[InlinedCall]) -> dict[_Key, dict[str, ir.Value]]:
-    """The tensors of each inlined call: name in the body → tensor, for the longest name that fits."""
+    """The tensors of each inlined call: name in the body → tensor, for the longest fitting name."""
     names = {call.function: set(call.values) for call in calls}
     found: defaultdict[_Key, dict[str, ir.Value]] = defaultdict(dict)
     for node in after.graph.all_nodes():
@@ -371,7 +366,7 @@ def _groups(after: ir.Model, calls: Iterable[InlinedCall]) -> dict[_Key, dict[st
 
 
 def _split(text: str, function: str, names: set[str]) -> tuple[str, str, str] | None:
-    """What stands before a name of a body, the name, and what stands after it."""
+    """Split a name into a prefix, the name of a body, and a suffix; None if it contains none."""
     numbered = re.fullmatch(r"(.+?)(__\d+)", text)
     if numbered and numbered[1] in names:
         return "", numbered[1], numbered[2]
@@ -386,26 +381,33 @@ def _split(text: str, function: str, names: set[str]) -> tuple[str, str, str] | 
 def _assigned(
     groups: Mapping[_Key, Mapping[str, ir.Value]], calls: Sequence[InlinedCall]
 ) -> dict[_Key, InlinedCall]:
-    """Group → the call whose weights its nodes read; in order, where there is one for each call."""
+    """Group → the call whose weights its nodes read.
+
+    Groups without a distinct call are assigned in order, if exactly as many calls remain.
+    """
     readers = [{name: _weights(value) for name, value in call.values.items()} for call in calls]
-    left, waiting = dict(enumerate(calls)), list(groups)
-    found: dict[_Key, InlinedCall] = {}
+    remaining, waiting = dict(enumerate(calls)), list(groups)
+    assigned: dict[_Key, InlinedCall] = {}
     for key in groups:
         votes: Counter[int] = Counter()
         for name, value in groups[key].items():
             weights = _weights(value)
-            votes.update({number: len(weights & readers[number][name]) for number in left})
+            for number in remaining:
+                votes[number] += len(weights & readers[number][name])
         best = votes.most_common(2)
-        if best and best[0][1] and (len(best) == 1 or best[0][1] > best[1][1]):
-            found[key] = left.pop(best[0][0])
+        if not best or not best[0][1]:
+            continue
+        is_distinct = len(best) == 1 or best[0][1] > best[1][1]
+        if is_distinct:
+            assigned[key] = remaining.pop(best[0][0])
             waiting.remove(key)
-    if len(waiting) == len(left):
-        found.update(zip(waiting, left.values(), strict=True))
-    return found
+    if len(waiting) == len(remaining):
+        assigned.update(zip(waiting, remaining.values(), strict=True))
+    return assigned
 
 
 def _weights(value: ir.Value) -> set[str]:
     """The names of the initializers that the producer of a value reads."""
     producer = value.producer()
-    given = () if producer is None else producer.inputs
-    return {str(one.name) for one in given if one is not None and one.is_initializer()}
+    inputs = () if producer is None else producer.inputs
+    return {str(read.name) for read in inputs if read is not None and read.is_initializer()}

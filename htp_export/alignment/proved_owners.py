@@ -1,8 +1,8 @@
-"""The owners of the nodes of a model that was not made of the original.
+"""The owners of the nodes of a model that no tool derived from the original.
 
-`replaced_nodes` says which original nodes a node replaces. What it chooses by operators alone, or
-shares out among modules, is not known here: scopes in names decide, if they are proved, and
-otherwise nothing does.
+`replaced_nodes` returns the original nodes that a node replaces. Some of these it chooses by
+operators alone, or divides among modules; that proves no owner. Scopes in names decide then, if
+they are proved. Otherwise the owner is unknown.
 """
 
 from __future__ import annotations
@@ -25,17 +25,24 @@ from htp_export.shapes.operator_kinds import IN_PLACE, LAYOUT, SIZES_ONLY, base_
 
 
 def _unknown(paths: Iterable[str]) -> Owned:
-    """What is known of a node that one of some modules owns: the module around them."""
+    """An unknown owner among some modules, represented by the innermost module around them."""
     return Owned((common_ancestor(list(paths)),), Reason.UNKNOWN)
 
 
 def _is_near(module: str, paths: Sequence[str]) -> bool:
-    """Whether one of some owners is a module, is in it, or is around it."""
+    """Whether one of some owners is a module, its descendant or its ancestor."""
     return any(is_under(path, module) or is_under(module, path) for path in paths)
 
 
 class ProvedOwners:
-    """``scopes``: In the names of the nodes. ``holders``: Original weight → the module that holds it as a parameter."""
+    """The owners of nodes that weights, values, structure or proved scopes determine.
+
+    Args:
+        alignment: The counterparts of the tensors.
+        scopes: The scope in the name of each node.
+        tree: The calls of the modules.
+        holders: Original weight → the module that has it as a parameter.
+    """
 
     def __init__(
         self,
@@ -44,74 +51,68 @@ class ProvedOwners:
         tree: CallTree,
         holders: Mapping[int, str],
     ) -> None:
-        self._known, self._scopes, self._holders = alignment, scopes, holders
-        self._before, self._after, self._numbers = (
-            alignment.before,
-            alignment.after,
-            alignment.numbers,
-        )
-        self._works = [
-            replace(
-                work,
-                nodes=self._on_the_way(node, work.nodes),
-                among=self._on_the_way(node, work.among),
-            )
-            for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True)
-        ]
+        self._alignment, self._scopes, self._holders = alignment, scopes, holders
+        self._before, self._after = alignment.before, alignment.after
+        self._numbers = alignment.numbers
+        self._works = []
+        for node, work in zip(self._after.nodes, replaced_nodes(alignment), strict=True):
+            nodes, among = self._dependent(node, work.nodes), self._dependent(node, work.among)
+            self._works.append(replace(work, nodes=nodes, among=among))
         self._decisions = OwnersAfter(alignment, self._works, tree)
-        # number → the nodes that give this tensor back
-        self._passing = defaultdict[int, list[int]](list)
+        # number → the nodes that return this tensor unchanged
+        self._copies = defaultdict[int, list[int]](list)
         for index, node in enumerate(self._after.nodes):
-            if self._gives_back(index):
-                self._passing[self._number(node.outputs[0])].append(index)
+            if self._returns_input(index):
+                self._copies[self._number(node.outputs[0])].append(index)
 
     def owners(self) -> list[Owned]:
-        """The owners of every node; those that are not known have the reason ``unknown``."""
-        settled = self._by_parameters()
-        open_nodes = [
-            index
-            for index in range(len(self._works))
-            if index not in settled and self._is_open(index)
-        ]
-        first = self._decisions.decide(settled)
-        by_weight = {
-            index: owned for index in open_nodes if (owned := self._by_weight(index)) is not None
-        }
-        names = self._names(
-            [by_weight.get(k, entry) for k, entry in enumerate(first)], {*open_nodes} - {*by_weight}
-        )
-        named = {
-            index: self._module_by_name(index, names)
-            for index in open_nodes
-            if index not in by_weight
-        }
+        """The owners of every node; an owner that is not proved has the reason ``unknown``."""
+        decided = self._by_parameters()
+        indices = range(len(self._works))
+        open_nodes = [index for index in indices if index not in decided and self._is_open(index)]
+        first = self._decisions.decide(decided)
+
+        # Weights decide first; the owners that are known then prove scopes.
+        by_weight: dict[int, Owned] = {}
+        for index in open_nodes:
+            owned = self._by_weight(index)
+            if owned is not None:
+                by_weight[index] = owned
+        proved = [by_weight.get(index, entry) for index, entry in enumerate(first)]
+        without_weight = [index for index in open_nodes if index not in by_weight]
+        names = self._proved_scopes(proved, {*without_weight})
+
+        named = {index: self._module_by_name(index, names) for index in without_weight}
         paths = {index: entry.paths for index, entry in enumerate(first) if index not in open_nodes}
         paths |= {index: owned.paths for index, owned in by_weight.items()}
         paths |= {index: (module,) for index, module in named.items() if module is not None}
         for index in open_nodes:
             evident = by_weight.get(index) or self._by_name(index, named[index], paths)
-            settled[index] = evident or _unknown(self._candidates(index))
-        found = self._decisions.decide(settled)
+            decided[index] = evident or _unknown(self._candidates(index))
+
+        found = self._decisions.decide(decided)
         for index, entry in enumerate(found):
             if entry.reason not in (Reason.UNKNOWN, Reason.INSERTED):
                 found[index] = self._of_whole_work(found, index)
-        for index in range(len(found) - 1, -1, -1):
-            is_joined = not self._known.parts.keys().isdisjoint(self._after.nodes[index].inputs)
+        # Backwards: the owners of an inserted node follow from those of its consumers.
+        for index in reversed(indices):
+            is_joined = self._has_joined(self._after.nodes[index].inputs)
             if found[index].reason == Reason.INSERTED and not is_joined:
                 found[index] = self._of_inserted(found, index, names)
         return found
 
     # --- facts of nodes ---
 
+    def _has_joined(self, values: Iterable[int]) -> bool:
+        """Whether one of some values is the concatenation of original tensors."""
+        return not self._alignment.parts.keys().isdisjoint(values)
+
     def _candidates(self, index: int) -> list[str]:
-        return [
-            *dict.fromkeys(
-                path for old in self._works[index].among for path in self._before.nodes[old].owners
-            )
-        ]
+        """The modules that may own a node: the owners of all original nodes around it."""
+        return list(dict.fromkeys(self._owners_of(self._works[index].among)))
 
     def _number(self, value: int) -> int:
-        return self._numbers.current(self._known.counterpart[value])
+        return self._numbers.current(self._alignment.counterpart[value])
 
     def _owners_of(self, nodes: Iterable[int]) -> list[str]:
         return [path for old in nodes for path in self._before.nodes[old].owners]
@@ -120,69 +121,70 @@ class ProvedOwners:
         return [value for value in node.reads if self._after.live[value]]
 
     def _weights(self, node: SummaryNode) -> set[int]:
-        return {weight for value in node.inputs for weight in self._known.weights_of(value)}
+        """The original weights that a node reads."""
+        return set[int]().union(*map(self._alignment.weights_of, node.inputs))
 
-    def _on_the_way(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Of some original nodes, those that compute something from what the node reads.
+    def _dependent(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
+        """The subset of original nodes that depend on the inputs of the node.
 
-        An operator for attention that takes positions reads no angles: who computes these has no
-        nodes here.
+        An attention operator that takes positions as an input computes the rotary angles itself: it
+        reads no angles, and the original nodes that compute these have no counterparts.
         """
-        if len(part) < 2 or not any(self._known.anchors(value) for value in self._live_reads(node)):
+        anchors = self._alignment.anchors
+        if len(part) < 2 or not any(map(anchors, self._live_reads(node))):
             return part
         number, kept = self._numbers.number, list[int]()
-        reached = set[int]().union(*(self._known.anchors(value) for value in node.reads))
+        reached = set[int]().union(*map(anchors, node.reads))
         for old in part:
             if any(number[value] in reached for value in self._before.nodes[old].reads):
                 kept.append(old)
                 reached.update(number[value] for value in self._before.nodes[old].makes)
         return tuple(kept) or part
 
-    # --- what is not decided by weights, values and structure ---
+    # --- nodes that weights, values and structure do not decide ---
 
     def _is_open(self, index: int) -> bool:
+        """Whether structure does not prove the owner of a node."""
         node, work = self._after.nodes[index], self._works[index]
-        if self._is_shared(node) and len(self._candidates(index)) > 1:
+        if self._shares_work(node) and len(self._candidates(index)) > 1:
             return bool(work.nodes) or not moves(node.op)
-        if work.nodes:
-            # which of several layout operators it is, values do not say
-            unclear = work.chosen or moves(node.op)
-            return self._misses_weights(index) or (
-                unclear and self._before.with_several_owners(work.nodes)
-            )
-        return self._after.depends(index) and not work.ends and not moves(node.op, views=True)
+        if not work.nodes:
+            return self._after.depends(index) and not work.ends and not moves(node.op, views=True)
+        if self._misses_weights(index):
+            return True
+        # Values do not distinguish several layout operators of one tensor.
+        is_ambiguous = work.chosen or moves(node.op)
+        return is_ambiguous and self._before.with_several_owners(work.nodes)
 
     def _misses_weights(self, index: int) -> bool:
-        """Whether a node reads a weight, and the original nodes that read it are none of those that it replaces."""
+        """Whether a node reads a weight, and replaces none of the original consumers of it."""
         weights = self._weights(self._after.nodes[index])
         readers = {reader for weight in weights for reader in self._before.readers[weight]}
         return bool(readers) and readers.isdisjoint(self._works[index].nodes)
 
-    def _is_shared(self, node: SummaryNode) -> bool:
-        """Whether a node is next to others that do a part of the same work: a tensor between them is not known."""
+    def _shares_work(self, node: SummaryNode) -> bool:
+        """Whether a tensor between a node and a neighbour is unknown: they may share one work."""
         passed = (*node.reads, *(value for value in node.makes if self._after.readers[value]))
-        return any(
-            self._after.live[value] and not self._known.numbers_of(value) for value in passed
-        )
+        live = (value for value in passed if self._after.live[value])
+        return not all(map(self._alignment.numbers_of, live))
 
     def _by_parameters(self) -> dict[int, Owned]:
-        """Nodes that replace none, as the original has their results as constants, and read one parameter."""
+        """Nodes that replace none and compute on one parameter: the original stores their results."""
         found = {}
         for index, (node, work) in enumerate(zip(self._after.nodes, self._works, strict=True)):
-            holders = {
-                self._holders[weight] for weight in self._weights(node) if weight in self._holders
-            }
-            if (
-                not self._after.depends(index)
-                and not work.nodes
-                and not moves(node.op)
-                and len(holders) == 1
-            ):
+            if self._after.depends(index) or work.nodes or moves(node.op):
+                continue
+            parameters = [weight for weight in self._weights(node) if weight in self._holders]
+            holders = {self._holders[weight] for weight in parameters}
+            if len(holders) == 1:
                 found[index] = Owned((holders.pop(),), Reason.PARAMETERS)
         return found
 
     def _by_weight(self, index: int) -> Owned | None:
-        """The owners of the original nodes that compute with the same weights, if the node reads no more."""
+        """The owners of the original nodes that compute with the weights of a node.
+
+        None if the node reads further tensors: then it does other work, too.
+        """
         node, number = self._after.nodes[index], self._numbers.number
         weights = {number[weight] for weight in self._weights(node)}
         if not weights or moves(node.op):
@@ -190,159 +192,160 @@ class ProvedOwners:
         products = []
         for old in self._works[index].among:
             original = self._before.nodes[old]
-            if weights & {number[value] for value in original.inputs} and resembles(
-                node.op, original.op
-            ):
+            reads_weight = not weights.isdisjoint(number[value] for value in original.inputs)
+            if reads_weight and resembles(node.op, original.op):
                 products.append(old)
-        if not products or not self._reads_no_more(index, products):
+        if not products or not self._is_within(index, products):
             return None
         return self._decisions.owned_by(products, Reason.INITIALIZER)
 
     # --- names ---
 
-    def _names(self, found: Sequence[Owned], open_nodes: Container[int]) -> NameScopes:
-        known = [
-            (scope, entry.paths)
-            for index, (scope, entry) in enumerate(zip(self._scopes, found, strict=True))
-            if scope is not None
-            and index not in open_nodes
-            and entry.reason != Reason.INSERTED
-            and entry.paths
-        ]
+    def _proved_scopes(self, found: Sequence[Owned], open_nodes: Container[int]) -> NameScopes:
+        """The scopes that the known owners of nodes prove."""
+        known = []
+        for index, (scope, entry) in enumerate(zip(self._scopes, found, strict=True)):
+            if scope is None or index in open_nodes:
+                continue
+            if entry.reason != Reason.INSERTED and entry.paths:
+                known.append((scope, entry.paths))
         return NameScopes(known, {path for node in self._before.nodes for path in node.owners})
 
     def _module_by_name(self, index: int, names: NameScopes) -> str | None:
-        """The module for which the scope of a node stands, if it may own the node."""
+        """The module of a node's scope, if it may own the node."""
         module = names.module(self._scopes[index])
         return module if module in self._candidates(index) else None
 
     def _by_name(
         self, index: int, module: str | None, paths: Mapping[int, tuple[str, ...]]
     ) -> Owned | None:
-        """The owner of a node by its name, unless a consumer is in a module that does not read from there."""
+        """The owner of a node by its name.
+
+        None if a consumer is in a module that does not read tensors of this one.
+        """
         op = self._after.nodes[index].op
-        # casts are named after tensors, not modules
-        if module is None or (moves(op) and base_op(op) not in LAYOUT):
+        if module is None:
             return None
-        mine = [
-            old for old in self._works[index].among if self._before.nodes[old].owners == (module,)
-        ]
-        near = (
-            _is_near(module, paths[reader])
-            for reader in self._after.consumers(index)
-            if reader in paths
-        )
+        if moves(op) and base_op(op) not in LAYOUT:
+            return None  # casts are named after tensors, not modules
+        consumers = (reader for reader in self._after.consumers(index) if reader in paths)
+        if not all(_is_near(module, paths[reader]) for reader in consumers):
+            return None
+        among, nodes = self._works[index].among, self._before.nodes
+        mine = [old for old in among if nodes[old].owners == (module,)]
         inside = {other for other, owners in paths.items() if owners == (module,)}
-        if not self._reads_no_more(index, mine, inside) or not all(near):
+        if not self._is_within(index, mine, inside):
             return None
         return self._decisions.owned_by(mine, Reason.NODE, (module,))
 
-    def _reads_no_more(
-        self, index: int, part: Collection[int], inside: Container[int] = ()
-    ) -> bool:
-        """Whether a node reads and gives no more tensors than original nodes: otherwise it computes others, too.
+    def _is_within(self, index: int, part: Collection[int], inside: Container[int] = ()) -> bool:
+        """Whether a node reads and produces at most as many tensors as original nodes.
 
-        ``inside``: Nodes that do a part of the same work; what is read from them does not count.
+        Otherwise it does other work, too. ``inside``: Nodes that do a part of the same work; tensors
+        that they compute do not count.
         """
-        node, before, after, number = (
-            self._after.nodes[index],
-            self._before,
-            self._after,
-            self._numbers.number,
-        )
-        outputs = [value for old in part for value in before.nodes[old].makes]
-        read = {
-            number[value] for old in part for value in before.nodes[old].reads if before.live[value]
-        }
-        read -= {number[value] for value in outputs}
-        given = {
-            number[value]
-            for value in outputs
-            if value in before.outputs
-            or any(reader not in part for reader in before.readers[value])
-        }
-        # Several tensors of one node count once; an input of the graph has no node, and counts for
-        # itself.
-        sources = (
-            (after.maker[value], value)
-            for value in self._live_reads(node)
-            if after.maker[value] not in inside
-        )
-        reads = {(maker, value if maker == NOTHING else NOTHING) for maker, value in sources}
-        gives = {value for value in node.makes if after.readers[value] or value in after.outputs}
-        return len(reads) <= len(read) and len(gives) <= len(given)
+        inputs, outputs = self._boundary_before(part)
+        node, maker = self._after.nodes[index], self._after.maker
+        # Several tensors of one node count once. An input of the graph has no node: each one counts.
+        reads = set[tuple[int, int]]()
+        for value in self._live_reads(node):
+            if maker[value] not in inside:
+                reads.add((maker[value], value if maker[value] == NOTHING else NOTHING))
+        passed = 0
+        for value in {*node.makes}:
+            passed += bool(self._after.readers[value]) or value in self._after.outputs
+        return len(reads) <= len(inputs) and passed <= len(outputs)
+
+    def _boundary_before(self, part: Collection[int]) -> tuple[set[int], set[int]]:
+        """The numbers of the inputs and outputs of original nodes, taken together."""
+        before, number = self._before, self._numbers.number
+        computed, inputs, outputs = set[int](), set[int](), set[int]()
+        for old in part:
+            node = before.nodes[old]
+            inputs.update(number[value] for value in node.reads if before.live[value])
+            for value in node.makes:
+                computed.add(number[value])
+                is_read = any(reader not in part for reader in before.readers[value])
+                if is_read or value in before.outputs:
+                    outputs.add(number[value])
+        return inputs - computed, outputs
 
     # --- nodes without a counterpart ---
 
     def _of_inserted(self, found: Sequence[Owned], index: int, names: NameScopes) -> Owned:
-        """The owners of a node that replaces none: of its consumers, or by its name, or by the form of its tensors."""
+        """The owners of a node that replaces none.
+
+        The first that applies: the owners of an equal original node that returns its input, of the
+        neighbours, of the scope in its name, of the modules that need the layout it produces.
+        """
         entry, node = found[index], self._after.nodes[index]
-        repeated = self._repeated(index)
+        repeated = self._of_copy(index)
         if repeated is not None:
             return repeated
-        if self._serves(found, index):
+        if self._neighbours_prove(found, index):
             return entry
-        around, named = (
-            [*entry.paths, *self._around(found, index)],
-            names.module(self._scopes[index]),
-        )
-        if (
-            named is not None
-            and named in around
-            and base_op(node.op) in LAYOUT
-            and self._after.depends(index)
-        ):
+        around = [*entry.paths, *self._around(found, index)]
+        named = names.module(self._scopes[index])
+        is_live_layout = base_op(node.op) in LAYOUT and self._after.depends(index)
+        if named is not None and named in around and is_live_layout:
             return Owned((named,), Reason.NODE)
-        user = self._user_of_form(found, index)
+        user = self._user_of_layout(found, index)
         return _unknown(around) if user is None else Owned((user,), Reason.INSERTED)
 
-    def _user_of_form(self, found: Sequence[Owned], index: int) -> str | None:
-        """The module that works on an original tensor in another form, if an inserted node makes or undoes this form.
+    def _user_of_layout(self, found: Sequence[Owned], index: int) -> str | None:
+        """The module that works in another layout, if an inserted node enters or leaves this layout.
 
-        Between modules, the tensor is as PyTorch had it. So a node that turns it into another form
-        works for its consumers, and a node that turns a result back into the form of PyTorch works
-        for the module that computes it.
+        Between modules, a tensor has the layout of PyTorch. A node that changes this layout works
+        for its consumers. A node that restores it works for the module that computes the tensor.
         """
         node = self._after.nodes[index]
         if base_op(node.op) not in LAYOUT or not self._keeps_number(index):
             return None
-        was_exact, is_exact = (
-            self._known.exact[value] for value in (node.inputs[0], node.outputs[0])
-        )
-        if was_exact and not is_exact:
+        was_exact = self._alignment.exact[node.inputs[0]]
+        is_exact = self._alignment.exact[node.outputs[0]]
+        if was_exact == is_exact:
+            return None
+        if was_exact:
             consumers = [found[reader] for reader in self._after.consumers(index)]
             if any(entry.reason == Reason.UNKNOWN for entry in consumers):
                 return None
             users = {path for entry in consumers for path in entry.paths}
-        elif is_exact and not was_exact:
-            users = {*self._makers_paths(found, index)}
-            if users != {*self._owners_of(self._known.makers(self._number(node.outputs[0])))}:
-                return None
         else:
-            return None
+            users = {*self._makers_paths(found, index)}
+            makers = self._alignment.makers(self._number(node.outputs[0]))
+            if users != {*self._owners_of(makers)}:
+                return None
         return users.pop() if len(users) == 1 else None
 
     def _keeps_number(self, index: int) -> bool:
-        """Whether the first input of a node and its one output stand for the same original tensor."""
-        node, counterpart = self._after.nodes[index], self._known.counterpart
-        if (
-            len(node.outputs) != 1
-            or not node.inputs
-            or NOTHING in (node.inputs[0], node.outputs[0])
-        ):
+        """Whether the first input of a node and its one output have the same original tensor."""
+        node = self._after.nodes[index]
+        if len(node.outputs) != 1 or not node.inputs:
             return False
-        number = counterpart[node.outputs[0]]
+        if NOTHING in (node.inputs[0], node.outputs[0]):
+            return False
+        number = self._alignment.counterpart[node.outputs[0]]
         return number != NOTHING and self._numbers.current(number) == self._number(node.inputs[0])
 
-    def _serves(self, found: Sequence[Owned], index: int) -> bool:
-        """Whether an inserted node is certainly of the module that its neighbours say."""
+    def _neighbours_prove(self, found: Sequence[Owned], index: int) -> bool:
+        """Whether the owners of an inserted node's neighbours prove its own owners.
+
+        The rule of owners assigns an inserted node to its consumers. If it is at a boundary between
+        modules, that is a guess: it may belong to either side. It is proved for
+
+        - a constant, which exists for its consumers,
+        - a layout operator or cast of a weight, if one module consumes it,
+        - a node that changes the precision, if the original nodes in its place are of this module,
+          and so are the producers, if it ends a quantized computation,
+        - any other layout operator or cast, if producers and consumers are of one module.
+
+        It is not proved for a node that computes or reads a size, or has an unknown consumer.
+        """
         node, paths = self._after.nodes[index], set(found[index].paths)
         consumers = [found[reader] for reader in self._after.consumers(index)]
-        if (
-            not moves(node.op)
-            or base_op(node.op) in SIZES_ONLY
-            or any(c.reason == Reason.UNKNOWN for c in consumers)
-        ):
+        if not moves(node.op) or base_op(node.op) in SIZES_ONLY:
+            return False
+        if any(consumer.reason == Reason.UNKNOWN for consumer in consumers):
             return False
         if not node.inputs:
             return bool(paths)  # a constant may be of several modules
@@ -352,38 +355,45 @@ class ProvedOwners:
             return self._is_weight(node.inputs[0])
         makers = set(self._makers_paths(found, index))
         if self._changes_precision(node):
-            idle = {*self._owners_of(self._idle(self._number(node.outputs[0])))}
-            return idle <= paths and (not self._ends_quantized(index) or makers == paths)
+            copies = set(self._owners_of(self._original_copies(self._number(node.outputs[0]))))
+            return copies <= paths and (makers == paths or not self._ends_quantized(index))
+        if makers != paths or any(value in self._after.outputs for value in node.outputs):
+            return False
         consumed = {path for consumer in consumers for path in consumer.paths}
-        ends = any(value in self._after.outputs for value in node.outputs)
-        return makers == paths and (consumed == paths or not consumed) and not ends
+        return not consumed or consumed == paths
 
     def _is_weight(self, value: int) -> bool:
-        """Whether a tensor that no input has an effect on has floats or levels, and is no index or size."""
+        """Whether a tensor is a stored weight, also in another form: floats or quantized levels.
+
+        Integers of more bits are indices and sizes.
+        """
         maker = self._after.maker[value]
         is_computed = maker != NOTHING and not moves(self._after.nodes[maker].op)
         return not is_computed and self._after.shape(value)[1] in FLOATS | LEVELS
 
     def _ends_quantized(self, index: int) -> bool:
-        """Whether a node dequantizes what another one computes with integers: it belongs to that one."""
+        """Whether a node dequantizes the result of a node that computes with integers.
+
+        It belongs to that node then.
+        """
         node = self._after.nodes[index]
         maker = self._after.maker[node.inputs[0]]
-        return (
-            base_op(node.op) == "DequantizeLinear"
-            and maker != NOTHING
-            and not moves(self._after.nodes[maker].op)
-        )
+        if base_op(node.op) != "DequantizeLinear" or maker == NOTHING:
+            return False
+        return not moves(self._after.nodes[maker].op)
 
     def _changes_precision(self, node: SummaryNode) -> bool:
-        """Whether a node quantizes, dequantizes, or casts between floats: what tools insert between modules."""
+        """Whether a node quantizes, dequantizes or casts between floats; tools insert such nodes."""
         base = base_op(node.op)
         if base not in IN_PLACE:
             return base == "DynamicQuantizeLinear"
-        kinds = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])} - {0}
-        return base.endswith("Linear") or (base == "Cast" and len(kinds) > 1 and kinds <= FLOATS)
+        if base.endswith("Linear"):
+            return True
+        types = {self._after.shape(value)[1] for value in (node.inputs[0], node.outputs[0])} - {0}
+        return base == "Cast" and len(types) > 1 and types <= FLOATS
 
     def _makers_paths(self, found: Sequence[Owned], index: int) -> list[str]:
-        """The owners of the nodes that compute what a node reads, before inserted ones; the root for an input."""
+        """The owners of the producers of a node's inputs, before inserted nodes; the root for an input."""
         paths, queue, seen = dict[str, None](), [index], set[int]()
         while queue:
             for value in self._live_reads(self._after.nodes[queue.pop()]):
@@ -398,67 +408,65 @@ class ProvedOwners:
         return [*paths]
 
     def _around(self, found: Sequence[Owned], index: int) -> list[str]:
-        """The owners of what is before and after a node; the root at the ends of the graph."""
+        """The owners of a node's producers and consumers; the root at the ends of the graph."""
         consumers = [
             path for reader in self._after.consumers(index) for path in found[reader].paths
         ]
         return [*(self._makers_paths(found, index) or [""]), *(consumers or [""])]
 
-    def _repeated(self, index: int) -> Owned | None:
-        """The owner of a node that gives back its input, if the original has as many such nodes for this tensor."""
+    def _of_copy(self, index: int) -> Owned | None:
+        """The owner of a node that returns its input.
+
+        None if the original does not have as many such nodes for the tensor.
+        """
         node = self._after.nodes[index]
-        if not self._gives_back(index):
+        if not self._returns_input(index):
             return None
         number, base = self._number(node.outputs[0]), base_op(node.op)
-        mine = [
-            other
-            for other in self._passing.get(number, ())
-            if base_op(self._after.nodes[other].op) == base
-        ]
-        theirs = [old for old in self._idle(number) if base_op(self._before.nodes[old].op) == base]
+        before, after = self._before.nodes, self._after.nodes
+        mine = [other for other in self._copies[number] if base_op(after[other].op) == base]
+        originals = self._original_copies(number)
+        theirs = [old for old in originals if base_op(before[old].op) == base]
         if not theirs or len(theirs) != len(mine):
             return None
-        original = self._before.nodes[theirs[mine.index(index)]]
+        original = before[theirs[mine.index(index)]]
         reason = original.reason if len(original.owners) > 1 else Reason.VALUES
         return Owned(original.owners, reason, original.call)
 
-    def _idle(self, number: int) -> list[int]:
-        """The original nodes that give back a tensor."""
-        return [maker for maker in self._known.makers(number) if self._numbers.idle[maker]]
+    def _original_copies(self, number: int) -> list[int]:
+        """The original nodes that return a tensor unchanged."""
+        return [maker for maker in self._alignment.makers(number) if self._numbers.idle[maker]]
 
-    def _gives_back(self, index: int) -> bool:
-        node, known = self._after.nodes[index], self._known
+    def _returns_input(self, index: int) -> bool:
+        """Whether the one output of a node equals one of its inputs, in shape and element type, too."""
+        node, counterpart = self._after.nodes[index], self._alignment.counterpart
         if len(node.outputs) != 1 or node.outputs[0] == NOTHING:
             return False
-        number = known.counterpart[node.outputs[0]]
-        same = [
-            v
-            for v in node.inputs
-            if v != NOTHING and number != NOTHING and known.counterpart[v] == number
-        ]
-        return any(self._after.shape(v) == self._after.shape(node.outputs[0]) for v in same)
+        output = node.outputs[0]
+        number = counterpart[output]
+        if number == NOTHING:
+            return False
+        same = (value for value in node.inputs if value != NOTHING and counterpart[value] == number)
+        return any(self._after.shape(value) == self._after.shape(output) for value in same)
 
     # --- several nodes for one original ---
 
     def _of_whole_work(self, found: Sequence[Owned], index: int) -> Owned:
-        """The owners of a node, unless it may do only a part of what several modules compute.
+        """The owners of a node, or unknown if it may do only a part of the work of several modules.
 
-        That is so where another node replaces the same original one, or the same one of several
-        equal tensors.
+        Another node may replace the same original node, or the same one of several equal tensors.
         """
         entry, node = found[index], self._after.nodes[index]
-        surplus = self._is_surplus(index) and (
-            len(entry.paths) > 1 or {*self._around(found, index)} != {*entry.paths}
-        )
-        if surplus:
-            return _unknown([*entry.paths, *self._around(found, index)])
-        # it has all its owners
-        is_joined = not self._known.parts.keys().isdisjoint((*node.inputs, *node.outputs))
+        if self._is_surplus(index):
+            around = self._around(found, index)
+            if len(entry.paths) > 1 or {*around} != {*entry.paths}:
+                return _unknown([*entry.paths, *around])
+        # A concatenation has all its owners.
+        is_joined = self._has_joined((*node.inputs, *node.outputs))
         if len(entry.paths) > 1 and not is_joined:
-            alone = {
-                *self._owners_of(old for old in self._works[index].nodes if self._claims[old] == 1)
-            }
-            if not alone.issuperset(entry.paths) or self._has_a_loose_neighbour(index):
+            alone = [old for old in self._works[index].nodes if self._claims[old] == 1]
+            misses_owner = not {*self._owners_of(alone)}.issuperset(entry.paths)
+            if misses_owner or self._has_a_loose_neighbour(index):
                 return _unknown(entry.paths)
         if self._misses_producer(index):
             return _unknown([*entry.paths, *self._candidates(index)])
@@ -470,49 +478,53 @@ class ProvedOwners:
         return Counter(old for work in self._works for old in work.nodes)
 
     @cached_property
-    def _moved(self) -> dict[int, int]:
-        """Layout operator → the number of its result; those between tensors that are not known have one, too.
+    def _layout_results(self) -> dict[int, int]:
+        """Layout operator → the number of its result, `NOTHING` for a tensor without a counterpart.
 
-        An operator that only changes the form of an original tensor does not make that tensor.
+        An operator that only changes the layout of an original tensor does not produce that tensor.
         """
-        moved = {}
+        results = {}
         for index, node in enumerate(self._after.nodes):
-            if (
-                base_op(node.op) in LAYOUT
-                and self._after.depends(index)
-                and not self._keeps_number(index)
-            ):
-                moved[index] = self._number(node.outputs[0]) if node.outputs else NOTHING
-        return moved
+            if base_op(node.op) not in LAYOUT or not self._after.depends(index):
+                continue
+            if not self._keeps_number(index):
+                results[index] = self._number(node.outputs[0]) if node.outputs else NOTHING
+        return results
 
     @cached_property
-    def _movers_left(self) -> Counter[int]:
-        """Number → the original layout operators that give it, less those of the other file."""
+    def _layout_operators_left(self) -> Counter[int]:
+        """Number → original layout operators that produce it, less those of the other model."""
         originals = (node for node in self._before.nodes if base_op(node.op) in LAYOUT)
         left = Counter(self._numbers.number[node.outputs[0]] for node in originals)
-        left.subtract(self._moved.values())
+        left.subtract(self._layout_results.values())
         return left
 
     def _is_surplus(self, index: int) -> bool:
-        """Whether a node is a layout operator, and the original has fewer that give its result."""
-        return index in self._moved and self._movers_left[self._moved[index]] < 0
+        """Whether the original has fewer layout operators that produce the result of this one."""
+        if index not in self._layout_results:
+            return False
+        return self._layout_operators_left[self._layout_results[index]] < 0
 
     def _has_a_loose_neighbour(self, index: int) -> bool:
-        """Whether a node next to one moves numbers, and is none of the original: it may be a part of a fused one."""
+        """Whether a neighbour is a layout operator without an original: a part of fused work, maybe."""
         makers = (self._after.maker[value] for value in self._live_reads(self._after.nodes[index]))
-        return any(
-            not self._works[k].nodes
-            and moves(other.op, views=True)
-            and not self._changes_precision(other)
-            for k in {*makers, *self._after.consumers(index)} - {NOTHING}
-            if self._after.depends(k) and (other := self._after.nodes[k])
-        )
+        for near in {*makers, *self._after.consumers(index)} - {NOTHING}:
+            other = self._after.nodes[near]
+            if self._works[near].nodes or not self._after.depends(near):
+                continue
+            if moves(other.op, views=True) and not self._changes_precision(other):
+                return True
+        return False
 
     def _misses_producer(self, index: int) -> bool:
-        """Whether a node gives an original tensor, and does not replace the node that computes it."""
-        node, work = self._after.nodes[index], set(self._works[index].nodes)
-        for value in node.makes if work and not moves(node.op) else ():
-            makers = self._known.makers(self._number(value)) if self._known.exact[value] else []
-            if makers and work.isdisjoint(makers):
+        """Whether a node outputs an original tensor, and does not replace the producer of it."""
+        node, replaced = self._after.nodes[index], set(self._works[index].nodes)
+        if not replaced or moves(node.op):
+            return False
+        for value in node.makes:
+            if not self._alignment.exact[value]:
+                continue
+            makers = self._alignment.makers(self._number(value))
+            if makers and replaced.isdisjoint(makers):
                 return True
         return False

@@ -15,12 +15,17 @@ from functools import cached_property
 
 from htp_export.alignment.alignment import Alignment
 from htp_export.alignment.graph_summary import NOTHING, SummaryNode
-from htp_export.alignment.numbering import repeats
+from htp_export.alignment.numbering import is_copy
 from htp_export.format.tags import Reason
 from htp_export.shapes.operator_kinds import LAYOUT, base_op, moves
 
-_REPEATED = 40  # original nodes that one node is assumed to compute a second time
-_SHARED: frozenset[int] = frozenset()
+_MOST_REPEATED = 40
+"""Original nodes that one node may compute a second time; a longer chain is no repetition by a tool.
+
+Tools repeat short chains: masks, positions and constants of a size.
+"""
+
+_NONE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,237 +49,330 @@ def replaced_nodes(alignment: Alignment) -> list[ReplacedNodes]:
     return _Division(alignment).result
 
 
+@dataclass(frozen=True, slots=True)
+class _OpenNode:
+    """A node of the result whose original nodes are searched."""
+
+    index: int
+    node: SummaryNode
+    unmatched_inputs: list[int]
+    unmatched_outputs: list[int]  # only outputs that have a consumer
+    part: tuple[int, ...]  # the original nodes between the matched tensors around the node
+    done: frozenset[int]  # original nodes that producers of its unmatched inputs replace
+    sharing: frozenset[int]  # earlier nodes that share their original nodes with this one
+    rest: tuple[int, ...]  # the nodes of ``part`` that remain for this node and later ones
+
+
 class _Division:
+    """Divides the original nodes among the nodes of the result, in order of execution."""
+
     def __init__(self, alignment: Alignment) -> None:
-        self.known = alignment
+        self.alignment = alignment
         self.before, self.after = alignment.before, alignment.after
         self.number = alignment.numbers.number
-        kept = (value for value in range(len(self.after.values)) if alignment.keeps_name(value))
-        self._taken = {alignment.origin(value) for value in kept if self._is_made(value)}
+        # original values that remain under their names, and are still computed
+        self._taken = set[int]()
+        for value in range(len(self.after.values)):
+            if alignment.keeps_name(value) and self._is_computed(value):
+                self._taken.add(alignment.origin(value))
         self._slices: dict[tuple[frozenset[int], frozenset[int]], tuple[int, ...]] = {}
-        self._behind, self._ahead = self._surroundings()
+        self._behind = self._matched_behind()
+        self._ahead = self._matched_ahead()
         # unmatched value → original nodes that are replaced before it
         self._done: dict[int, frozenset[int]] = {}
         # Unmatched value → nodes before it that share their original nodes with others, and compute
         # something
         self._sharing: dict[int, frozenset[int]] = {}
-        # such a node → original nodes that others point at
-        self._pointed: dict[int, set[int]] = defaultdict(set)
-        self._alike = self._by_operator()
+        # such a node → original nodes that the name or the weights of another node indicate
+        self._claimed: dict[int, set[int]] = defaultdict(set)
+        self._same_operator = self._by_operator()
         self.result = [self._work(index, node) for index, node in enumerate(self.after.nodes)]
-        for index, pointed in self._pointed.items():
+        self._remove_claimed()
+
+    def _remove_claimed(self) -> None:
+        """Remove the original nodes that other nodes claim, if others are left."""
+        for index, claimed in self._claimed.items():
             work = self.result[index]
-            left = tuple(n for n in work.nodes if n not in pointed)
+            left = tuple(n for n in work.nodes if n not in claimed)
             if left:
                 self.result[index] = replace(work, nodes=left)
 
-    def _is_made(self, value: int) -> bool:
-        """Whether an original value that remains under its name is still computed: not given back from an equal one."""
+    def _is_computed(self, value: int) -> bool:
+        """Whether a value is computed, and is not a copy of an equal one."""
         maker = self.after.maker[value]
-        return maker == NOTHING or not repeats(self.after.nodes[maker])
+        return maker == NOTHING or not is_copy(self.after.nodes[maker])
 
-    def _surroundings(self) -> tuple[list[frozenset[int]], list[frozenset[int]]]:
-        """For each node: numbers of the nearest matched tensors before it, and the nearest matched values after it."""
-        counterpart, nodes = self.known.counterpart, self.after.nodes
-        behind, ahead = [_SHARED] * len(nodes), [_SHARED] * len(nodes)
+    def _is_matched(self, value: int) -> bool:
+        return self.alignment.counterpart[value] != NOTHING
+
+    def _matched_behind(self) -> list[frozenset[int]]:
+        """For each node: numbers of the nearest matched tensors before it."""
+        behind = [_NONE] * len(self.after.nodes)
+        # unmatched value → numbers of the nearest matched tensors before it
         carried: dict[int, frozenset[int]] = {}
-        for index, node in enumerate(nodes):
-            nearest = set[int]().union(*(self.known.numbers_of(v) for v in node.reads))
-            behind[index] = frozenset(nearest.union(*(carried.get(v, _SHARED) for v in node.reads)))
-            carried.update((v, behind[index]) for v in node.makes if counterpart[v] == NOTHING)
-        carried = {}
-        for index in range(len(nodes) - 1, -1, -1):
-            nearest = {v for v in nodes[index].makes if counterpart[v] != NOTHING}
-            ahead[index] = frozenset(
-                nearest.union(*(carried.get(v, _SHARED) for v in nodes[index].makes))
-            )
+        for index, node in enumerate(self.after.nodes):
+            nearest = set[int]()
+            for value in node.reads:
+                nearest |= self.alignment.numbers_of(value)
+                nearest |= carried.get(value, _NONE)
+            behind[index] = frozenset(nearest)
+            for value in node.makes:
+                if not self._is_matched(value):
+                    carried[value] = behind[index]
+        return behind
+
+    def _matched_ahead(self) -> list[frozenset[int]]:
+        """For each node: the nearest matched values after it."""
+        nodes = self.after.nodes
+        ahead = [_NONE] * len(nodes)
+        # unmatched value → the nearest matched values after it
+        carried: dict[int, frozenset[int]] = {}
+        for index in reversed(range(len(nodes))):
+            nearest = set[int]()
+            for value in nodes[index].makes:
+                if self._is_matched(value):
+                    nearest.add(value)
+                else:
+                    nearest |= carried.get(value, _NONE)
+            ahead[index] = frozenset(nearest)
             for value in nodes[index].reads:
-                if counterpart[value] == NOTHING:
-                    carried[value] = carried.get(value, _SHARED) | ahead[index]
-        return behind, ahead
+                if not self._is_matched(value):
+                    carried[value] = carried.get(value, _NONE) | ahead[index]
+        return ahead
 
     def _by_operator(self) -> dict[int, list[int]]:
-        """Node after → the original nodes of its operator that it replaces, as their number says.
+        """Node after → the original nodes of its operator that it replaces, according to their count.
 
-        Equally many on both sides of a region are in the same order. Several products of one tensor
-        became one.
+        If a region has equally many nodes of an operator before and after, they are in the same
+        order. Several products of one tensor may have been merged into one.
         """
         rivals = defaultdict[tuple[frozenset[int], str], list[int]](list)
         for index, node in enumerate(self.after.nodes):
             rivals[self._ahead[index], base_op(node.op)].append(index)
-        alike: dict[int, list[int]] = {}
+        chosen: dict[int, list[int]] = {}
         for (ahead, op), ours in rivals.items():
-            region = set[int]().union(
-                *(self._between(ahead, self._behind[index]) for index in ours)
-            )
-            theirs = sorted(n for n in region if base_op(self.before.nodes[n].op) == op)
+            region = set[int]()
+            for index in ours:
+                region.update(self._between(ahead, self._behind[index]))
+            theirs = [n for n in sorted(region) if base_op(self.before.nodes[n].op) == op]
             if len(ours) == len(theirs):
-                alike |= {mine: [original] for mine, original in zip(ours, theirs, strict=True)}
-            elif len(ours) == 1 and len({self.known.read_by(n) for n in theirs}) == 1:
-                alike[ours[0]] = theirs
-        return alike
+                for mine, original in zip(ours, theirs, strict=True):
+                    chosen[mine] = [original]
+            elif len(ours) == 1 and len(set(map(self.alignment.read_by, theirs))) == 1:
+                chosen[ours[0]] = theirs
+        return chosen
 
     # --- one node ---
 
     def _work(self, index: int, node: SummaryNode) -> ReplacedNodes:
-        counterpart, nodes = self.known.counterpart, self.before.nodes
-        unknown = [v for v in node.makes if counterpart[v] == NOTHING and self.after.readers[v]]
-        if not node.inputs and not node.has_bodies and unknown:
-            return ReplacedNodes((), Reason.INSERTED)
-        part = self._between(self._ahead[index], self._behind[index])
-        inner = [v for v in node.reads if counterpart[v] == NOTHING]
-        done = _SHARED.union(*(self._done.get(v, _SHARED) for v in inner))
-        sharing = _SHARED.union(*(self._sharing.get(v, _SHARED) for v in inner))
-        if any(v in self.known.also for v in node.makes):
-            done = _SHARED  # it may be any of several equal tensors
-        rest = tuple(n for n in part if n not in done) if done else part
-        if node.makes and not self.after.depends(index):  # it computes on weights only
-            rest = tuple(n for n in rest if not self.before.depends(n))
-        rest = self._without_movers(node, rest)
-        if moves(node.op):
-            work = self._moved(index, node, rest, bool(unknown))
-        elif not rest:
-            work = self._inserted(index, node)
-        elif (unknown or sharing) and self.before.with_several_owners(rest):
-            work = self._pointed_at(index, node, rest, sharing)
-        else:
-            work = ReplacedNodes(rest, self._reason(node, rest), coarse=bool(unknown or inner))
-        # an inlined branch
-        if not node.has_bodies and any(nodes[n].has_bodies for n in work.nodes):
+        """The original nodes that one node replaces.
+
+        The producers of its unmatched inputs were divided before it: it replaces none of theirs.
+        """
+        read = [value for value in node.makes if self.after.readers[value]]
+        unmatched_outputs = [value for value in read if not self._is_matched(value)]
+        if not node.inputs and not node.has_bodies and unmatched_outputs:
+            return ReplacedNodes((), Reason.INSERTED)  # a new constant
+        current = self._open_node(index, node, unmatched_outputs)
+        work = self._divided(current)
+        if not node.has_bodies and any(self.before.nodes[n].has_bodies for n in work.nodes):
+            # The tool inlined a branch: the node replaces the branch and its contents.
             work = replace(work, nodes=tuple(sorted({*work.nodes, *self._inside(work.nodes)})))
-        work = replace(work, among=part)
-        if unknown:
-            replaced = done if work.coarse else done.union(work.nodes)
-            # what is before belongs to those that share it
-            if sharing and not work.coarse and not moves(node.op):
-                replaced = replaced.union(self._up_to(work.nodes, rest))
-            self._done.update(dict.fromkeys(unknown, replaced))
-            if work.coarse and not moves(node.op):
-                sharing |= {index}
-            self._sharing.update(dict.fromkeys(unknown, sharing))
+        work = replace(work, among=current.part)
+        if unmatched_outputs:
+            self._record(current, work)
         return work
 
+    def _open_node(self, index: int, node: SummaryNode, unmatched_outputs: list[int]) -> _OpenNode:
+        """Collect the original nodes that may belong to one node."""
+        part = self._between(self._ahead[index], self._behind[index])
+        unmatched_inputs = [value for value in node.reads if not self._is_matched(value)]
+        done, sharing = _NONE, _NONE
+        for value in unmatched_inputs:
+            done |= self._done.get(value, _NONE)
+            sharing |= self._sharing.get(value, _NONE)
+        if any(value in self.alignment.further_originals for value in node.makes):
+            done = _NONE  # the output may be any of several equal tensors
+        rest = part
+        if done:
+            rest = tuple(n for n in rest if n not in done)
+        if node.makes and not self.after.depends(index):
+            # The node computes on weights only, and so do the nodes that it replaces.
+            rest = tuple(n for n in rest if not self.before.depends(n))
+        rest = self._without_layout_operators(node, rest)
+        return _OpenNode(
+            index, node, unmatched_inputs, unmatched_outputs, part, done, sharing, rest
+        )
+
+    def _divided(self, current: _OpenNode) -> ReplacedNodes:
+        """The share of a node in the original nodes that remain."""
+        node, rest = current.node, current.rest
+        has_open_output = bool(current.unmatched_outputs)
+        if moves(node.op):
+            return self._of_layout_operator(current.index, node, rest, has_open_output)
+        if not rest:
+            return self._inserted(current.index, node)
+        is_shared = has_open_output or bool(current.sharing)
+        if is_shared and self.before.with_several_owners(rest):
+            return self._indicated(current)
+        coarse = has_open_output or bool(current.unmatched_inputs)
+        return ReplacedNodes(rest, self._reason(node, rest), coarse=coarse)
+
+    def _record(self, current: _OpenNode, work: ReplacedNodes) -> None:
+        """Record the original nodes that are replaced before the unmatched outputs of a node."""
+        computes = not moves(current.node.op)
+        done = current.done if work.coarse else current.done.union(work.nodes)
+        if current.sharing and not work.coarse and computes:
+            # The original nodes before the replaced ones belong to the nodes that share them.
+            done = done.union(self._up_to(work.nodes, current.rest))
+        sharing = current.sharing
+        if work.coarse and computes:
+            sharing |= {current.index}
+        for value in current.unmatched_outputs:
+            self._done[value] = done
+            self._sharing[value] = sharing
+
     def _inside(self, holders: Iterable[int]) -> Iterator[int]:
+        """The original nodes in subgraphs of some nodes, at any depth."""
         held = set(holders)
         for index, node in enumerate(self.before.nodes):
             if node.holder in held:
                 held.add(index)
                 yield index
 
-    def _without_movers(self, node: SummaryNode, part: tuple[int, ...]) -> tuple[int, ...]:
-        """Leave layout operators out if the node is one of the others: they were removed, or moved elsewhere."""
-        nodes = self.before.nodes
-        if len(part) < 2 or not any(
-            nodes[n].op == node.op and nodes[n].attributes == node.attributes for n in part
-        ):
+    def _without_layout_operators(
+        self, node: SummaryNode, part: tuple[int, ...]
+    ) -> tuple[int, ...]:
+        """Remove layout operators if another original node equals the node.
+
+        A tool removed these layout operators, or moved them elsewhere.
+        """
+        if len(part) < 2 or not any(self._is_same_operation(node, n) for n in part):
             return part
-        return tuple(
-            n for n in part if base_op(nodes[n].op) not in LAYOUT or nodes[n].op == node.op
-        )
+        kept = []
+        for n in part:
+            op = self.before.nodes[n].op
+            if base_op(op) not in LAYOUT or op == node.op:
+                kept.append(n)
+        return tuple(kept)
+
+    def _is_same_operation(self, node: SummaryNode, original: int) -> bool:
+        old = self.before.nodes[original]
+        return old.op == node.op and old.attributes == node.attributes
 
     def _reason(self, node: SummaryNode, part: tuple[int, ...]) -> str:
         """The evidence of its outputs' matches if a node replaces one node; otherwise ``region``."""
-        named = [self.known.named[v] for v in node.makes if self.known.named[v]]
+        named = [reason for v in node.makes if (reason := self.alignment.evidence_of[v])]
         if named and len(part) == 1:
             return named[0]
         return Reason.REGION
 
-    def _moved(
+    def _of_layout_operator(
         self, index: int, node: SummaryNode, part: tuple[int, ...], open_ended: bool
     ) -> ReplacedNodes:
-        """The original nodes of a layout operator: those of its kind."""
+        """The original nodes of a layout operator: the layout operators, or those of its operator.
+
+        ``open_ended``: Whether an output of the node has no counterpart.
+        """
         base = base_op(node.op)
         kinds = LAYOUT if base in LAYOUT else frozenset((base,))
-        moved = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
-        if (
-            not moved
-            and not open_ended
-            and part
-            and all(moves(self.before.nodes[n].op, views=True) for n in part)
-        ):
-            moved = part
-        if not moved:
+        replaced = tuple(n for n in part if base_op(self.before.nodes[n].op) in kinds)
+        only_moves = all(moves(self.before.nodes[n].op, views=True) for n in part)
+        if not replaced and not open_ended and only_moves:
+            # Between matched tensors, it replaces operators of other kinds if none computes.
+            replaced = part
+        if not replaced:
             return self._inserted(index, node)
-        return ReplacedNodes(moved, self._reason(node, moved), coarse=open_ended and len(moved) > 1)
+        coarse = open_ended and len(replaced) > 1
+        return ReplacedNodes(replaced, self._reason(node, replaced), coarse=coarse)
 
     def _inserted(self, index: int, node: SummaryNode) -> ReplacedNodes:
         """An inserted node; it may restore original tensors, under their names or others."""
-        known, ends = self.known, dict[int, None]()
+        ends = set[int]()
         for value in node.makes:
-            maker = known.original(value)
-            if maker != NOTHING and (
-                known.keeps_name(value) or self._gives_back(index, node, value)
-            ):
-                ends[maker] = None
+            maker = self.alignment.original(value)
+            if maker == NOTHING:
+                continue
+            if self.alignment.keeps_name(value) or self._restores(index, node, value):
+                ends.add(maker)
         return ReplacedNodes((), Reason.INSERTED, ends=tuple(sorted(ends)))
 
-    def _gives_back(self, index: int, node: SummaryNode, value: int) -> bool:
-        """Whether the output of a node is exactly an original tensor, and no input is, except in another form."""
-        known = self.known
-        same = [v for v in node.reads if known.counterpart[value] in known.numbers_of(v)]
-        if not known.exact[value] or any(known.exact[v] for v in same):
+    def _restores(self, index: int, node: SummaryNode, value: int) -> bool:
+        """Whether an output is exactly an original tensor, and the inputs are at most another form of it."""
+        alignment = self.alignment
+        number = alignment.counterpart[value]
+        same = [v for v in node.reads if number in alignment.numbers_of(v)]
+        if not alignment.exact[value] or any(alignment.exact[v] for v in same):
             return False
-        return bool(same) or known.counterpart[value] not in self._behind[index]
+        return bool(same) or number not in self._behind[index]
 
-    def _pointed_at(
-        self, index: int, node: SummaryNode, part: tuple[int, ...], sharing: frozenset[int]
-    ) -> ReplacedNodes:
-        """The part of the nodes shared by several nodes that the node's name, weights or operator indicates.
+    def _indicated(self, current: _OpenNode) -> ReplacedNodes:
+        """The original nodes that the node's name, weights or operator indicates, and those before them.
 
-        What is before these nodes belongs to the node, too, unless nodes before it share the part
-        (``sharing``), and nothing indicates which of it they replace.
+        If earlier nodes share the part, the nodes before belong to those. The indicated nodes are
+        then claimed: nothing indicates which others the earlier nodes replace.
         """
-        nodes = self.before.nodes
-        named = [n for n in part if node.name and nodes[n].name == node.name]
-        reading = self._reading(index, part)
-        alike = [n for n in self._alike.get(index, ()) if n in part]
-        for selected, reason in (
-            (named, Reason.NODE),
-            (reading, Reason.INITIALIZER),
-            (alike, Reason.REGION),
-        ):
-            if not selected:
-                continue
-            if not sharing or selected is alike:
-                return ReplacedNodes(self._up_to(selected, part), reason, chosen=selected is alike)
-            own = self._between_each_other(selected, part)
-            for other in sharing:
-                self._pointed[other].update(own)
-            return ReplacedNodes(own, reason)
+        index, name, part = current.index, current.node.name, current.rest
+        named = [n for n in part if name and self.before.nodes[n].name == name]
+        if named:
+            return self._claim(named, Reason.NODE, current)
+        reading = self._with_same_weights(index, part)
+        if reading:
+            return self._claim(reading, Reason.INITIALIZER, current)
+        same_operator = [n for n in self._same_operator.get(index, ()) if n in part]
+        if same_operator:
+            nodes = self._up_to(same_operator, part)
+            return ReplacedNodes(nodes, Reason.REGION, chosen=True)
         return ReplacedNodes(part, Reason.REGION, coarse=True)
 
-    def _reading(self, index: int, part: tuple[int, ...]) -> list[int]:
-        """The nodes of a part that read the weights of a node; shared with later nodes that read the same, in order."""
+    def _claim(self, selected: list[int], reason: str, current: _OpenNode) -> ReplacedNodes:
+        """Replace the selected original nodes; those before them, too, if no earlier node shares them."""
+        part = current.rest
+        if not current.sharing:
+            return ReplacedNodes(self._up_to(selected, part), reason)
+        own = self._between_each_other(selected, part)
+        for other in current.sharing:
+            self._claimed[other].update(own)
+        return ReplacedNodes(own, reason)
+
+    def _with_same_weights(self, index: int, part: tuple[int, ...]) -> list[int]:
+        """The original nodes of a part that read the weights of a node.
+
+        They are divided in order among this node and later ones that read the same weights.
+        """
         key = self._ahead[index], self._weights_of(index)
-        reading = [n for n in part if not key[1].isdisjoint(self._read_by(n))]
-        each, left = divmod(len(reading), sum(rival >= index for rival in self._readers[key]))
-        return reading if left else reading[:each]
+        weights = key[1]
+        reading = [n for n in part if not weights.isdisjoint(self._tensors_read_by(n))]
+        rivals = sum(rival >= index for rival in self._readers[key])
+        share, left = divmod(len(reading), rivals)
+        return reading if left else reading[:share]
 
     def _weights_of(self, index: int) -> frozenset[int | str]:
         """The names and numbers of the weights that a node reads."""
-        known, values = self.known, self.after.values
-        weights = [
-            v for v in self.after.nodes[index].inputs if v != NOTHING and not self.after.live[v]
-        ]
-        names, numbers = {values[v].name for v in weights}, {known.counterpart[v] for v in weights}
-        return frozenset((names - {""}) | (numbers - {NOTHING}))
+        weights = set[int | str]()
+        for value in self.after.nodes[index].inputs:
+            if value == NOTHING or self.after.live[value]:
+                continue
+            weights.add(self.after.values[value].name)
+            weights.add(self.alignment.counterpart[value])
+        return frozenset(weights - {"", NOTHING})
 
-    def _read_by(self, original: int) -> set[int | str]:
+    def _tensors_read_by(self, original: int) -> set[int | str]:
+        """The names and numbers of the tensors that an original node reads."""
         inputs = self.before.nodes[original].inputs
-        return {self.before.values[v].name for v in inputs if v != NOTHING} | {
-            self.number[v] for v in inputs
-        }
+        names = {self.before.values[v].name for v in inputs if v != NOTHING}
+        return names | {self.number[v] for v in inputs}
 
     @cached_property
     def _readers(self) -> dict[tuple[frozenset[int], frozenset[int | str]], list[int]]:
-        """The nearest matched values after a node, and the weights that it reads → the nodes of which this is true."""
+        """The nearest matched values after nodes, and the weights that they read → these nodes."""
         readers = defaultdict[tuple[frozenset[int], frozenset[int | str]], list[int]](list)
         for index, ahead in enumerate(self._ahead):
             readers[ahead, self._weights_of(index)].append(index)
         return readers
 
     def _between_each_other(self, ends: list[int], part: tuple[int, ...]) -> tuple[int, ...]:
-        """Some nodes, and those of a part that depend on one of them and on which another one depends."""
+        """Nodes ``ends``, and nodes of a part on a path between two of them."""
         found = set(ends)
         for node in self._up_to(ends, part):  # in order of execution
             makers = {self.before.maker[value] for value in self.before.nodes[node].reads}
@@ -283,7 +381,7 @@ class _Division:
         return tuple(sorted(found))
 
     def _up_to(self, ends: Iterable[int], part: tuple[int, ...]) -> tuple[int, ...]:
-        """Some nodes, and those of a part on which they depend."""
+        """Nodes ``ends``, and nodes of a part on which they depend."""
         inside, queue, behind = set(part), list(ends), set(ends)
         while queue:
             for value in self.before.nodes[queue.pop()].reads:
@@ -306,6 +404,11 @@ class _Division:
         return self._slices[key]
 
     def _collect(self, value: int, behind: frozenset[int], collected: set[int]) -> None:
+        """Add the original nodes between the tensors ``behind`` and one value to ``collected``.
+
+        The search ends at other matched tensors, too. Nodes before these are collected only if the
+        tool computes them a second time.
+        """
         before, number = self.before, self.number
         starts = self._starts(value, behind)
         live = any(before.live[v] for v in starts)
@@ -315,64 +418,64 @@ class _Division:
         while queue:
             at = queue.pop()
             maker = before.maker[at]
-            if maker == NOTHING or maker in seen or (live and not before.live[at]):
+            if maker == NOTHING or maker in seen:
                 continue
-            if at not in first:
-                if number[at] in behind:
-                    continue
-                if number[at] in self.known.known:
-                    elsewhere.append(at)
-                    continue
+            if live and not before.live[at]:
+                continue
+            if at not in first and number[at] in behind:
+                continue
+            if at not in first and number[at] in self.alignment.matched:
+                elsewhere.append(at)
+                continue
             seen.add(maker)
-            if not self.known.numbers.idle[maker] or at in first:
+            if not self.alignment.numbers.idle[maker] or at in first:
                 collected.add(maker)
             queue += before.nodes[maker].reads
         for at in elsewhere:
             collected |= self._repeated(at, behind, live)
 
     def _starts(self, value: int, behind: frozenset[int]) -> list[int]:
-        """The original values that a value replaces: its counterpart, and equal values that were eliminated."""
-        known, origin = self.known, self.known.origin(value)
+        """The original values that a value replaces: its counterpart, and eliminated equal values."""
+        alignment = self.alignment
+        origin = alignment.origin(value)
         if origin == NOTHING:
             return []
-        if known.counterpart[value] in behind:  # its output is its input
-            if known.keeps_name(value) and known.numbers.idle[self.before.maker[origin]]:
+        number = alignment.counterpart[value]
+        if number in behind:  # the output of the node is its input
+            if alignment.keeps_name(value) and self._is_idle(origin):
                 return [origin, *self._merged_copies(value, origin)]
             return []
-        equal = [
-            member
-            for member in known.numbers.members.get(known.counterpart[value], ())
-            if self.before.maker[member] != NOTHING
-            and not known.numbers.idle[self.before.maker[member]]
-            and (member == origin or member not in self._taken)
-        ]
-        more = (*known.also.get(value, ()), *known.parts.get(value, ()))
-        also = [further for further in more if self.number[further] not in behind]
-        if known.by_consumers:
-            return self._read_by_consumers(value, [*dict.fromkeys((equal or [origin]) + also)])
-        return [*dict.fromkeys((self._read_alike(value, equal) or [origin]) + also)]
+        equal = []
+        for member in alignment.numbers.members.get(number, ()):
+            is_computed = self.before.maker[member] != NOTHING and not self._is_idle(member)
+            if is_computed and (member == origin or member not in self._taken):
+                equal.append(member)
+        further = (*alignment.further_originals.get(value, ()), *alignment.parts.get(value, ()))
+        also = [original for original in further if self.number[original] not in behind]
+        if alignment.by_consumers:
+            distinct = list(dict.fromkeys((equal or [origin]) + also))
+            return self._read_by_consumers(value, distinct)
+        return list(dict.fromkeys((self._read_alike(value, equal) or [origin]) + also))
+
+    def _is_idle(self, original: int) -> bool:
+        """Whether the producer of an original value returns its input."""
+        return self.alignment.numbers.idle[self.before.maker[original]]
 
     def _merged_copies(self, value: int, origin: int) -> list[int]:
-        """Equal outputs of eliminated nodes that gave back their input as the node does, and that its consumers read.
+        """Outputs of eliminated nodes that returned their input, and that consumers of a value read.
 
         Two casts to the type that a tensor has are such nodes: common-subexpression elimination
         leaves one of them.
         """
         node = self.before.nodes[self.before.maker[origin]]
+        numbers = self.alignment.numbers
         copies = []
-        for member in self.known.numbers.members[
-            self.known.numbers.current(self.known.counterpart[value])
-        ]:
+        for member in numbers.members[numbers.current(self.alignment.counterpart[value])]:
             maker = self.before.maker[member]
-            if (
-                maker == NOTHING
-                or member == origin
-                or member in self._taken
-                or not self.known.numbers.idle[maker]
-            ):
+            if maker == NOTHING or member == origin or member in self._taken:
                 continue
             other = self.before.nodes[maker]
-            if (other.op, other.attributes) == (node.op, node.attributes):
+            if numbers.idle[maker] and (other.op, other.attributes) == (node.op, node.attributes):
                 copies.append(member)
         return self._read_by_counterparts(value, copies)
 
@@ -383,21 +486,17 @@ class _Division:
         return self._read_by_counterparts(value, equal) or equal
 
     def _read_by_counterparts(self, value: int, originals: list[int]) -> list[int]:
-        """The original tensors among some that the counterparts of a value's consumers read."""
-        outputs = (
-            output
-            for reader in self.after.readers[value]
-            for output in self.after.nodes[reader].makes
-        )
-        consumers = {*map(self.known.original, outputs)}
-        return [
-            original
-            for original in originals
-            if not consumers.isdisjoint(self.before.readers[original])
-        ]
+        """The subset of original tensors that the counterparts of a value's consumers read."""
+        consumers = set[int]()
+        for reader in self.after.readers[value]:
+            consumers.update(map(self.alignment.original, self.after.nodes[reader].makes))
+        return [v for v in originals if not consumers.isdisjoint(self.before.readers[v])]
 
     def _read_by_consumers(self, value: int, equal: list[int]) -> list[int]:
-        """Of equal tensors, those that the counterparts of its consumers read; all if that is not known of one."""
+        """Of equal tensors, those that the counterparts of its consumers read.
+
+        All of them if a consumer has no counterpart.
+        """
         if len(equal) < 2:
             return equal
         consumers, queue, seen = set[int](), [value], {value}
@@ -408,45 +507,52 @@ class _Division:
                         continue
                     seen.add(output)
                     makers = self._makers_of_equal(output)
-                    if len(makers) == 1 and output not in self.known.also:
+                    if len(makers) == 1 and output not in self.alignment.further_originals:
                         consumers |= makers
-                    elif len(seen) < _REPEATED and makers:
+                    elif len(seen) < _MOST_REPEATED and makers:
                         queue.append(output)  # it is one of several equal ones, too
                     else:
                         return equal
-        return [one for one in equal if self._before_one_of(one, consumers)] or equal
+        return [one for one in equal if self._reaches(one, consumers)] or equal
 
     def _makers_of_equal(self, value: int) -> set[int]:
         """The original nodes that compute a tensor or equal ones."""
-        number = self.known.numbers.current(self.known.counterpart[value])
-        return {maker for maker in self.known.makers(number) if not self.known.numbers.idle[maker]}
+        numbers = self.alignment.numbers
+        number = numbers.current(self.alignment.counterpart[value])
+        return {maker for maker in self.alignment.makers(number) if not numbers.idle[maker]}
 
-    def _before_one_of(self, value: int, nodes: set[int]) -> bool:
-        """Whether an original tensor is read by one of some nodes, or by one whose result is equal to others."""
+    def _reaches(self, value: int, nodes: set[int]) -> bool:
+        """Whether a node of ``nodes`` reads a tensor, directly or through results that have equal ones."""
         queue, seen = [value], set[int]()
-        while queue and len(seen) < _REPEATED:
+        members = self.alignment.numbers.members
+        while queue and len(seen) < _MOST_REPEATED:
             for reader in self.before.readers[queue.pop()]:
                 if reader in nodes:
                     return True
                 outputs = [v for v in self.before.nodes[reader].makes if v not in seen]
                 seen.update(outputs)
-                queue += [v for v in outputs if len(self.known.numbers.members[self.number[v]]) > 1]
+                queue += [v for v in outputs if len(members[self.number[v]]) > 1]
         return False
 
     def _repeated(self, value: int, behind: frozenset[int], live: bool) -> set[int]:
-        """Original nodes that another node also replaces; none if an input is not available, or there are too many."""
+        """Original nodes that another node also replaces.
+
+        None if an input is not available, or if there are too many.
+        """
         before, queue, repeated = self.before, [value], set[int]()
         while queue:
             at = queue.pop()
             maker = before.maker[at]
-            if self.number[at] in behind or maker in repeated or (live and not before.live[at]):
+            if self.number[at] in behind or maker in repeated:
+                continue
+            if live and not before.live[at]:
                 continue
             if maker == NOTHING:
                 if before.values[at].kind == "input":
                     return set()
                 continue
-            if len(repeated) == _REPEATED:
+            if len(repeated) == _MOST_REPEATED:
                 return set()
             repeated.add(maker)
             queue += before.nodes[maker].reads
-        return {maker for maker in repeated if not self.known.numbers.idle[maker]}
+        return {maker for maker in repeated if not self.alignment.numbers.idle[maker]}

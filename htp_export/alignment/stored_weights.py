@@ -1,12 +1,13 @@
-"""The numbers that stored weights stand for, whatever their format, and how those of another tool's file were made."""
+"""The numbers of stored weights in any format, and recipes of the weights of a tool's result."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import onnx_ir as ir
@@ -34,55 +35,53 @@ from htp_export.runtime.arrays import Array
 from htp_export.shapes.operator_kinds import is_standard
 from htp_export.weights.rebuilding import remade
 
-_SMALLEST = 4  # elements; smaller ones are constants of the graph
+_SMALLEST = 4
+"""Elements of a weight, at least; tensors with fewer are constants of the graph, such as axes."""
+
 _BLOCKS = {"MatMulNBits": (1, 2, 3), "GatherBlockQuantized": (0, 2, 3)}
-"""Operators of ONNX Runtime that read weights in blocks of some bits: the places of levels, scales and zero points."""
+"""ONNX Runtime's operators with weights in packed blocks → inputs for levels, scales, zero points."""
 
 
 @dataclass(frozen=True)
 class WeightNumbers:
     """A weight of a file."""
 
-    # an initializer and, if a node only dequantizes it, the output of that
+    # an initializer and, if a node only dequantizes it, the output of that node
     values: Sequence[ir.Value]
-    load: Callable[[], Array]  # reads its numbers
-    plain: bool = False  # whether they are the numbers of the initializer, which are floats
+    load: Callable[[], Array]  # returns its numbers, dequantized
+    plain: bool = False  # whether the initializer itself holds these numbers, as floats
 
 
 def weight_numbers(graph: ir.Graph) -> Iterator[WeightNumbers]:
-    """The weights of a graph: floats, integers of at most eight bits, and what is quantized block by block."""
-    taken = set[ir.Value]()
+    """The weights of a graph: floats, integers of at most eight bits, and quantized blocks."""
+    quantized = set[ir.Value]()
     for node in graph:
-        found = _quantized(node)
-        if found is not None:
-            taken.add(found.values[0])
-            yield found
+        weight = _quantized(node)
+        if weight is not None:
+            quantized.add(weight.values[0])
+            yield weight
     for value in graph.initializers.values():
         tensor = value.const_value
-        if (
-            value not in taken
-            and tensor is not None
-            and tensor.size >= _SMALLEST
-            and holds_numbers(tensor.dtype)
-        ):
-            yield WeightNumbers(
-                [value], functools.partial(_plain, tensor), tensor.dtype.is_floating_point()
-            )
+        if value in quantized or tensor is None or tensor.size < _SMALLEST:
+            continue
+        if holds_numbers(tensor.dtype):
+            load, plain = functools.partial(_plain, tensor), tensor.dtype.is_floating_point()
+            yield WeightNumbers([value], load, plain)
 
 
 def holds_numbers(dtype: ir.DataType) -> bool:
-    """Whether tensors of a type hold the numbers of weights; longer integers are positions and sizes."""
+    """Whether a type can be that of weights; integers of more bits are positions and sizes."""
     return dtype.is_floating_point() or (dtype.is_integer() and dtype.bitwidth <= 8)
 
 
 def _plain(tensor: ir.TensorProtocol) -> Array:
     array = np.asarray(tensor.numpy())
-    # types that numpy does not have
+    # ml_dtypes such as bfloat16 have no arithmetic in numpy
     return array if array.dtype.kind in "fiu" else array.astype(np.float32)
 
 
 def _quantized(node: ir.Node) -> WeightNumbers | None:
-    """The weight that a node dequantizes."""
+    """The weight that a node dequantizes; None for any other node."""
     places = _BLOCKS.get(node.op_type) if node.domain == "com.microsoft" else None
     if places is None and not is_standard(node, "DequantizeLinear"):
         return None
@@ -91,18 +90,16 @@ def _quantized(node: ir.Node) -> WeightNumbers | None:
     if inputs[0] is None or levels is None or scales is None or levels.size < _SMALLEST:
         return None
     number = node.attributes.get_int
+    block = number("block_size", 0)
     if places is None:
-        axis, block = number("axis", 1), number("block_size", 0)
-        return WeightNumbers(
-            [inputs[0], *node.outputs], lambda: _of_axis(levels, scales, zeros, axis, block)
-        )
-    rows, bits, block = levels.shape.numpy()[0], number("bits", 4), number("block_size", 0)
-    columns = number("K", 0)
+        load = functools.partial(_of_axis, levels, scales, zeros, number("axis", 1), block)
+        return WeightNumbers([inputs[0], *node.outputs], load)
+    # 4 bits and no columns: the operators' defaults
+    rows, bits, columns = levels.shape.numpy()[0], number("bits", 4), number("K", 0)
     if bits not in (2, 4, 8) or block < 1 or scales.size * block < rows * columns:
         return None
-    return WeightNumbers(
-        [inputs[0]], lambda: _of_packed_blocks(levels, scales, zeros, bits, block, columns or None)
-    )
+    load = functools.partial(_of_packed_blocks, levels, scales, zeros, bits, block, columns or None)
+    return WeightNumbers([inputs[0]], load)
 
 
 def _of_axis(
@@ -112,7 +109,7 @@ def _of_axis(
     axis: int,
     block: int,
 ) -> Array:
-    """The weight of a ``DequantizeLinear``: scales for the whole, along one axis, or in blocks of it."""
+    """The weight of a ``DequantizeLinear``, with scales for the tensor, an axis, or its blocks."""
     numbers, factors = levels.numpy().astype(np.float32), scales.numpy().astype(np.float32)
     middle = np.zeros_like(factors) if zeros is None else zeros.numpy().astype(np.float32)
     if factors.ndim == 1 and factors.size > 1:
@@ -129,10 +126,10 @@ def _of_packed_blocks(
     block: int,
     columns: int | None,
 ) -> Array:
-    """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point; the end is filled up.
+    """A weight of ONNX Runtime's operators: rows of blocks, each with a scale and a zero point.
 
-    Bytes hold several levels, and several zero points; without these, packed levels are around half
-    of their range.
+    The last block of a row is padded. A byte holds several levels, or several zero points. Without
+    zero points, packed levels are centred in their range.
     """
     rows = levels.shape.numpy()[0]
     numbers = _unpacked(levels, bits, rows)[:, :columns]
@@ -145,7 +142,7 @@ def _of_packed_blocks(
 
 
 def _scaled(numbers: Array, factors: Array, middle: Array, axis: int, block: int) -> Array:
-    """Levels as numbers; with a ``block``, each scale and zero point is for so many of them along an axis."""
+    """Dequantize levels; ``block``: the number of levels along the axis that share a scale."""
     if block:
         places = np.arange(numbers.shape[axis]) // block
         factors, middle = np.take(factors, places, axis=axis), np.take(middle, places, axis=axis)
@@ -153,7 +150,7 @@ def _scaled(numbers: Array, factors: Array, middle: Array, axis: int, block: int
 
 
 def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
-    """Rows of numbers, of which bytes hold several, the lowest bits first."""
+    """Unpack rows of numbers from bytes, the lowest bits first."""
     packed = tensor.numpy().reshape(rows, -1)
     if packed.dtype != np.uint8:
         return packed.astype(np.float32)
@@ -163,9 +160,12 @@ def _unpacked(tensor: ir.TensorProtocol, bits: int, rows: int) -> Array:
 
 _BY_A_TOOL = "another tool"
 
+_ByHash: TypeAlias = dict[bytes, list[tuple[tuple[int, ...], Recipe]]]
+"""Hash of contents → shapes and recipes of the weights that have them."""
+
 
 def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
-    """Say of each weight of a tool's result how it was made; contents are compared, because tools keep names."""
+    """Record the recipe of each weight of a tool's result, by contents: tools keep names."""
     originals = _Originals(before)
     for graph in after.graphs():
         for name, value in graph.initializers.items():
@@ -173,7 +173,7 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
             if (
                 tensor is None
                 or not originals.may_be_weight(name, tensor)
-                or originals.is_said_anew(name, tensor)
+                or originals.has_new_recipe(name, tensor)
             ):
                 continue
             recipe = originals.recipe(name, tensor)
@@ -182,67 +182,74 @@ def carry_recipes(before: ir.Model | None, after: ir.Model) -> None:
 
 
 class _Originals:
-    """The weights of the first file, by their names and by their numbers."""
+    """The weights of the original, by name and by contents."""
 
     def __init__(self, model: ir.Model | None) -> None:
+        # type and size → hash of the contents → shapes and recipes of the weights that have them
+        self._hashed: dict[tuple[ir.DataType, int], _ByHash] = {}
+        # name → the stored tensor and its recipe
+        self._named: dict[str, tuple[ir.TensorProtocol, Recipe]] = {}
         graphs = () if model is None else (model.graph, *model.graph.subgraphs())
-        values = (value for graph in graphs for value in graph.initializers.values())
-        constants = (
-            node.outputs[0] for graph in graphs for node in graph if is_standard(node, "Constant")
-        )
-        stored = ((value, stored_tensor(value)) for value in (*values, *constants))
-        self._hashed: dict[
-            tuple[ir.DataType, int], dict[bytes, list[tuple[tuple[int, ...], Recipe]]]
-        ] = {}
-        self._named = {
-            str(value.name): (tensor, recipe_of(value))
-            for value, tensor in stored
-            if tensor is not None and holds_numbers(tensor.dtype)
-        }
+        for graph in graphs:
+            for value in graph.initializers.values():
+                self._add(value)
+        for graph in graphs:
+            for node in graph:
+                if is_standard(node, "Constant"):
+                    self._add(node.outputs[0])
+        # entry of the state_dict → the tensor that stores it as it is
         self._entries = {
             recipe: tensor for tensor, recipe in self._named.values() if isinstance(recipe, str)
         }
+        # name → recipe, of tensors that nodes compute from stored ones
         self._computed: dict[str, Recipe] = {}
         for graph in graphs:
             self._computed |= recipes_of_computed(graph)
 
-    def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
-        """Whether a tensor holds numbers; integers of 32 bits are a quantized bias, or positions and sizes."""
-        return holds_numbers(tensor.dtype) or (
-            tensor.dtype == ir.DataType.INT32 and bool(self._named_alike(name))
-        )
+    def _add(self, value: ir.Value) -> None:
+        tensor = stored_tensor(value)
+        if tensor is not None and holds_numbers(tensor.dtype):
+            self._named[str(value.name)] = tensor, recipe_of(value)
 
-    def is_said_anew(self, name: str, tensor: ir.TensorProtocol) -> bool:
-        """Whether a tensor has a recipe that it did not have before, so that who made it has written it."""
+    def may_be_weight(self, name: str, tensor: ir.TensorProtocol) -> bool:
+        """Whether a tensor may be a weight; 32-bit integers may be a quantized bias, by their name."""
+        if holds_numbers(tensor.dtype):
+            return True
+        return tensor.dtype == ir.DataType.INT32 and bool(self._recipes_named(name))
+
+    def has_new_recipe(self, name: str, tensor: ir.TensorProtocol) -> bool:
+        """Whether the tool itself recorded a recipe: one that the original tensor does not have."""
         original = self._named.get(name)
-        was = {} if original is None else original[0].metadata_props
-        said = tensor.metadata_props.get(tags.RECIPE)
-        return said == recipe_to_text(CONSTANT) or said not in (None, was.get(tags.RECIPE))
+        before = {} if original is None else original[0].metadata_props
+        recorded_text = tensor.metadata_props.get(tags.RECIPE)
+        if recorded_text == recipe_to_text(CONSTANT):
+            return True
+        return recorded_text not in (None, before.get(tags.RECIPE))
 
     def recipe(self, name: str, tensor: ir.TensorProtocol) -> Recipe:
-        """How a tensor of the second file was made; one that kept its name and numbers is not looked up among all."""
+        """The recipe of a tensor of the result; contents are searched only if name and contents differ."""
         original = self._named.get(name)
         computed = self._computed.get(name)
         if computed == CONSTANT:
             return CONSTANT
-        named = self._named_alike(name) or ([] if computed is None else [computed])
+        named = self._recipes_named(name) or ([] if computed is None else [computed])
         vague = step("computed", *named, _BY_A_TOOL)
-        with contextlib.suppress(FileError, OSError):  # the data file of one of them is gone
+        with contextlib.suppress(FileError, OSError):  # a data file is gone
             if original is not None and same_numbers(original[0], tensor):
-                is_cast = original[0].dtype != tensor.dtype
-                return (
-                    step("cast", original[1], tensor.dtype.name.lower()) if is_cast else original[1]
-                )
+                before, recipe = original
+                if before.dtype == tensor.dtype:
+                    return recipe
+                return step("cast", recipe, tensor.dtype.name.lower())
         try:
-            # zeros and ones of one origin are those of any other
+            # Tensors of one repeated number, such as zeros, equal each other by chance.
             if tensor.size > 1 and is_filled(tensor):
                 return vague
-            return self._elsewhere(tensor) or self._as_computed(computed, tensor) or vague
+            return self._by_contents(tensor) or self._as_computed(computed, tensor) or vague
         except (FileError, OSError):
             return ["computed", _BY_A_TOOL]
 
     def _as_computed(self, recipe: Recipe | None, tensor: ir.TensorProtocol) -> Recipe | None:
-        """The recipe of a tensor that nodes of the first file computed under this name, if it gives these numbers."""
+        """The recipe of the nodes that computed a tensor of this name, if it gives these numbers."""
         if recipe is None or not is_exact(recipe):
             return None
         if any(name not in self._entries for name in parameters_in(recipe)):
@@ -253,49 +260,56 @@ class _Originals:
         except InputError:
             return None
 
-    def _named_alike(self, name: str) -> list[Recipe]:
-        """The recipe of the weight with a name, or with the beginning of it to which a tool added something."""
-        known = known_beginning(name, self._named)
-        return [] if known is None else [self._named[known][1]]
+    def _recipes_named(self, name: str) -> list[Recipe]:
+        """The recipe of the weight of a name, or of the name to which a tool added a suffix."""
+        original = known_beginning(name, self._named)
+        return [] if original is None else [self._named[original][1]]
 
-    def _elsewhere(self, tensor: ir.TensorProtocol) -> Recipe | None:
-        """The recipe of a weight with the numbers of a tensor, as they are or transposed."""
-        known = self._by_hash(tensor.dtype, tensor.size)
-        if not known:
+    def _by_contents(self, tensor: ir.TensorProtocol) -> Recipe | None:
+        """The recipe of a weight with the numbers of a tensor, in the same order or transposed."""
+        originals = self._by_hash(tensor.dtype, tensor.size)
+        if not originals:
             return None
         array = np.asarray(tensor.numpy())
-        if same := known.get(array_hash(array)):
+        same = originals.get(array_hash(array))
+        if same:
             return merged(
-                each if shape == array.shape else step("reshape", each, [*array.shape])
-                for shape, each in same
+                recipe if shape == array.shape else step("reshape", recipe, [*array.shape])
+                for shape, recipe in same
             )
-        shapes = {
-            shape
-            for same in known.values()
-            for shape, _ in same
-            if sorted(shape) == sorted(array.shape)
-        }
-        # the first is as they are
-        orders = itertools.islice(itertools.permutations(range(array.ndim)), 1, None)
-        for axes in orders if shapes else ():
-            shape = tuple(array.shape[axis] for axis in axes)
-            turned = known.get(array_hash(array.transpose(axes)), ()) if shape in shapes else ()
-            if turned and all(each == shape for each, _ in turned):
-                return merged(
-                    step("transpose", each, [*map(axes.index, range(array.ndim))])
-                    for _, each in turned
-                )
+        dimensions = sorted(array.shape)
+        shapes = {shape for entries in originals.values() for shape, _ in entries}
+        if any(sorted(shape) == dimensions for shape in shapes):
+            return _transposed_recipe(array, originals, shapes)
         return None
 
-    def _by_hash(
-        self, dtype: ir.DataType, size: int
-    ) -> dict[bytes, list[tuple[tuple[int, ...], Recipe]]]:
-        """Hash of the numbers of a weight with so many elements → its shape, and how it was made."""
+    def _by_hash(self, dtype: ir.DataType, size: int) -> _ByHash:
+        """The weights of one type and number of elements, by the hash of their contents."""
         if (dtype, size) not in self._hashed:
-            found = self._hashed.setdefault((dtype, size), {})
+            by_hash = self._hashed.setdefault((dtype, size), {})
             for tensor, recipe in self._named.values():
-                if (tensor.dtype, tensor.size) == (dtype, size):
-                    with contextlib.suppress(FileError, OSError):
-                        array = np.asarray(tensor.numpy())
-                        found.setdefault(array_hash(array), []).append((array.shape, recipe))
+                if (tensor.dtype, tensor.size) != (dtype, size):
+                    continue
+                with contextlib.suppress(FileError, OSError):
+                    array = np.asarray(tensor.numpy())
+                    by_hash.setdefault(array_hash(array), []).append((array.shape, recipe))
         return self._hashed[dtype, size]
+
+
+def _transposed_recipe(
+    array: Array, originals: _ByHash, shapes: Collection[tuple[int, ...]]
+) -> Recipe | None:
+    """The recipe of the weight of which an array is a transpose; None without one.
+
+    ``shapes``: The shapes of the originals.
+    """
+    orders = itertools.permutations(range(array.ndim))
+    for axes in itertools.islice(orders, 1, None):  # the first order is the array's own
+        shape = tuple(array.shape[axis] for axis in axes)
+        if shape not in shapes:
+            continue
+        same = originals.get(array_hash(array.transpose(axes)), ())
+        if same and all(original == shape for original, _ in same):
+            back = [*map(axes.index, range(array.ndim))]
+            return merged(step("transpose", recipe, back) for _, recipe in same)
+    return None

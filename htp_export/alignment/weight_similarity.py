@@ -1,4 +1,4 @@
-"""Numbers of one file among those of another: equal, in another layout, joined, cut out, scaled or rounded.
+"""Numbers of one file in another: equal, in another layout, joined, cut out, scaled or rounded.
 
 Equal contents are found by hashes. For the rest, samples of the originals select candidates, which
 are then compared in full. Nothing matches if another original is nearly as close.
@@ -17,64 +17,77 @@ from htp_export.model.hashes import array_hash
 from htp_export.runtime.arrays import Array
 
 EXACT = 2e-4
-"""Relative error of float32 kernels that sum in other orders."""
+"""Relative error of float32 kernels that differ in the order of their sums."""
 
 _LARGEST = 0.3
-"""Relative error beyond which a tensor is another one: four bits for 32 weights give 0.12, random tensors have 1.4."""
+"""Largest relative error of a match: four bits for 32 weights cause 0.12, random tensors have 1.4."""
 
 _MARGIN = 3.0
-"""How many times farther away the next original has to be."""
+"""Factor by which the error of the next original has to be larger, so that a match is unique."""
 
 _AMPLIFIED = 4.0
-"""How many times larger the error of a tensor may be than that of the outputs."""
+"""Factor from the outputs' error to that of other tensors: later layers may reduce an error."""
 
-_FEWEST = 4  # different numbers; tensors with fewer, such as masks, are equal by chance
-# elements of a sample; the error of two random tensors in a sample is 1.4, and never below 0.9
+_FEWEST = 4
+"""Distinct numbers of a comparable tensor, at least; with fewer, such as masks, equality is chance."""
+
 _PLACES = 128
-_SAMPLED = 1.5  # error in a sample, per error of the whole
-_MOST_PARTS = 8  # projections that are joined are three, gates of an LSTM four
-# relative error of sorted numbers: those of two tensors with one distribution differ by more
+"""Elements of a sample: for two random tensors, its error is about 1.4, and never below 0.9."""
+
+_SAMPLED = 1.5
+"""Factor from the error of the whole tensor to that of a sample, which varies."""
+
+_MOST_PARTS = 8
+"""Parts of a concatenation, at most: attention joins three projections, an LSTM four gates."""
+
 _SORTED = 1e-3
-_MOST_AXES = 5  # whose permutations are tried
-# a fit may bring few numbers near others by chance, and has to be closer for these
+"""Relative error of sorted numbers: two tensors of one distribution differ by more."""
+
+_MOST_AXES = 5
+"""Axes of a tensor whose permutations are tried, at most: five have 120, six already 720."""
+
 _FEW, _FITTED = 256, 0.05
+"""For tensors of fewer elements, the error after scaling: a fit may bring few numbers close by chance."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """A slice of a tensor that is a slice of an original."""
+    """A slice of a tensor that equals a slice of an original."""
 
     original: int  # the original
     axis: int  # the axis along which both are cut
-    place: tuple[int, int]  # first and last index in the tensor
-    of: tuple[int, int]  # the same in the original, or in its transpose if ``turned``
-    turned: bool = False  # whether the slice is one of the transpose
+    place: tuple[int, int]  # first index in the tensor, and the index after the last
+    of: tuple[int, int]  # the same in the original, or in its transpose if ``transposed``
+    transposed: bool = False  # whether it is a slice of the original's transpose
     error: float = 0.0  # the relative error
 
 
 @dataclass(frozen=True)
-class Likeness:
+class NumericMatch:
     """The originals that have the numbers of one tensor."""
 
-    # they are all equal to it; or, if it is ``joined``, its parts, in order
+    # tensors that all equal it; or, if it is ``joined``, its parts, in order
     originals: tuple[int, ...]
     same_shape: bool = True  # whether they have its shape and its order of elements
-    parts: tuple[Part, ...] = ()  # what it is made of, if it is not the whole of an original
-    scale: float = 1.0  # what the original was multiplied with
-    offset: float = 0.0  # what was added to that
+    parts: tuple[Part, ...] = ()  # its slices, if it is not the whole of an original
+    scale: float = 1.0  # factor on the original
+    offset: float = 0.0  # added after that
     error: float = 0.0  # the relative error
 
     @property
     def joined(self) -> bool:
-        """Whether it is the concatenation of several."""
+        """Whether it is the concatenation of several originals."""
         return len(self.parts) > 1
 
 
 def relative_error(array: Array, original: Array) -> float:
-    """The norm of a difference over that of the original without its mean; infinite where one is not finite."""
+    """The norm of the difference over that of the original without its mean.
+
+    Infinite if an infinity of the original is not in the same place, and for empty arrays.
+    """
     mine, theirs = array.astype(np.float64), original.astype(np.float64)
     finite = np.isfinite(theirs)
-    if not finite.all():  # masks hold infinities, which have to be in the same places
+    if not finite.all():  # masks contain infinities, which must be in the same places
         if not np.array_equal(mine[~finite], theirs[~finite]):
             return math.inf
         mine, theirs = mine[finite], theirs[finite]
@@ -82,15 +95,13 @@ def relative_error(array: Array, original: Array) -> float:
         return math.inf
     scale = float(np.linalg.norm(theirs - theirs.mean()))
     difference = float(np.linalg.norm(mine - theirs))
-    return (
-        difference / scale
-        if scale and math.isfinite(difference)
-        else (0.0 if not difference else math.inf)
-    )
+    if scale and math.isfinite(difference):
+        return difference / scale
+    return math.inf if difference else 0.0
 
 
 def is_distinctive(array: Array) -> bool:
-    """Whether an array has so many different numbers that another one is not equal by chance."""
+    """Whether an array has enough distinct numbers, so that no other equals it by chance."""
     if array.size < _FEWEST or array.dtype.kind in "OUScb":
         return False
     flat = array.reshape(-1)
@@ -101,59 +112,68 @@ def is_distinctive(array: Array) -> bool:
 
 
 def largest_error(
-    outputs: Iterable[tuple[Array, Sequence[Array]]], find: Callable[[Array], Likeness | None]
+    outputs: Iterable[tuple[Array, Sequence[Array]]],
+    find: Callable[[Array], NumericMatch | None],
 ) -> float:
-    """The tolerance for tensors of two files, by the errors of their outputs; infinite if no output is recognised.
+    """The tolerance for tensors of two models, by the errors of their outputs.
 
-    ``outputs``: Output, and the outputs of the original. ``find``: Recognises a tensor with the
-    largest tolerance.
+    Infinite if no output has a counterpart.
+
+    Args:
+        outputs: Output, and all outputs of the original.
+        find: Finds a tensor in the original with the largest tolerance.
     """
     errors = []
     for array, originals in outputs:
         if is_distinctive(array):
-            like = find(array)
-            errors += [] if like is None else [like.error]
-        else:  # outputs with few numbers are compared with outputs only
-            same = [each for each in originals if each.shape == array.shape and array.size > 1]
-            errors += [min((relative_error(array, each) for each in same), default=math.inf)]
+            match = find(array)
+            if match is not None:
+                errors.append(match.error)
+            continue
+        # Outputs with few distinct numbers are compared with outputs only.
+        same_shape = [each for each in originals if each.shape == array.shape and array.size > 1]
+        errors += [min((relative_error(array, each) for each in same_shape), default=math.inf)]
     errors = [error for error in errors if error <= _LARGEST]
-    return min(max(EXACT, _AMPLIFIED * max(errors)), _LARGEST) if errors else math.inf
+    if not errors:
+        return math.inf
+    return min(max(EXACT, _AMPLIFIED * max(errors)), _LARGEST)
 
 
-def turned(array: Array, transpose: bool) -> Array:
+def transposed(array: Array, transpose: bool) -> Array:
     """An array, or its transpose."""
     return array.T if transpose else array
 
 
 class _Original:
-    """One original: what is kept of it in memory, and how its numbers are read."""
+    """One original: the facts about it that are in memory, and the function that loads its numbers."""
 
     def __init__(self, index: int, array: Array, load: Callable[[], Array]) -> None:
         self.index, self.load, self.shape = index, load, array.shape
         self.facts = _facts(array)
-        self.std = (
-            math.sqrt(max(self.facts[1] ** 2 - self.facts[0] ** 2, 0.0))
-            if np.isfinite(self.facts).all()
-            else 0
-        )
+        self.std = 0.0
+        if np.isfinite(self.facts).all():
+            mean, root_mean_square, _ = self.facts
+            self.std = math.sqrt(max(root_mean_square**2 - mean**2, 0.0))
         flat = array.reshape(-1)
         places = np.linspace(0, flat.size - 1, min(_PLACES, flat.size)).astype(np.int64)
         self.places = np.unravel_index(places, self.shape)
         self.sample = flat[places].astype(np.float64)
 
     def sampled(self, numbers: Array) -> float:
-        """The relative error, estimated from what another tensor has in the places of the sample."""
+        """The estimated relative error of another tensor, by its numbers in the places of the sample."""
         difference = float(np.linalg.norm(numbers.astype(np.float64) - self.sample))
         scale = self.std * math.sqrt(self.sample.size)
         if not math.isfinite(difference) or not scale:
-            return 0.0  # infinities: only the whole tells
+            return 0.0  # infinities: only the whole tensor decides
         return difference / scale
 
 
 class Originals:
-    """The tensors of an original model that can be recognised by their numbers, up to a relative error.
+    """Tensors of an original model that can be found by their numbers, up to a relative error.
 
-    ``weights``: Whether they are weights: which may be scaled, and whose parts may be transposed.
+    Args:
+        tolerance: The largest relative error.
+        weights: Whether they are weights, which may be scaled, and whose parts may be transposed.
     """
 
     def __init__(self, tolerance: float = _LARGEST, *, weights: bool = False) -> None:
@@ -164,7 +184,10 @@ class Originals:
         self._by_rank: dict[int, list[_Original]] = {}
 
     def add(self, index: int, array: Array, load: Callable[[], Array]) -> tuple[int, ...]:
-        """Add a distinctive tensor, which ``load`` reads again; return earlier ones with its shape and numbers."""
+        """Add a distinctive tensor, and return earlier ones with its shape and numbers.
+
+        ``load`` reads it again.
+        """
         if not is_distinctive(array):
             return ()
         entry, whole = _Original(index, array, load), _is_whole(array)
@@ -172,40 +195,40 @@ class Originals:
         same = tuple(other.index for other in equal if other.shape == entry.shape)
         equal.append(entry)
         if self._weights and array.ndim == 2:
-            self._by_hash.setdefault((whole, array_hash(array.T), "turned"), []).append(entry)
+            self._by_hash.setdefault((whole, array_hash(array.T), "transposed"), []).append(entry)
         self._by_size.setdefault((whole, array.size), []).append(entry)
         if not whole or self._weights:
             self._by_rank.setdefault(array.ndim, []).append(entry)
         return same
 
-    def find(self, array: Array) -> Likeness | None:
-        """The originals with the numbers of an array; None if there are none, or it is not clear which."""
+    def find(self, array: Array) -> NumericMatch | None:
+        """The originals with the numbers of an array; None if there is none, or no unique one."""
         if not is_distinctive(array):
             return None
         return self._equal(array) or self._unequal(array)
 
     # --- as a whole ---
 
-    def _equal(self, array: Array) -> Likeness | None:
+    def _equal(self, array: Array) -> NumericMatch | None:
         """Originals with exactly the same numbers in the same order, or transposed."""
         key = _is_whole(array), array_hash(array)
-        equal = self._by_hash.get(key) or self._by_hash.get((*key, "turned"), [])
+        equal = self._by_hash.get(key) or self._by_hash.get((*key, "transposed"), [])
         same = [entry for entry in equal if entry.shape == array.shape and key in self._by_hash]
         chosen = tuple(entry.index for entry in same or equal)
-        return Likeness(chosen, bool(same)) if chosen else None
+        return NumericMatch(chosen, bool(same)) if chosen else None
 
-    def _unequal(self, array: Array) -> Likeness | None:
+    def _unequal(self, array: Array) -> NumericMatch | None:
         if _is_whole(array) and not self._weights:
             return None
         near = list(self._near(array, self.tolerance * _MARGIN))
         best = min((error for error, *_ in near), default=math.inf)
         if best <= self.tolerance or (near and not self._weights):
             return self._nearest(array, near, best)
-        scaled = self._scaled(array) if self._weights else None
+        scaled = self._rescaled(array) if self._weights else None
         return scaled or self._joined(array) or self._cut_out(array)
 
     def _near(self, array: Array, limit: float) -> Iterator[tuple[float, _Original, bool]]:
-        """Originals near an array in any layout: their errors, and whether the layout is the same."""
+        """Originals near an array in any layout: error, original, and whether the layout is the same."""
         entries = self._by_size.get((_is_whole(array), array.size), [])
         mine, scale = _facts(array), max(limit, 1e-3) * 4
         for entry in entries:
@@ -216,46 +239,47 @@ class Originals:
 
     def _nearest(
         self, array: Array, near: list[tuple[float, _Original, bool]], best: float
-    ) -> Likeness | None:
+    ) -> NumericMatch | None:
+        """The nearest of some originals; None if it is too far away, or another one is nearly as close."""
         if best > self.tolerance:
             return None
         limit = max(EXACT, best * _MARGIN)
         close = [(entry, same) for error, entry, same in near if error <= limit]
         same_shape = [entry for entry, same in close if same]
         chosen = same_shape or [entry for entry, _ in close]
-        # rounded: others that are nearly as close must be the same tensor
         if best > EXACT and len(close) > 1:
+            # The tensor is rounded. Others that are nearly as close must equal the chosen one.
             first = chosen[0].load()
-            if any(_error_in_any_layout(first, entry, EXACT)[0] > EXACT for entry, _ in close):
-                return None
-        return Likeness(tuple(entry.index for entry in chosen), bool(same_shape), error=best)
+            for entry, _ in close:
+                if _error_in_any_layout(first, entry, EXACT)[0] > EXACT:
+                    return None
+        return NumericMatch(tuple(entry.index for entry in chosen), bool(same_shape), error=best)
 
-    def _scaled(self, array: Array) -> Likeness | None:
-        """An original of the same shape, or its transpose, times one number, plus another."""
-        found = []
+    def _rescaled(self, array: Array) -> NumericMatch | None:
+        """An original of the same shape, or its transpose, with a factor and an offset."""
         limit = _FITTED if array.size < _FEW else _LARGEST
+        fits = []
         for entry in self._by_rank.get(array.ndim, []):
             for transpose in (False, True) if array.ndim == 2 else (False,):
                 if entry.shape != (array.shape[::-1] if transpose else array.shape):
                     continue
                 numbers = array[entry.places[::-1] if transpose else entry.places]
-                if _fitted(numbers, entry.sample)[2] <= limit * _SAMPLED * _MARGIN:
-                    scale, offset, error = _fitted(array, turned(entry.load(), transpose))
-                    found.append((error, entry.index, not transpose, scale, offset))
-        found.sort(key=lambda fit: fit[0])
-        if not found or found[0][0] > limit:
+                sampled_error = _fitted(numbers, entry.sample)[2]
+                if sampled_error <= limit * _SAMPLED * _MARGIN:
+                    scale, offset, error = _fitted(array, transposed(entry.load(), transpose))
+                    fits.append((error, entry.index, not transpose, scale, offset))
+        fits.sort(key=lambda fit: fit[0])
+        if not fits or fits[0][0] > limit:
             return None
-        error, index, same_shape, scale, offset = found[0]
-        if any(
-            other <= max(EXACT, error * _MARGIN) and further != index
-            for other, further, *_ in found[1:]
-        ):
+        error, index, same_shape, scale, offset = fits[0]
+        too_close = max(EXACT, error * _MARGIN)
+        if any(other <= too_close and further != index for other, further, *_ in fits[1:]):
             return None
-        return Likeness((index,), same_shape, scale=scale, offset=offset, error=error)
+        return NumericMatch((index,), same_shape, scale=scale, offset=offset, error=error)
 
     # --- in parts ---
 
-    def _joined(self, array: Array) -> Likeness | None:
+    def _joined(self, array: Array) -> NumericMatch | None:
         """Originals whose concatenation along one axis is the array."""
         for axis in reversed(range(array.ndim)):
             parts, at = list[Part](), 0
@@ -269,13 +293,13 @@ class Originals:
                 at = found.place[1]
             if len(parts) > 1 and at == array.shape[axis]:
                 error = max(part.error for part in parts)
-                return Likeness(
+                return NumericMatch(
                     tuple(part.original for part in parts), False, tuple(parts), error=error
                 )
         return None
 
     def _parts_at(self, array: Array, axis: int, at: int) -> Iterator[Part]:
-        """Whole originals that the array holds from one place on."""
+        """Whole originals that the array contains from one index of an axis on."""
         for entry, transpose, size in self._fitting(array.shape, axis):
             stop = at + size
             if size == array.shape[axis] or stop > array.shape[axis]:
@@ -283,53 +307,53 @@ class Originals:
             places = list(entry.places[::-1] if transpose else entry.places)
             places[axis] = places[axis] + at
             if entry.sampled(array[tuple(places)]) <= self.tolerance * _SAMPLED:
-                error = relative_error(_cut(array, axis, at, stop), turned(entry.load(), transpose))
+                error = relative_error(
+                    _cut(array, axis, at, stop), transposed(entry.load(), transpose)
+                )
                 if error <= self.tolerance:
                     yield Part(entry.index, axis, (at, stop), (0, size), transpose, error)
 
-    def _cut_out(self, array: Array) -> Likeness | None:
-        """The one original that the array is a part of."""
-        found: dict[int, Part] = {}
+    def _cut_out(self, array: Array) -> NumericMatch | None:
+        """The only original that contains the array as a part."""
+        best: dict[int, Part] = {}
         for axis in range(array.ndim):
             size = array.shape[axis]
             for entry, transpose, length in self._fitting(array.shape, axis):
-                original = turned(entry.load(), transpose) if length > size else array
-                for start in (
-                    _starts(original, array, axis, self.tolerance) if length > size else ()
-                ):
+                if length <= size:
+                    continue
+                original = transposed(entry.load(), transpose)
+                for start in _starts(original, array, axis, self.tolerance):
                     error = relative_error(array, _cut(original, axis, start, start + size))
-                    if error <= min(
-                        self.tolerance,
-                        found[entry.index].error if entry.index in found else math.inf,
-                    ):
+                    limit = self.tolerance
+                    if entry.index in best:
+                        limit = min(limit, best[entry.index].error)
+                    if error <= limit:
                         place, of = (0, size), (start, start + size)
-                        found[entry.index] = Part(entry.index, axis, place, of, transpose, error)
-        if len(found) != 1:
+                        best[entry.index] = Part(entry.index, axis, place, of, transpose, error)
+        if len(best) != 1:
             return None
-        [part] = found.values()
-        return Likeness((part.original,), False, (part,), error=part.error)
+        [part] = best.values()
+        return NumericMatch((part.original,), False, (part,), error=part.error)
 
     def _fitting(self, shape: Sequence[int], axis: int) -> Iterator[tuple[_Original, bool, int]]:
-        """Originals that have a shape but for one axis: whether transposed, and their size along that axis."""
+        """Originals that have a shape except for one axis: whether transposed, and the size of this axis."""
+        others = [k for k in range(len(shape)) if k != axis]
         for entry in self._by_rank.get(len(shape), []):
             for transpose in (False, True) if self._weights and len(shape) == 2 else (False,):
                 theirs = entry.shape[::-1] if transpose else entry.shape
-                if all(
-                    one == two
-                    for k, (one, two) in enumerate(zip(shape, theirs, strict=True))
-                    if k != axis
-                ):
+                if all(shape[k] == theirs[k] for k in others):
                     yield entry, transpose, theirs[axis]
 
 
 def _is_whole(array: Array) -> bool:
+    """Whether an array has integers."""
     return array.dtype.kind in "iu"
 
 
 def _facts(array: Array) -> Array:
-    """Numbers that are the same in every layout: mean, root mean square and largest of what is finite, and no mask."""
+    """Mean, root mean square and largest absolute number: equal in every layout, without infinities."""
     numbers = array.reshape(-1).astype(np.float64)
-    numbers = numbers[np.abs(numbers) < 1e30]  # masks hold the lowest number of a type
+    numbers = numbers[np.abs(numbers) < 1e30]  # masks contain the lowest number of a type
     if not numbers.size:
         return np.full(3, math.inf)
     return np.array([numbers.mean(), math.sqrt(np.square(numbers).mean()), np.abs(numbers).max()])
@@ -344,22 +368,24 @@ def _error_in_any_layout(array: Array, entry: _Original, limit: float) -> tuple[
             return error, True
     if array.ndim < 2 or len(entry.shape) < 2:
         return math.inf, False
-    axes = range(len(entry.shape)) if len(entry.shape) <= _MOST_AXES else ()
     best = math.inf
-    for order in itertools.islice(itertools.permutations(axes), 1, None):
-        places = np.ravel_multi_index(
-            [entry.places[k] for k in order], [entry.shape[k] for k in order]
-        )
+    axes = range(len(entry.shape)) if len(entry.shape) <= _MOST_AXES else ()
+    orders = itertools.permutations(axes)
+    for order in itertools.islice(orders, 1, None):  # the first order is the original's own
+        shape = [entry.shape[k] for k in order]
+        places = np.ravel_multi_index([entry.places[k] for k in order], shape)
         if entry.sampled(flat[places]) <= sampled:
             best = min(best, relative_error(flat, entry.load().transpose(order).reshape(-1)))
-    if best <= limit or array.shape == entry.shape or (array.ndim == len(entry.shape) == 2):
+    is_matrix = array.ndim == len(entry.shape) == 2
+    if best <= limit or array.shape == entry.shape or is_matrix:
         return best, False
+    # The layout may combine a transpose and a reshape: compare the sorted numbers.
     error = relative_error(np.sort(flat), np.sort(entry.load(), axis=None))
     return (error if error <= min(limit, _SORTED) else math.inf), False
 
 
 def _fitted(array: Array, original: Array) -> tuple[float, float, float]:
-    """The scale and offset with which an original is nearest to an array, and the error that is left."""
+    """The scale and offset that bring an original closest to an array, and the remaining error."""
     mine, theirs = array.astype(np.float64).reshape(-1), original.astype(np.float64).reshape(-1)
     centred, theirs_centred = mine - mine.mean(), theirs - theirs.mean()
     power, both = float(theirs_centred @ theirs_centred), float(centred @ theirs_centred)
@@ -371,17 +397,16 @@ def _fitted(array: Array, original: Array) -> tuple[float, float, float]:
 
 
 def _cut(array: Array, axis: int, start: int, stop: int) -> Array:
+    """A slice of an array along one axis."""
     return array[(slice(None),) * axis + (slice(start, stop),)]
 
 
 def _starts(whole: Array, part: Array, axis: int, tolerance: float) -> Iterator[int]:
-    """Where a part may begin: its first element there is near."""
+    """The indices along an axis where a part may begin: its first element is close there."""
     first = _cut(part, axis, 0, 1).astype(np.float64).reshape(-1)
     lines = np.moveaxis(whole, axis, 0).reshape(whole.shape[axis], -1).astype(np.float64)
     distance = np.linalg.norm(lines - first, axis=1)
     limit = max(tolerance, 1e-6) * 4 * max(float(np.linalg.norm(first)), 1e-12)
-    yield from (
-        int(at)
-        for at in np.flatnonzero(distance <= limit)
-        if at + part.shape[axis] <= whole.shape[axis]
-    )
+    for start in np.flatnonzero(distance <= limit):
+        if start + part.shape[axis] <= whole.shape[axis]:
+            yield int(start)

@@ -1,7 +1,8 @@
-"""A cut as a model of its own: valid, small, and with the tags and the module tree of what is in it."""
+"""A cut as a model of its own: valid, small, and with the tags and modules of its nodes."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -24,7 +25,7 @@ _FIRST_SHAPE_WITH_RANGE = 15  # opset in which Shape got its attributes start an
 
 
 def cut_model(tagged: TaggedModel, part: Cut) -> ir.Model:
-    """A stand-alone model of a cut; it shares the tensors of its weights with the whole model, and nothing else."""
+    """Return a separate model of a cut; it shares only the tensors of weights with the whole."""
     graph, renamed = cut_graph(tagged, part)
     model = model_around(tagged, graph)
     calls = _Calls(tagged, part)
@@ -44,27 +45,35 @@ def write_part_metadata(
     signatures: Mapping[str, Sequence[Signature]],
     inside: Callable[[str], bool],
 ) -> None:
-    """Write into a part of a model what is known of its modules, as far as the whole says it.
+    """Write the metadata of a part of a model, as far as the whole has it.
 
-    ``inside`` tells whether the parameters of a module are the part's; the rest is that of the
-    part.
+    Args:
+        tagged: The whole.
+        model: The part.
+        hierarchy: The modules of the part.
+        calls: Their calls.
+        signatures: Their inputs and outputs.
+        inside: Whether the parameters of a module belong to the part.
     """
-    known = tagged.parameters
+    parameters = tagged.parameters
+    if parameters is not None:
+        parameters = {path: of for path, of in parameters.items() if inside(path)}
     write_model_metadata(
         model.metadata_props,
         hierarchy,
         calls=calls if tags.CALLERS in tagged.model.metadata_props else None,
         signatures=signatures,
-        parameters=None if known is None else {path: known[path] for path in known if inside(path)},
+        parameters=parameters,
     )
     inputs = {str(value.name) for value in model.graph.inputs}
     write_lora(model.metadata_props, lora_of_inputs(tagged.model.metadata_props, inputs))
 
 
 def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]:
-    """The graph of a cut, and what was renamed: name in the whole → name here; see `Cut.inputs` and `output_name`.
+    """Return the graph of a cut, and its renamed tensors: name in the whole → name in the cut.
 
-    Inputs with a default value, such as the factors of `lora.insert`, stay inputs with it.
+    See `Cut.inputs` and `output_name`. Inputs with a default value, such as the factors of
+    `lora.insert`, stay inputs with it.
     """
     model = tagged.model
     view = ir.GraphView(
@@ -80,18 +89,16 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
         graph.initializers[str(value.name)] for value in part.initializers if value.is_graph_input()
     ]
     for value in graph.inputs:
-        value.const_value = None  # of a weight that is given, not held
-    for value in (*graph.inputs, *graph.outputs):  # where the file did not say it
-        known = (
-            tagged.typed.get(str(value.name))
-            if value.dtype is None or value.shape is None
-            else None
-        )
+        value.const_value = None  # a weight may be an argument of the cut
+    for value in (*graph.inputs, *graph.outputs):
+        if value.dtype is not None and value.shape is not None:
+            continue
+        known = tagged.typed.get(str(value.name))
         if known is not None:
             value.type, value.shape = value.type or known.type, value.shape or known.shape
     _compute_sizes(graph, part)
     for place, value in enumerate(graph.outputs):
-        if value.producer() is None:  # what is given back as it came, and what is constant
+        if value.producer() is None:  # a returned input, or an initializer
             graph.outputs[place] = own_output(graph, value, Owned((part.path,), Reason.FLOW))
     renamed = _name_inputs(graph, list(part.inputs))
     graph.inputs.extend(optional)
@@ -99,9 +106,9 @@ def cut_graph(tagged: TaggedModel, part: Cut) -> tuple[ir.Graph, dict[str, str]]
 
 
 def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
-    """A model of a graph that was cut out: with the functions that it calls, and of the whole's versions."""
+    """Return a model of a cut's graph, with the functions that it calls and the whole's versions."""
     source = tagged.model
-    # a part is no ONNX model either
+    # A part of a model that another way than ONNX exported is of that way, too.
     way = {key: way for key, way in source.metadata_props.items() if key == tags.WAY}
     model = ir.Model(
         graph,
@@ -116,15 +123,15 @@ def model_around(tagged: TaggedModel, graph: ir.Graph) -> ir.Model:
 
 
 def output_name(value: ir.Value) -> str:
-    """The name that a value of the whole has where it leaves a cut.
+    """The name of a value of the whole as an output of a cut.
 
-    It is its own, but for what no node makes: an initializer and an output cannot be one tensor.
+    It is its own name, except for an initializer or an input: these cannot be outputs themselves.
     """
     return str(value.name) if value.producer() is not None else f"{value.name}.returned"
 
 
 def own_output(graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
-    """Add a node of one module that returns an input or an initializer as a tensor of its own."""
+    """Add a node of one module that returns an input or initializer as a tensor of its own."""
     node = ir.node("Identity", [value])
     owned.write(node.metadata_props, owned.paths)
     new = node.outputs[0]
@@ -134,47 +141,41 @@ def own_output(graph: ir.Graph, value: ir.Value, owned: Owned) -> ir.Value:
 
 
 def _compute_sizes(graph: ir.Graph, part: Cut) -> None:
-    """Put nodes that compute sizes from the inputs in the place of the inputs that stand for them."""
-    count = len(part.inputs)
+    """Replace the inputs of a cut that are sizes by nodes that compute them from the other inputs."""
     counterparts = dict(zip((*part.inputs.values(), *part.sizes), graph.inputs, strict=True))
     by_name = {value.name: value for value in graph.initializers.values()}
+    # size in the whole → the same in the cut
     computed: dict[ir.Value, ir.Value] = {}
     nodes: list[ir.Node] = []
-    sizes = (value for node in part.size_nodes for value in node.outputs)
-    names = UsedNames(
-        value.name for value in (*all_values(graph), *part.outputs.values(), *sizes) if value.name
-    )
+    sizes = [value for node in part.size_nodes for value in node.outputs]
+    used = (*all_values(graph), *part.outputs.values(), *sizes)
+    names = UsedNames(value.name for value in used if value.name)
+    arguments = list(part.inputs.values())
+
+    def counterpart(value: ir.Value | None) -> ir.Value | None:
+        if value is None:
+            return None
+        return computed.get(value) or counterparts.get(value) or by_name[value.name]
+
     for node in part.size_nodes:
         places = None
-        if node.op_type == "Shape" and node.inputs[0] not in part.inputs.values():
-            places = same_dimensions(node, list(part.inputs.values()))
+        if node.op_type == "Shape" and node.inputs[0] not in arguments:
+            places = same_dimensions(node, arguments)
         if places is not None:
             opset, name = graph.opset_imports.get("", 1), str(node.outputs[0].name)
             built = _read_dimensions(places, counterparts, opset, name, names)
-            nodes.extend(built)
-            result = [built[-1].outputs[0]]
         else:
-            inputs = [
-                None
-                if value is None
-                else computed.get(value) or counterparts.get(value) or by_name[value.name]
-                for value in node.inputs
-            ]
-            copy = ir.Node(
-                node.domain,
-                node.op_type,
-                inputs,
-                list(node.attributes.values()),
-                num_outputs=len(node.outputs),
-            )
-            nodes.append(copy)
-            result = list(copy.outputs)
-        for old, new in zip(node.outputs, result, strict=True):
+            attributes = list(node.attributes.values())
+            inputs = [counterpart(value) for value in node.inputs]
+            count = len(node.outputs)
+            built = [ir.Node(node.domain, node.op_type, inputs, attributes, num_outputs=count)]
+        nodes.extend(built)
+        for old, new in zip(node.outputs, built[-1].outputs, strict=True):
             new.name, new.type, new.shape = old.name, old.type, old.shape
             computed[old] = new
     for value in part.sizes:
         counterparts[value].replace_all_uses_with(computed[value], replace_graph_outputs=True)
-    graph.inputs[count:] = []
+    graph.inputs[len(arguments) :] = []
     for node in nodes:
         Owned((part.path,), Reason.FLOW).write(node.metadata_props, {part.path})
     if nodes:
@@ -189,53 +190,55 @@ def _read_dimensions(
     name: str,
     names: UsedNames,
 ) -> list[ir.Node]:
-    """Nodes whose last one gives the dimensions as a vector of int64; names of tensors begin with ``name``."""
+    """Nodes, the last of which returns dimensions as a vector of int64.
+
+    Args:
+        places: The dimensions: numbers, or an input of the whole and an axis.
+        counterparts: Input of the whole → input of the cut.
+        opset: The version of ONNX's operators.
+        name: The prefix of the names of tensors.
+        names: The names in use.
+    """
     nodes: list[ir.Node] = []
+    parts: list[ir.Value] = []
     for place in places:
         if isinstance(place, int):
-            nodes.append(
-                ir.node("Constant", [], {"value": ir.tensor(np.array([place], dtype=np.int64))})
-            )
+            nodes.append(_integer(place))
         elif opset >= _FIRST_SHAPE_WITH_RANGE:
-            nodes.append(
-                ir.node("Shape", [counterparts[place[0]]], {"start": place[1], "end": place[1] + 1})
-            )
+            value, axis = place
+            nodes.append(ir.node("Shape", [counterparts[value]], {"start": axis, "end": axis + 1}))
         else:
-            shape = ir.node("Shape", [counterparts[place[0]]])
-            axis = ir.node(
-                "Constant", [], {"value": ir.tensor(np.array([place[1]], dtype=np.int64))}
-            )
-            nodes += [
-                shape,
-                axis,
-                ir.node("Gather", [shape.outputs[0], axis.outputs[0]], {"axis": 0}),
-            ]
+            value, axis = place
+            shape, index = ir.node("Shape", [counterparts[value]]), _integer(axis)
+            inputs = [shape.outputs[0], index.outputs[0]]
+            nodes += [shape, index, ir.node("Gather", inputs, {"axis": 0})]
             shape.outputs[0].name = names.unused(f"{name}.{len(nodes)}.shape")
-            axis.outputs[0].name = names.unused(f"{name}.{len(nodes)}.axis")
+            index.outputs[0].name = names.unused(f"{name}.{len(nodes)}.axis")
         nodes[-1].outputs[0].name = names.unused(f"{name}.{len(nodes)}")
-    ends = [
-        node.outputs[0]
-        for node in nodes
-        if not any(node.outputs[0] in reader.inputs for reader in nodes)
-    ]
-    if len(ends) != 1:
-        nodes.append(ir.node("Concat", ends, {"axis": 0}))
+        parts.append(nodes[-1].outputs[0])
+    if len(parts) != 1:
+        nodes.append(ir.node("Concat", parts, {"axis": 0}))
     return nodes
 
 
+def _integer(number: int) -> ir.Node:
+    """A constant vector of one integer."""
+    return ir.node("Constant", [], {"value": ir.tensor(np.array([number], dtype=np.int64))})
+
+
 def _name_inputs(graph: ir.Graph, names: Sequence[str]) -> dict[str, str]:
-    """Name the inputs after the arguments; what has such a name already gets another. Old name → new."""
+    """Name the inputs after the arguments, and rename other tensors of these names; old name → new."""
     inputs, renamed = set(graph.inputs), {}
-    taken = {value.name: value for value in all_values(graph) if value not in inputs}
+    others = {value.name: value for value in all_values(graph) if value not in inputs}
     for name in names:
-        holder = taken.get(name)
-        if holder is not None:
-            fresh = next(
-                new for k in range(1, len(taken) + 2) if (new := f"{name}.{k}") not in taken
-            )
-            renamed[name] = fresh
-            rename(holder, fresh)
-            taken[fresh] = holder
+        other = others.get(name)
+        if other is None:
+            continue
+        numbered = (f"{name}.{number}" for number in itertools.count(1))
+        unused = next(candidate for candidate in numbered if candidate not in others)
+        renamed[name] = unused
+        rename(other, unused)
+        others[unused] = other
     for value, name in zip(graph.inputs, names, strict=True):
         renamed[str(value.name)] = name
         rename(value, name)
@@ -246,9 +249,9 @@ class _Calls:
     """The calls in a cut, with the modules that ran in them, wherever these are registered.
 
     Attributes:
-        modules: The modules in the cut: those below its module, and those that it called.
-        numbers: Module path → the numbers that its calls in the cut have in the whole.
-        hierarchy: The modules, and those above them.
+        modules: The modules in the cut: the descendants of its module, and modules that it called.
+        numbers: Module path → the numbers in the whole of its calls in the cut.
+        hierarchy: The modules, and their ancestors.
         tree: Their calls.
     """
 
@@ -259,48 +262,55 @@ class _Calls:
         self.modules = {path for path in tree if path in inside or tags.is_under(path, part.path)}
         self.numbers = {path: inside[path] for path in tree if path in inside}
         above = tags.all_above(self.modules)
-        self.hierarchy = Hierarchy(
-            info.counted(len(inside.get(path, ())))
-            if path in self.modules
-            else ModuleInfo(path, info.class_name)
-            for path, info in tree.items()
-            if path in self.modules or path in above or not path
-        )
-        self._calls = {
-            Instance(path, number): Instance(path, place)
-            for path, numbers in self.numbers.items()
-            for place, number in enumerate(numbers)
-        }
+        infos: list[ModuleInfo] = []
+        for path, info in tree.items():
+            if path in self.modules:
+                infos.append(info.counted(len(inside.get(path, ()))))
+            elif path in above or not path:
+                infos.append(ModuleInfo(path, info.class_name))
+        self.hierarchy = Hierarchy(infos)
+        # call in the whole → call in the cut
+        self._calls: dict[Instance, Instance] = {}
+        for path, numbers in self.numbers.items():
+            for place, number in enumerate(numbers):
+                self._calls[Instance(path, number)] = Instance(path, place)
+        self.tree = CallTree(self.hierarchy, self._callers(tagged.calls, top))
+
+    def _callers(self, tree: CallTree, top: Instance) -> dict[str, list[Instance | None]]:
+        """Module path → the callers of its calls in the cut, for modules whose callers are known."""
         callers: dict[str, list[Instance | None]] = {}
         for path, numbers in self.numbers.items():
-            callers_inside = [
-                self._caller(tagged.calls, Instance(path, number), top) for number in numbers
-            ]
-            if all(caller is None or caller.call >= 0 for caller in callers_inside):
-                callers[path] = callers_inside
-        self.tree = CallTree(self.hierarchy, callers)
+            inside = [self._caller(tree, Instance(path, number), top) for number in numbers]
+            if all(caller is None or caller.call >= 0 for caller in inside):
+                callers[path] = inside
+        return callers
 
     def number(self, call: Instance) -> Instance | None:
-        """What a call of the whole is in the cut."""
+        """The call in the cut of a call in the whole; None if it is not in the cut."""
         return self._calls.get(call)
 
     def owners(self, work: NodeCalls) -> Iterator[str]:
-        """The owners of a node that are in the cut; of modules registered elsewhere, those whose calls are in it."""
-        doing = {call.path for call in work.calls if call in self._calls}
-        return (
-            owner for owner in work.owners if owner in doing or tags.is_under(owner, self._path)
-        )
+        """The owners of a node that are in the cut.
+
+        Modules that are registered elsewhere are in it if their calls are.
+        """
+        running = {call.path for call in work.calls if call in self._calls}
+        for owner in work.owners:
+            if owner in running or tags.is_under(owner, self._path):
+                yield owner
 
     def _caller(self, tree: CallTree, call: Instance, top: Instance) -> Instance | None:
-        """The call in the cut that a call ran in."""
+        """The call in the cut in which a call ran; one of number -1 if it is unknown."""
         if call == top:
             return None
         around = tree.chain(call)[1:]
-        if any(
-            caller.call < 0 for caller in around[: around.index(top) if top in around else None]
-        ):
+        up_to_top = around[: around.index(top)] if top in around else around
+        if any(caller.call < 0 for caller in up_to_top):
             return Instance(top.path, -1)
-        return next((self._calls[caller] for caller in around if caller in self._calls), None)
+        for caller in around:
+            if caller in self._calls:
+                return self._calls[caller]
+        return None
 
 
 def narrow_owners(
@@ -311,10 +321,15 @@ def narrow_owners(
     otherwise: str,
     calls: CallTree,
 ) -> None:
-    """Take the owners that are not in a part off its nodes: modules outside share no node with it any more.
+    """Remove owners outside the part from the tags of its nodes.
 
-    ``inside`` gives those that are, and ``otherwise`` owns nodes without any. ``number`` gives what
-    a call of the whole is among the ``calls`` of the part's modules.
+    Args:
+        tagged: The whole.
+        model: The part; changed in place.
+        inside: Returns the owners of a node that are in the part.
+        number: Returns the call in the part of a call in the whole.
+        otherwise: The owner of nodes without an owner in the part.
+        calls: The calls of the part's modules.
     """
     called = tagged.hierarchy.called
     for node in all_nodes(model):
@@ -329,11 +344,10 @@ def narrow_owners(
 def _signatures(
     tagged: TaggedModel, numbers: Mapping[str, Sequence[int]], renamed: Mapping[str, str]
 ) -> dict[str, list[Signature]]:
-    return {
-        path: [
-            signatures[number].renamed(lambda name: renamed.get(name, name))
-            for number in numbers[path]
-        ]
-        for path, signatures in tagged.signatures.items()
-        if path in numbers and len(signatures) == tagged.hierarchy[path].calls
-    }
+    """The signatures of the calls in a cut, with renamed tensors."""
+    inside: dict[str, list[Signature]] = {}
+    for path, signatures in tagged.signatures.items():
+        if path in numbers and len(signatures) == tagged.hierarchy[path].calls:
+            calls = [signatures[number] for number in numbers[path]]
+            inside[path] = [call.renamed(lambda name: renamed.get(name, name)) for call in calls]
+    return inside

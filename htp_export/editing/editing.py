@@ -30,9 +30,9 @@ def is_boundary(value: ir.Value) -> bool:
 
 
 def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONSTANT) -> ir.Value:
-    """A new initializer; ``recipe``: how it was made of parameters, if it was.
+    """Add an initializer with an array; ``recipe``: how it was computed from parameters, if it was.
 
-    The name is made unique among initializers alone: `separate_names` tells those of others apart
+    The name becomes unique only among initializers: `separate_names` compares it with others
     after each change.
     """
     return add_initializer(graph, ir.tensor(array), name, recipe)
@@ -41,7 +41,7 @@ def add_constant(graph: ir.Graph, array: Array, name: str, recipe: Recipe = CONS
 def add_initializer(
     graph: ir.Graph, tensor: ir.TensorProtocol, name: str, recipe: Recipe
 ) -> ir.Value:
-    """The same of a tensor; integers without a recipe are constants."""
+    """Add an initializer with a tensor; integers without a recipe are constants."""
     if tensor.dtype.is_floating_point() or recipe != CONSTANT:
         tensor = recorded(tensor, recipe)
     shape = ir.Shape(tensor.shape.numpy())
@@ -53,12 +53,11 @@ def add_initializer(
 
 
 def _unique(graph: ir.Graph, name: str) -> str:
-    numbered = (f"{name}_{count}" for count in itertools.count(1))
-    return next(
-        candidate
-        for candidate in itertools.chain([name], numbered)
-        if candidate not in graph.initializers
-    )
+    """The name, or the first numbered one that no initializer has."""
+    candidate, numbers = name, itertools.count(1)
+    while candidate in graph.initializers:
+        candidate = f"{name}_{next(numbers)}"
+    return candidate
 
 
 def register_constants(graph: ir.Graph) -> None:
@@ -66,28 +65,21 @@ def register_constants(graph: ir.Graph) -> None:
     used: UsedNames | None = None
     for node in graph:
         for value in node.inputs:
-            if (
-                value is None
-                or value.const_value is None
-                or value.producer() is not None
-                or value.graph is not None
-            ):
+            if value is None or value.const_value is None:
                 continue
-            used = used or UsedNames(
-                (each.name for each in all_values(graph) if each.name), first=1
-            )
+            if value.producer() is not None or value.graph is not None:
+                continue
+            if used is None:
+                used = UsedNames((each.name for each in all_values(graph) if each.name), first=1)
             value.name = used.unused(value.name or "constant")
             graph.register_initializer(value)
 
 
 def constant_array(value: ir.Value | None, largest: int = 4096) -> Array | None:
     """The elements of a small constant, else None; large constants are not read."""
-    if (
-        value is None
-        or value.const_value is None
-        or value.is_graph_input()
-        or value.const_value.size > largest
-    ):
+    if value is None or value.const_value is None or value.is_graph_input():
+        return None
+    if value.const_value.size > largest:
         return None
     array: Array = value.const_value.numpy()
     return array
@@ -97,20 +89,18 @@ def bytes_of(tensor: ir.TensorProtocol | None) -> int:
     """Bytes of the elements of a tensor; for strings, of their characters."""
     if tensor is None:
         return 0
-    return (
-        sum(map(len, tensor.string_data()))
-        if isinstance(tensor, ir.StringTensor)
-        else tensor.nbytes
-    )
+    if isinstance(tensor, ir.StringTensor):
+        return sum(map(len, tensor.string_data()))
+    return tensor.nbytes
 
 
 def is_constant(value: ir.Value | None) -> bool:
-    """Whether a value is an initializer that is no input of the graph."""
+    """Whether a value is an initializer, and not also an input of the graph."""
     return value is not None and value.const_value is not None and not value.is_graph_input()
 
 
 def multiple(node: ir.Node | None) -> tuple[ir.Value, Array] | None:
-    """The value that a node multiplies by one floating-point number, and the number; None if the rank could change.
+    """The value that a node multiplies by one float, and the float; None if the rank may change.
 
     Examples:
         >>> x, half = ir.val("x"), ir.Value(name="two", const_value=ir.tensor(2.0))
@@ -137,29 +127,31 @@ def _reciprocal(number: Array) -> Array | None:
 
 
 def times(one: Array, other: Array) -> Array | None:
-    """The product of two factors; None if an element overflows or underflows, where one after the other may not."""
+    """The product of two factors; None if an element overflows or underflows.
+
+    Two multiplications, one after the other, might not.
+    """
     with np.errstate(all="ignore"):
         return _normal(np.multiply(one, other, dtype=other.dtype), (one == 0) | (other == 0))
 
 
 def _normal(result: Array, zeros: Array) -> Array | None:
-    """A result whose elements are normal numbers, or zeros where these are expected; else None."""
+    """A result whose elements are normal numbers, or zeros where ``zeros`` expects them; else None."""
     normal = np.isfinite(result) & (np.abs(result) >= np.finfo(result.dtype).tiny)
     return np.asarray(result) if (normal | (zeros & (result == 0))).all() else None
 
 
 def scaled(value: ir.Value | None) -> tuple[ir.Value, Array] | None:
-    """The factors of a value that is a multiple of another by one number, has one consumer, and is no boundary."""
+    """For a product with one number: its factors; None if it is a boundary, or has other consumers."""
     if value is None or only_consumer(value) is None or is_boundary(value):
         return None
     return multiple(value.producer())
 
 
 def replace_with(old: ir.Value, new: ir.Value) -> bool:
-    """Replace a value by an equal one everywhere; False if that is impossible.
+    """Replace a value by an equal one everywhere; return False if that is impossible.
 
-    An output of the graph keeps its name: the value in its place is renamed, unless its own name is
-    fixed.
+    An output of the graph keeps its name: the new value is renamed, unless its own name is fixed.
     """
     if old.is_graph_output():
         fixed = new.is_graph_output() or new.is_graph_input() or new.is_initializer()
@@ -175,7 +167,7 @@ def replace_with(old: ir.Value, new: ir.Value) -> bool:
 
 
 def _keep_boundary(old: ir.Value, new: ir.Value) -> None:
-    """Mark a value that has the place of an input or output of a module: it is one, too."""
+    """Mark a value that replaces an input or output of a module: it is one, too."""
     if is_boundary(old):
         new.meta[BOUNDARY] = True
 
@@ -186,11 +178,16 @@ def replace_uses(
     readers: Iterable[tuple[ir.Node, int]] | None = None,
     rest: str | None = None,
 ) -> None:
-    """Let a value have the place of another one: its name, its place among the outputs of the graph, and its consumers.
+    """Replace a value by another one, which gets its name, its place as an output, and its consumers.
 
-    Its type and shape are those of the other where it has none. If ``readers`` are given, only
-    these consumers read it from now on, each at the place of an input; ``rest`` is the name that
-    the other one has then.
+    It also gets missing type and shape.
+
+    Args:
+        old: The replaced value.
+        new: The value.
+        readers: The only consumers that read ``new``, each with the position of an input; None for
+            all.
+        rest: The name of ``old`` afterwards.
     """
     record_replacement(old, new)
     name, chosen = old.name, list(old.uses() if readers is None else readers)
@@ -205,7 +202,7 @@ def replace_uses(
 
 
 def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> None:
-    """Insert a node right behind the one that makes a value; before all others where none does."""
+    """Insert a node directly after the producer of a value, or at the beginning of the graph."""
     if (producer := value.producer()) is not None:
         graph.insert_after(producer, node)
     elif len(graph):
@@ -215,7 +212,7 @@ def insert_behind(graph: ir.Graph, value: ir.Value, node: ir.Node) -> None:
 
 
 def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
-    """Replace a node with one output by nodes of no graph, the last of which computes it under the same name.
+    """Replace a node with one output by new nodes, the last of which computes this output.
 
     Examples:
         >>> x = ir.val("x", ir.DataType.FLOAT, [2])
@@ -238,7 +235,7 @@ def replace(old: ir.Node, new: Sequence[ir.Node]) -> None:
 
 
 def release(node: ir.Node) -> None:
-    """Disconnect the subgraphs of a node before it is removed: otherwise they would count as consumers."""
+    """Disconnect the subgraphs of a node before its removal: else they count as consumers."""
     for body in subgraphs(node):
         for inner in body.all_nodes():
             for place in range(len(inner.inputs)):
@@ -246,26 +243,28 @@ def release(node: ir.Node) -> None:
 
 
 def remove_unused(model: ir.Model) -> None:
-    """Remove nodes whose results have no consumer."""
+    """Remove nodes whose outputs have no consumer."""
     RemoveUnusedNodesPass()(model)
 
 
 _FIRST = 18
-"""Before it, axes are attributes in some versions and inputs in others; torch exports no earlier ones with dynamo."""
+"""Before it, axes are attributes or inputs, by version; torch's dynamo exports begin with it."""
 
 _IR_VERSION = 10
 """The first one with the integers of 4 bits."""
 
 _OTHER_MEANING = {"DFT": 20, "GridSample": 20, "GroupNormalization": 21}
-"""Operators → the opset from which on their inputs or attributes mean something else. All others of these versions take
-more types or have more attributes (https://github.com/onnx/onnx/blob/main/docs/Changelog.md)."""
+"""Operator → the opset in which the meaning of its inputs or attributes changes.
+
+Others only accept more types or attributes (https://github.com/onnx/onnx/blob/main/docs/Changelog.md).
+"""
 
 
 def raised(tagged: TaggedModel, opset: int) -> TaggedModel:
-    """A model whose operators are those of an opset or of a later one; the same if they are, or cannot be converted.
+    """Return a model with the operators of an opset or a later one; itself if it cannot be converted.
 
     Raises:
-        InputError: If an operator of the model means something else in that opset.
+        InputError: If the meaning of an operator of the model changes in that opset.
     """
     before = tagged.model.graph.opset_imports.get("", 1)
     if not _FIRST <= before < opset:

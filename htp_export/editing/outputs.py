@@ -1,4 +1,4 @@
-"""Outputs and optional inputs that are added to a graph; what was there stays as it is."""
+"""Outputs and optional inputs that are added to a graph; existing ones do not change."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from htp_export.shapes.operator_kinds import CONTROL_FLOW, subgraphs
 
 
 def add_output(edit: Edit, value: ir.Value, name: str, like: ir.Value) -> ir.Value:
-    """Add an output that has the elements of a value, which keeps its own name: an ``Identity`` between them.
+    """Add an output with the elements of a value, which keeps its own name, by an ``Identity``.
 
-    Its type and shape are those of ``like``; its node belongs to no module.
+    It has the type and shape of ``like``. The node belongs to no module.
     """
     result = ir.Value(name=name, type=like.type, shape=like.shape)
     edit.graph.append(edit.node("Identity", [value], ROOT, name, outputs=[result]))
@@ -30,7 +30,7 @@ def add_output(edit: Edit, value: ir.Value, name: str, like: ir.Value) -> ir.Val
 def add_zeros_input(
     graph: ir.Graph, name: str, dtype: ir.DataType, shape: Sequence[int]
 ) -> ir.Value:
-    """Add an input that is zero where a run does not give it: an initializer of the same name (IR version 4 and up)."""
+    """Add an input that is zero by default: an initializer of its name (IR version 4 and later)."""
     value = add_initializer(
         graph, ir.Tensor(np.zeros(shape, dtype.numpy()), dtype=dtype, name=name), name, CONSTANT
     )
@@ -40,9 +40,9 @@ def add_zeros_input(
 
 @contextlib.contextmanager
 def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
-    """Let optional inputs be plain inputs for a time, because onnxscript's passes take their defaults for constants.
+    """Temporarily make optional inputs required: onnxscript's passes treat defaults as constants.
 
-    Gives what puts the defaults into a graph that a pass returns in place of this one.
+    Yields a function that restores the defaults in a graph that a pass returns instead of this one.
     """
     defaults = {value.name: value.const_value for value in graph.inputs if value.is_initializer()}
 
@@ -63,79 +63,116 @@ def without_defaults(graph: ir.Graph) -> Iterator[Callable[[ir.Graph], None]]:
 
 
 def lift(edit: Edit, values: Sequence[ir.Value], name: str) -> tuple[ir.Value, list[str]]:
-    """Return a value out of branches and loop bodies: each becomes an output of its body, and of the node around it.
+    """Return a value out of branches and loop bodies, as an output of each body and of its node.
 
-    The other branch of an ``If`` gives an empty tensor. A ``Loop`` or ``Scan`` gives what each of
-    its iterations had, one after the other in a new first dimension.
+    The other branch of an ``If`` returns an empty tensor. A ``Loop`` or ``Scan`` returns the values
+    of all iterations along a new first dimension.
 
     Args:
         edit: The edit of the model; new nodes belong to no module.
         values: One value, or one in each of several bodies, of which only one runs.
-        name: The beginning of the names of new tensors.
+        name: The prefix of the names of new tensors.
 
     Returns:
-        The value in the main graph, and the names of all new tensors; an InputError, with the
-        reason, if it cannot be.
+        The value in the main graph, and the names of all new tensors.
+
+    Raises:
+        InputError: If that is impossible; the message has the reason.
     """
-    index, names = edit.tagged.index, edit.names
+    lifting = _Lifting(edit, name)
     by_graph = {value.graph: value for value in values}
-    made: list[str] = []
-
-    def new(
-        op: str,
-        inputs: Sequence[ir.Value],
-        graph: ir.Graph,
-        like: ir.Value,
-        **facts: ir.TensorProtocol,
-    ) -> ir.Value:
-        shape = ir.Shape(facts["value"].shape.numpy()) if facts else like.shape
-        result = ir.Value(name=names.tensors.unused(f"{name}.body"), type=like.type, shape=shape)
-        made.append(str(result.name))
-        graph.append(edit.node(op, inputs, ROOT, str(result.name), facts, outputs=[result]))
-        return result
-
+    index = edit.tagged.index
     while inner := [graph for graph in by_graph if graph is not index.model.graph]:
         depths = {graph: _depth(index, graph) for graph in inner}
-        deepest = max(inner, key=depths.__getitem__)
-        holder = next(iter(index.holders(deepest)), None)
+        lifting.lift_out_of(max(inner, key=depths.__getitem__), by_graph)
+    if len(by_graph) != 1:
+        raise InputError("its parts lie in several bodies; name one call of it")
+    return next(iter(by_graph.values())), lifting.made
+
+
+class _Lifting:
+    """Lifts values out of one body after the other.
+
+    Attributes:
+        made: The names of all new tensors.
+    """
+
+    def __init__(self, edit: Edit, name: str) -> None:
+        self._edit, self._name = edit, name
+        self.made: list[str] = []
+
+    def lift_out_of(
+        self, deepest: ir.Graph | None, by_graph: dict[ir.Graph | None, ir.Value]
+    ) -> None:
+        """Replace the values of a body, and of the other bodies of its node, by one around them.
+
+        ``by_graph``: Graph → its value; updated.
+        """
+        holder = next(iter(self._edit.tagged.index.holders(deepest)), None)
         if holder is None or holder.op_type not in CONTROL_FLOW or deepest not in subgraphs(holder):
             raise InputError(
                 "it lies in a function, whose results cannot be extended; use inline(...) before"
             )
-        bodies, value = subgraphs(holder), by_graph[deepest]
-        shape = None if value.shape is None else ir.Shape([None] * len(value.shape))
+        value = by_graph[deepest]
         if value.dtype is None or value.shape is None:
             raise InputError(
                 f"the file does not say the type and rank of {value.name!r} in its body"
             )
-        for body in bodies:
+        for body in subgraphs(holder):
             own = by_graph.pop(body, None)
             if own is None:
-                own = new("Constant", [], body, value, value=_empty(value))
-            elif (
-                own.dtype != value.dtype or own.shape is None or len(own.shape) != len(value.shape)
-            ):
+                own = self._new("Constant", [], body, value, value=_empty(value))
+            elif not _is_of_type(own, value):
                 raise InputError(
                     f"the branches give tensors of different types: {own.name!r} and {value.name!r}"
                 )
-            body.outputs.append(own if own.name in made else new("Identity", [own], body, own))
+            is_new = own.name in self.made
+            body.outputs.append(own if is_new else self._new("Identity", [own], body, own))
         _resize_outputs(holder, 1)
         outer = holder.outputs[-1]
-        outer.name, outer.type = names.tensors.unused(f"{name}.body"), value.type
-        outer.shape = shape if holder.op_type == "If" else ir.Shape([None, *value.shape])
-        made.append(str(outer.name))
-        if (graph := holder.graph) in by_graph or not isinstance(graph, ir.Graph):
+        outer.name, outer.type = self._unused_name(), value.type
+        if holder.op_type == "If":
+            outer.shape = ir.Shape([None] * len(value.shape))
+        else:
+            outer.shape = ir.Shape([None, *value.shape])
+        self.made.append(str(outer.name))
+        graph = holder.graph
+        if graph in by_graph or not isinstance(graph, ir.Graph):
             raise InputError(
                 "it runs in a branch and outside of it in the same call; name one call of it"
             )
         by_graph[graph] = outer
-    if len(by_graph) != 1:
-        raise InputError("its parts lie in several bodies; name one call of it")
-    return next(iter(by_graph.values())), made
+
+    def _new(
+        self,
+        op: str,
+        inputs: Sequence[ir.Value],
+        graph: ir.Graph,
+        like: ir.Value,
+        **attributes: ir.TensorProtocol,
+    ) -> ir.Value:
+        """The output of a new node at the end of a body; its type is that of ``like``."""
+        shape = ir.Shape(attributes["value"].shape.numpy()) if attributes else like.shape
+        result = ir.Value(name=self._unused_name(), type=like.type, shape=shape)
+        self.made.append(str(result.name))
+        graph.append(
+            self._edit.node(op, inputs, ROOT, str(result.name), attributes, outputs=[result])
+        )
+        return result
+
+    def _unused_name(self) -> str:
+        return self._edit.names.tensors.unused(f"{self._name}.body")
+
+
+def _is_of_type(value: ir.Value, other: ir.Value) -> bool:
+    """Whether two values have the same element type and rank, as far as these are known."""
+    if value.shape is None or other.shape is None:
+        return False
+    return value.dtype == other.dtype and len(value.shape) == len(other.shape)
 
 
 def _resize_outputs(node: ir.Node, more: int) -> None:
-    """Give a node one output more or less at its end; a ``Scan`` may say of each the axis and the direction."""
+    """Add or remove the last output of a node; a ``Scan`` may have axis and direction of each."""
     node.resize_outputs(len(node.outputs) + more)
     for name in ("scan_output_axes", "scan_output_directions"):
         if name in node.attributes:
@@ -144,10 +181,15 @@ def _resize_outputs(node: ir.Node, more: int) -> None:
 
 
 def _depth(index: GraphIndex, graph: ir.Graph | None) -> int:
+    """The number of nodes that hold a graph, one inside the other."""
     depth = 0
-    while graph is not None and (holders := index.holders(graph)):
-        found = holders[0].graph
-        graph, depth = found if isinstance(found, ir.Graph) else None, depth + 1
+    while graph is not None:
+        holders = index.holders(graph)
+        if not holders:
+            break
+        outer = holders[0].graph
+        graph = outer if isinstance(outer, ir.Graph) else None
+        depth += 1
     return depth
 
 
@@ -164,13 +206,15 @@ def _empty(value: ir.Value) -> ir.TensorProtocol:
 
 
 def remove_outputs(model: ir.Model, names: Sequence[str], made: Sequence[str]) -> None:
-    """Remove outputs of the graph, and what only they needed: tensors whose names are among ``made``."""
-    gone, ours = set(names), {*made, *names}
+    """Remove outputs of the graph, and the nodes that only they needed.
+
+    ``made``: The names of the tensors that may be removed.
+    """
+    removed, ours = set(names), {*made, *names}
     graph = model.graph
-    for place in reversed(
-        [place for place, value in enumerate(graph.outputs) if value.name in gone]
-    ):
-        graph.outputs.pop(place)  # ``del`` would not tell the value
+    places = [place for place, value in enumerate(graph.outputs) if value.name in removed]
+    for place in reversed(places):
+        graph.outputs.pop(place)  # ``del`` would leave the value marked as an output
     for node in reversed(list(graph)):
         if node.op_type not in CONTROL_FLOW and not _is_needed(node, ours):
             graph.remove(node, safe=True)
@@ -180,22 +224,22 @@ def remove_outputs(model: ir.Model, names: Sequence[str], made: Sequence[str]) -
 
 
 def _is_needed(node: ir.Node, ours: set[str]) -> bool:
+    """Whether an output of a node is consumed, returned, or not among ``ours``."""
     return any(
         value.name not in ours or value.uses() or value.is_graph_output() for value in node.outputs
     )
 
 
 def _shrink(node: ir.Node, ours: set[str]) -> None:
-    """Remove the last outputs of a node, and of its bodies, that are among ``ours`` and that nothing reads."""
-    while (
-        (last := node.outputs[-1]).name in ours and not last.uses() and not last.is_graph_output()
-    ):
+    """Remove the last outputs of a node and of its bodies that are among ``ours`` and unused."""
+    while True:
+        last = node.outputs[-1]
+        if last.name not in ours or last.uses() or last.is_graph_output():
+            return
         for body in subgraphs(node):
             producer = body.outputs.pop().producer()
-            if (
-                producer is not None
-                and producer.op_type not in CONTROL_FLOW
-                and not _is_needed(producer, ours)
-            ):
+            if producer is None or producer.op_type in CONTROL_FLOW:
+                continue
+            if not _is_needed(producer, ours):
                 body.remove(producer, safe=True)
         _resize_outputs(node, -1)

@@ -1,12 +1,12 @@
-"""Nodes of a model as a model of their own, and what a tool made of them put back in their place.
+"""Nodes of a model as a model of their own, and the result of a tool put back in their place.
 
-A tool that is given only the nodes that it may change cannot change others: a weight or a tensor
-that other nodes read too stays as it was for them. The model around keeps its nodes, their order,
-their names and their tensors.
+A tool that has only the nodes that it may change cannot change others: weights and tensors that
+other nodes read stay as they were for them. The model around keeps its nodes, their order, and the
+names of nodes and tensors.
 
-Tools name what they make after what they read (``w`` → ``w_scale``), and do not look whether the
-name is free. So tensors and nodes of a part have names of ours (`PartNames`), which are replaced
-when it is put back.
+Tools name results after inputs (``w`` → ``w_scale``), and do not check whether the name is unused.
+So tensors and nodes of a part have temporary names (`PartNames`), which are replaced when it is put
+back.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from htp_export.model.tensor_names import Names, rename
 from htp_export.shapes.operator_kinds import with_subgraphs, without_copies
 from htp_export.shapes.symbolic import Symbolic
 
-_MOST_BITS = 8  # of the elements of a quantized tensor
-_OURS = re.compile(r"htp_export/\d+/")
-"""The names of a part. Each ends with a mark, so that none is the beginning of another one."""
+_MOST_BITS = 8  # of the elements of a quantized tensor; tools use at most int8 and float8
+_TEMPORARY = re.compile(r"htp_export/\d+/")
+"""The names in a part. Each ends with a slash, so that none is a prefix of another one."""
 
 
 class PartNames:
-    """The names of tensors and nodes inside a part, and those that they have in the whole.
+    """The temporary names of tensors and nodes in a part, and their names in the whole model.
 
     Examples:
         >>> names = PartNames()
@@ -49,43 +49,43 @@ class PartNames:
         self._in_whole: dict[str, str | None] = {}
 
     def add(self, name: str | None) -> str:
-        """A name inside the part for a tensor or node of the whole; None is that of a node without one."""
+        """Return a name in the part for a tensor or node; ``name``: its own name, or None."""
         inside = f"htp_export/{len(self._in_whole)}/"
         self._in_whole[inside] = name
         return inside
 
     def in_whole(self, name: str) -> str | None:
-        """A name with those of the whole in it; None if it is made of that of a node without one."""
-        found = _OURS.findall(name)
+        """Replace temporary names in a name; None if it derives from a node without a name."""
+        found = _TEMPORARY.findall(name)
         if any(self._in_whole.get(inside, inside) is None for inside in found):
             return None
         return self.in_text(name)
 
     def in_text(self, text: str) -> str:
-        """The same of a text, such as a message of a tool."""
-        return _OURS.sub(
+        """Replace temporary names in a text, such as a message of a tool."""
+        return _TEMPORARY.sub(
             lambda match: self._in_whole.get(match[0], match[0]) or "(without a name)", text
         )
 
     def source(self, name: str) -> str | None:
-        """The name inside the part from which a tool made a name; None if it made it of nothing."""
-        match = _OURS.match(name)
+        """The temporary name from which a tool derived a name; None if there is none."""
+        match = _TEMPORARY.match(name)
         return match[0] if match and match[0] in self._in_whole else None
 
 
 @dataclass(frozen=True)
 class Submodel:
-    """Some nodes of a graph as a model; tools use it up.
+    """Some nodes of a graph as a model; `put_back` consumes it.
 
     Attributes:
-        model: The model; its tensors and nodes have the names that ``names`` gave them.
+        model: The model; its tensors and nodes have names of ``names``.
         nodes: Name of a node → the node in the whole, in order.
-        inputs: Name of an input → the value in the whole; so are outputs and weights.
-        outputs: What leaves.
+        inputs: Name of an input → the value in the whole.
+        outputs: Name of an output → the value in the whole.
         types: Name of an output → its type and shape, as far as they can be inferred.
-        weights: The initializers.
+        weights: Name of an initializer → the value in the whole.
         results: Name of an output of a node → the value in the whole.
-        names: The names inside, and in the whole.
+        names: The temporary names.
     """
 
     model: ir.Model
@@ -98,24 +98,22 @@ class Submodel:
     names: PartNames = field(repr=False)
 
     def proto(self) -> onnx.ModelProto:
-        """The model with all its weights in memory, as tools read it."""
+        """The model for tools, with all its weights in memory."""
         for value in self.model.graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor):
                 value.const_value = ir.Tensor(tensor.numpy(), dtype=tensor.dtype, name=tensor.name)
         proto = ir.to_proto(self.model)
-        known = [
-            said
-            for said in proto.graph.value_info
-            if said.name not in self.model.graph.initializers
-        ]
+        # Tools do not update the value_info of weights.
+        weights, infos = self.model.graph.initializers, proto.graph.value_info
+        kept = [info for info in infos if info.name not in weights]
         del proto.graph.value_info[:]
-        proto.graph.value_info.extend(known)  # of weights, tools do not update it
+        proto.graph.value_info.extend(kept)
         return proto
 
 
 def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
-    """The tensor of an initializer or of a ``Constant`` node, through ``Identity``; None for all other values.
+    """The tensor of an initializer or ``Constant``, through ``Identity``; None for other values.
 
     TorchScript exports have an ``Identity`` between a weight and each further module that has an
     equal one.
@@ -125,26 +123,20 @@ def constant_of(value: ir.Value | None) -> ir.TensorProtocol | None:
 
 
 def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submodel:
-    """Nodes of one graph of a model, in its order and without subgraphs, as a model that shares their weights.
+    """Copy nodes of one graph into a model that shares their weights; the graph is not changed.
 
-    The graph is not changed; ``types`` knows the types and shapes of its tensors.
+    Args:
+        model: The model.
+        nodes: The nodes, in the order of the graph and without subgraphs.
+        types: The types and shapes of the graph's tensors.
     """
-    chosen = frozenset(nodes)
-    graph_inputs = dict[ir.Value, None]()
-    weights = dict[ir.Value, None]()
-    outputs = dict[ir.Value, None]()
-    for node in nodes:
-        for value in node.inputs:
-            if value is not None and value.producer() not in chosen:
-                (graph_inputs if constant_of(value) is None else weights)[value] = None
-        for value in node.outputs:
-            if value.is_graph_output() or any(use.node not in chosen for use in value.uses()):
-                outputs[value] = None
-    given = (*graph_inputs, *weights)
+    graph_inputs, weights, outputs = _boundary(nodes)
+    formals = (*graph_inputs, *weights)
     opsets = dict(model.graph.opset_imports)
-    graph = ir.GraphView(given, [*outputs], nodes=nodes, opset_imports=opsets, name="part").clone()
-    names, inside = PartNames(), dict[ir.Value, str]()
-    for value, copy in zip(given, graph.inputs, strict=True):
+    graph = ir.GraphView(formals, outputs, nodes=nodes, opset_imports=opsets, name="part").clone()
+    names = PartNames()
+    inside: dict[ir.Value, str] = {}  # value of the whole → its name in the part
+    for value, copy in zip(formals, graph.inputs, strict=True):
         copy.const_value = _named_by_recipe(value)
         inside[value] = names.add(value.name)
         rename(copy, inside[value])
@@ -161,33 +153,53 @@ def cut_out(model: ir.Model, nodes: Sequence[ir.Node], types: Symbolic) -> Submo
     graph.inputs[len(graph_inputs) :] = []  # del would leave them marked as inputs
     for copy in initializers:
         graph.initializers.add(copy)
-    part = ir.Model(graph, ir_version=max(model.ir_version, 10))
 
     def by_name(values: Iterable[ir.Value]) -> dict[str, ir.Value]:
         return {inside[value]: value for value in values}
 
     leaving = by_name(outputs)
-    described = {name: types.described(value) for name, value in leaving.items()}
-    results = by_name(value for value in inside if value.producer() in chosen)
+    chosen = frozenset(nodes)
     return Submodel(
-        part, named, by_name(graph_inputs), leaving, described, by_name(weights), results, names
+        model=ir.Model(graph, ir_version=max(model.ir_version, 10)),  # 10: metadata on nodes
+        nodes=named,
+        inputs=by_name(graph_inputs),
+        outputs=leaving,
+        types={name: types.described(value) for name, value in leaving.items()},
+        weights=by_name(weights),
+        results=by_name(value for value in inside if value.producer() in chosen),
+        names=names,
     )
 
 
+def _boundary(
+    nodes: Sequence[ir.Node],
+) -> tuple[list[ir.Value], list[ir.Value], list[ir.Value]]:
+    """The inputs, the weights and the outputs of some nodes."""
+    chosen = frozenset(nodes)
+    inputs, weights = dict[ir.Value, None](), dict[ir.Value, None]()
+    outputs = dict[ir.Value, None]()
+    for node in nodes:
+        for value in node.inputs:
+            if value is not None and value.producer() not in chosen:
+                (inputs if constant_of(value) is None else weights)[value] = None
+        for value in node.outputs:
+            if value.is_graph_output() or any(use.node not in chosen for use in value.uses()):
+                outputs[value] = None
+    return list(inputs), list(weights), list(outputs)
+
+
 def _named_by_recipe(value: ir.Value) -> ir.TensorProtocol | None:
-    """The tensor of a weight with its recipe: without one, its name says of which parameter it is, and that changes."""
+    """The tensor of a weight with its recipe: without one, its name is the parameter, and that changes."""
     tensor = constant_of(value)
-    if (
-        tensor is None
-        or tags.RECIPE in tensor.metadata_props
-        or not tensor.dtype.is_floating_point()
-    ):
+    if tensor is None or tags.RECIPE in tensor.metadata_props:
+        return tensor
+    if not tensor.dtype.is_floating_point():
         return tensor
     return recorded(tensor, recipe_of(without_copies(value)))
 
 
 def _describe(value: ir.Value, known: ir.Value) -> None:
-    """Give a value the type and shape that are known; those of a weight are its tensor's."""
+    """Set the type and shape of a value to the known ones; a weight has those of its tensor."""
     tensor = value.const_value
     value.type = known.type if tensor is None else ir.TensorType(tensor.dtype)
     value.shape = known.shape if tensor is None else ir.Shape(tensor.shape.numpy())
@@ -212,36 +224,34 @@ def in_copy(part: Submodel, whole: ir.Model, copy: ir.Model) -> Submodel:
 
 
 def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> list[ir.Node]:
-    """Replace the nodes of a part by what a tool made of it, which is used up; the new nodes.
+    """Replace the nodes of a part by the result of a tool; return the new nodes.
 
-    Each stands after the last one in the whole that it depends on, so that the others keep their
-    order. What was made of a weight for another part already, with the same name and the same
-    numbers, is not there twice.
+    Each is inserted after the last node of the whole that it depends on, so that other nodes keep
+    their order. A weight that another part's result has already, with the same name and numbers,
+    is not added twice.
+
+    Args:
+        whole: The model; changed in place.
+        part: The part; it is used up.
+        made: The result of the tool; it is used up.
+        names: The names in use.
     """
     graph = next(iter(part.nodes.values())).graph
     assert isinstance(graph, ir.Graph)
-    new_nodes = list(made.graph)
+    old_nodes, new_nodes = list(part.nodes.values()), list(made.graph)
+    # value of the result → value in the whole
     values: dict[ir.Value, ir.Value | None] = {
         value: part.inputs[str(value.name)] for value in made.graph.inputs
     }
-    for name, value in list(made.graph.initializers.items()):
-        wanted = part.names.in_whole(name) or name
-        original = part.weights.get(name) or whole.graph.initializers.get(wanted)
-        made.graph.initializers.pop(name)
-        if original is not None and _is_same(original, value):
-            values[value] = original
-        else:
-            _record(value, part.weights.get(part.names.source(name) or ""))
-            rename(value, names.tensors.unused(wanted))
-            whole.graph.register_initializer(value)
+    _move_weights(whole, part, made, names, values)
     made.graph.outputs.clear()
     made.graph.remove(new_nodes)
-    ends = {
-        value: part.outputs[str(value.name)]
-        for node in new_nodes
-        for value in node.outputs
-        if value.name in part.outputs
-    }
+    # output of the result → the original output
+    ends: dict[ir.Value, ir.Value] = {}
+    for node in new_nodes:
+        for value in node.outputs:
+            if value.name in part.outputs:
+                ends[value] = part.outputs[str(value.name)]
     freed = _freed_names(part)
     for node in new_nodes:
         replace_inputs(node, values)
@@ -249,7 +259,6 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
             if result not in ends and result.name:
                 name = part.names.in_whole(result.name) or result.name
                 result.name = freed.get(result.name) or names.tensors.unused(name)
-    old_nodes = list(part.nodes.values())
     _place(graph, old_nodes, new_nodes)
     for value, original in ends.items():
         known = original if original.type is not None else part.types[str(value.name)]
@@ -260,13 +269,33 @@ def put_back(whole: ir.Model, part: Submodel, made: ir.Model, names: Names) -> l
     _name_nodes(part, new_nodes, names)
     for domain, version in made.graph.opset_imports.items():
         whole.graph.opset_imports.setdefault(domain, version)
-    for node in new_nodes:  # some algorithms of ONNX Runtime do not say that they use its operators
+    for node in new_nodes:  # some algorithms of ONNX Runtime do not import its domain
         whole.graph.opset_imports.setdefault(node.domain, 1)
     return new_nodes
 
 
+def _move_weights(
+    whole: ir.Model,
+    part: Submodel,
+    made: ir.Model,
+    names: Names,
+    values: dict[ir.Value, ir.Value | None],
+) -> None:
+    """Move new weights of a tool's result into the whole; add unchanged ones → originals to ``values``."""
+    for name, value in list(made.graph.initializers.items()):
+        wanted = part.names.in_whole(name) or name
+        original = part.weights.get(name) or whole.graph.initializers.get(wanted)
+        made.graph.initializers.pop(name)
+        if original is not None and _is_same(original, value):
+            values[value] = original
+        else:
+            _record(value, part.weights.get(part.names.source(name) or ""))
+            rename(value, names.tensors.unused(wanted))
+            whole.graph.register_initializer(value)
+
+
 def _record(value: ir.Value, source: ir.Value | None) -> None:
-    """Note of what a tool made a tensor: of the weight whose name begins its name, if there is one."""
+    """Record that a tool computed a tensor from the weight whose name it extends, if any."""
     tensor = value.const_value
     if tensor is None or tags.RECIPE in tensor.metadata_props:
         return
@@ -276,43 +305,42 @@ def _record(value: ir.Value, source: ir.Value | None) -> None:
 
 
 def remove_unused(values: Iterable[ir.Value], among: Container[ir.Node] | None = None) -> None:
-    """Remove the values that nothing reads any more, and what was computed for them alone; inputs of the model stay.
+    """Remove values without consumers, and nodes that only they need; inputs of the model stay.
 
-    ``among`` are the nodes that may be removed; all without.
+    ``among``: The nodes that may be removed; None for all.
     """
     waiting = list(dict.fromkeys(values))
     for value in waiting:
         if value.uses() or value.is_graph_output():
             continue
         node = value.producer()
-        if (
-            node is not None
-            and isinstance(node.graph, ir.Graph)
-            and (among is None or node in among)
-        ):
-            if any(other.uses() or other.is_graph_output() for other in node.outputs):
-                continue
-            node.graph.remove(node)
-            for each in with_subgraphs(node):
-                waiting += [read for read in each.inputs if read is not None]
-                each.resize_inputs(0)
-        elif value.is_initializer() and not value.is_graph_input() and value.graph is not None:
-            value.graph.initializers.pop(str(value.name))
+        if node is None:
+            if value.is_initializer() and not value.is_graph_input() and value.graph is not None:
+                value.graph.initializers.pop(str(value.name))
+            continue
+        if not isinstance(node.graph, ir.Graph) or (among is not None and node not in among):
+            continue
+        if any(other.uses() or other.is_graph_output() for other in node.outputs):
+            continue
+        node.graph.remove(node)
+        for each in with_subgraphs(node):
+            waiting += [read for read in each.inputs if read is not None]
+            each.resize_inputs(0)
 
 
 def _freed_names(part: Submodel) -> dict[str, str]:
-    """Name in a part → name in the whole, of tensors that are gone with its nodes: their results, and their weights."""
+    """Name in a part → name in the whole, for tensors that are removed with its nodes."""
     chosen = frozenset(part.nodes.values())
-    gone = {
-        name: value
-        for name, value in part.weights.items()
-        if not value.is_graph_output() and all(use.node in chosen for use in value.uses())
-    }
-    return {name: str(value.name) for name, value in (*part.results.items(), *gone.items())}
+    removed = dict(part.results)
+    for name, value in part.weights.items():
+        has_other_use = any(use.node not in chosen for use in value.uses())
+        if not value.is_graph_output() and not has_other_use:
+            removed[name] = value
+    return {name: str(value.name) for name, value in removed.items()}
 
 
 def _is_same(original: ir.Value, value: ir.Value) -> bool:
-    """Whether a tool left a weight as it was."""
+    """Whether a tool did not change a weight."""
     before, after = constant_of(original), value.const_value
     if before is None or after is None:
         return False
@@ -323,7 +351,7 @@ def _place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> N
     """Insert new nodes, in order, each after the last node that it depends on."""
     at = list(graph)
     anchors = _anchors({node: place for place, node in enumerate(at)}, new)
-    last = dict(enumerate(at))  # place → what the next node that depends on it stands after
+    last = dict(enumerate(at))  # place → the node after which the next one is inserted
     for node in new:
         if anchors[node] in last:
             graph.insert_after(last[anchors[node]], node)
@@ -333,37 +361,33 @@ def _place(graph: ir.Graph, old: Sequence[ir.Node], new: Sequence[ir.Node]) -> N
 
 
 def _anchors(order: Mapping[ir.Node, int], new: Sequence[ir.Node]) -> dict[ir.Node, int]:
-    """New node → the place of the node after which it stands, -1 for none.
+    """New node → the index of the node after which it is inserted, -1 for none.
 
-    A node that reads weights alone stands with the first node that reads its output.
+    A node that reads only weights is inserted with the first consumer of its output.
     """
     anchors: dict[ir.Node, int] = {}
-    idle: list[ir.Node] = []
-    still = set[ir.Value]()  # what is computed from weights alone
+    on_weights: list[ir.Node] = []
+    constant = set[ir.Value]()  # values that are computed from weights alone
     for node in new:
         read = [value for value in node.inputs if value is not None]
-        if all(value in still or constant_of(value) is not None for value in read):
-            still.update(node.outputs)
-            idle.append(node)
-        makers = [
-            maker
-            for value in read
-            if value not in still and (maker := value.producer()) is not None
-        ]
-        anchors[node] = max(
-            (anchors[maker] if maker in anchors else order.get(maker, -1) for maker in makers),
-            default=-1,
-        )
-    for node in reversed(idle):
+        if all(value in constant or constant_of(value) is not None for value in read):
+            constant.update(node.outputs)
+            on_weights.append(node)
+        anchors[node] = -1
+        for value in read:
+            maker = None if value in constant else value.producer()
+            if maker is not None:
+                place = anchors[maker] if maker in anchors else order.get(maker, -1)
+                anchors[node] = max(anchors[node], place)
+    for node in reversed(on_weights):
         readers = (use.node for value in node.outputs for use in value.uses())
-        anchors[node] = min(
-            (anchors[reader] for reader in readers if reader in anchors), default=-1
-        )
+        places = (anchors[reader] for reader in readers if reader in anchors)
+        anchors[node] = min(places, default=-1)
     return anchors
 
 
 def _name_nodes(part: Submodel, new: Sequence[ir.Node], names: Names) -> None:
-    """Give nodes the names that they had; what was named after a node that had none has none either."""
+    """Restore the names of nodes; nodes derived from one without a name have none either."""
     for node in new:
         name = part.names.in_whole(node.name or "")
         if not name or node.name in part.nodes:

@@ -26,7 +26,7 @@ from htp_export.format import tags
 from htp_export.format.hierarchy import Hierarchy, ModuleInfo
 from htp_export.format.parameters import ModuleParameters
 from htp_export.format.recipes import recipe_to_text
-from htp_export.lineage.owner_rule import NOBODYS, node_metadata, write_owners
+from htp_export.lineage.owner_rule import NO_OWNERS, node_metadata, write_owners
 from htp_export.process.restoring import (
     Changes,
     hold_collection,
@@ -129,7 +129,7 @@ def _state(model: ir.Model) -> list[Any]:
 
 def _untag(model: ir.Model) -> None:
     for node in nodes_of_model(model):
-        NOBODYS.write(node.metadata_props, ())
+        NO_OWNERS.write(node.metadata_props, ())
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
 

@@ -156,7 +156,7 @@ class ExportEvidence(FateEvidence[Key]):
 
     # The methods of `FateEvidence` say there what they are.
 
-    def settled(self, path: str) -> Outcome | None:
+    def predetermined(self, path: str) -> Outcome | None:
         has_nodes = self.has_nodes(path)
         if not self._record.log.count(path):
             return Outcome(Fate.UNCALLED)

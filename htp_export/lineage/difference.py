@@ -1,9 +1,9 @@
-"""The difference of two states of a graph: which nodes replace which, for passes that record nothing.
+"""The difference of two states of a graph: which nodes replace which, if a pass records nothing.
 
-A node that stays computes what it did: if it reads another value than before, the two values are
-equal, and so are values with the same name. Between these pairs are the removed nodes, and the
-nodes that replace them. A node that is read in place of an equal one does the work of both. A
-removed node that returned its input unchanged leaves nothing.
+A node that remains computes the same as before. If it reads another value than before, the two
+values are equal, and so are values with the same name. Between these pairs are the removed nodes,
+and the nodes that replace them. A node that is read in place of an equal one replaces that one,
+too. Nothing replaces a removed node that returned its input.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from htp_export.errors import HtpExportError
-from htp_export.lineage.owner_rule import NOBODYS, Owned, OwnerRule, Replacement, Work
+from htp_export.lineage.owner_rule import NO_OWNERS, Owned, OwnerRule, Replacement, Work
 from htp_export.lineage.records import last_replacement_of, replacement_of
 from htp_export.model.boundaries import dependence, given_values, reads_and_results
 from htp_export.shapes.operator_kinds import (
@@ -37,7 +37,10 @@ _Slots = Sequence[ir.Value | None]
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A node at that time; ``metadata`` is that of the node itself, which does not change after its removal."""
+    """A node at the time of a snapshot.
+
+    ``metadata`` is that of the node itself, which does not change after its removal.
+    """
 
     inputs: _Slots
     outputs: Sequence[ir.Value]
@@ -59,7 +62,7 @@ class Snapshot:
             "outputs": [value.name for value in model.graph.outputs],
         }
         self.results: dict[ir.Graph, tuple[ir.Value, ...]] = {}
-        # value → the one that was recorded to replace it, until then
+        # value → the value that was recorded to replace it, up to this time
         self.replaced: dict[ir.Value, ir.Value] = {}
         self._add(model.graph, model.opset_imports)
         for function in model.functions.values():
@@ -68,39 +71,39 @@ class Snapshot:
 
     @cached_property
     def live(self) -> Collection[ir.Value | None]:
-        """The values that depend on values of the model's inputs, not on constants and sizes alone."""
+        """The values that depend on values of the model's inputs, not only on their sizes."""
         return dependence(*self._dependence)
 
     def is_live(self, node: ir.Node) -> bool:
-        """Whether a result of a node depends on values of the model's inputs."""
+        """Whether an output of a node depends on values of the model's inputs."""
         return any(value in self.live for value in self.nodes[node].outputs)
 
     def work_of(self, node: ir.Node) -> Work:
-        """The tags that a node had, always the same object for a node."""
+        """The tags of a node; always the same object for a node."""
         if node not in self._works:
             self._works[node] = Work.of(self.nodes[node].metadata)
         return self._works[node]
 
     def holders(self, node: ir.Node) -> tuple[ir.Node, ...]:
-        """The node that holds the subgraph in which a node is, if it is in one."""
+        """The node whose subgraph contains a node, if there is one."""
         return (self._holders[node],) if node in self._holders else ()
 
     def holds(self, holder: ir.Node, node: ir.Node) -> bool:
-        """Whether a node was in a subgraph of another one."""
+        """Whether a node is in a subgraph of another one, at any depth."""
         around = self._holders.get(node)
         while around is not None and around is not holder:
             around = self._holders.get(around)
         return around is holder
 
     def check(self, before: Snapshot) -> None:
-        """Check what every pass ensures: the model's inputs and outputs keep their names; every tensor has a producer.
+        """Check the contract of passes: inputs and outputs keep their names, tensors have producers.
 
-        The level of a pass, which it ensures too, is checked by ``optimize(verify=True)``.
+        ``optimize(verify=True)`` checks the level of a pass, which is a part of the contract, too.
         """
-        for what, names in self._ends.items():
-            if names != before._ends[what]:
+        for side, names in self._ends.items():
+            if names != before._ends[side]:
                 raise HtpExportError(
-                    f"the {what} of the model were {before._ends[what]}, and are {names}"
+                    f"the {side} of the model were {before._ends[side]}, and are {names}"
                 )
         for node, seen in self.nodes.items():
             for value in seen.inputs:
@@ -144,7 +147,7 @@ class PassDifference:
     added: Mapping[ir.Node, None]  # new nodes, and those that were changed in place, in order
     # old value → the equal value that replaces it
     equal: dict[ir.Value, ir.Value] = field(default_factory=dict)
-    # nodes that stayed, and now also do the work of others
+    # nodes that remain, and also replace others
     merged: dict[ir.Node, None] = field(default_factory=dict)
 
     @classmethod
@@ -166,10 +169,10 @@ class PassDifference:
         return bool(self.removed or self.added or self.equal)
 
     def check_records(self) -> None:
-        """Compare the recorded replacements with the tensors that nodes read before and after.
+        """Compare the recorded replacements with the inputs of nodes before and after.
 
         Raises:
-            HtpExportError: If a tensor was recorded to be replaced by another than the one that its
+            HtpExportError: If the recorded replacement of a tensor is not the tensor that its
                 consumers read.
         """
         for node, seen in self.before.nodes.items():
@@ -178,7 +181,7 @@ class PassDifference:
             for was, now in zip(seen.inputs, self.after.nodes[node].inputs, strict=False):
                 if was is None or now is None or was is now:
                     continue
-                if now.is_initializer():  # a constant of this consumer alone, not of all
+                if now.is_initializer():  # a constant for this consumer only
                     continue
                 recorded = replacement_of(was)
                 if recorded is None or recorded is self.before.replaced.get(was):
@@ -190,34 +193,43 @@ class PassDifference:
                     )
 
     def _pair(self, changed: Collection[ir.Node]) -> None:
-        """Pair old values with those that replace them, by consumers and by names."""
+        """Pair old values with the values that replace them, by consumers and by names."""
         for node, seen in self.before.nodes.items():
             if node in self.after.nodes and node not in changed:
                 self._pair_slots(seen.inputs, self.after.nodes[node].inputs)
         for graph, results in self.before.results.items():
             self._pair_slots(results, self.after.results.get(graph, ()))
-        for node in changed:  # changed in place; it may still give the same result
-            self.equal.update({value: value for value in self.before.nodes[node].outputs})
-        old = (value for node in self.removed for value in self.before.nodes[node].outputs)
-        gone = {name: value for value in old if (name := self.before.names[value])}
-        for node in self.added:
-            for value in self.after.nodes[node].outputs:
-                if value.name in gone:
-                    self.equal.setdefault(gone[value.name], value)
+        for node in changed:  # changed in place; it may produce the same result
+            for value in self.before.nodes[node].outputs:
+                self.equal[value] = value
+        self._pair_names()
         self._pair_by_node_names()
         self._pair_chains()
 
-    def _pair_chains(self) -> None:
-        """Pair what removed nodes computed with what remains, where equal nodes read equal values.
+    def _pair_names(self) -> None:
+        """Pair outputs of removed nodes with outputs of new nodes of the same name."""
+        removed: dict[str, ir.Value] = {}
+        for node in self.removed:
+            for value in self.before.nodes[node].outputs:
+                name = self.before.names[value]
+                if name:
+                    removed[name] = value
+        for node in self.added:
+            for value in self.after.nodes[node].outputs:
+                if value.name in removed:
+                    self.equal.setdefault(removed[value.name], value)
 
-        Of two equal chains of nodes, only the last results are paired by their consumers: those
-        within had none other.
+    def _pair_chains(self) -> None:
+        """Pair outputs of removed nodes with remaining values, if equal nodes read equal values.
+
+        Of two equal chains of nodes, consumers pair only the last results: inner values have no
+        other consumers.
         """
         twins: dict[ir.Node, ir.Node] = {}
         for old, new in list(self.equal.items()):
             for was, now in _twins(self, old, new):
                 twins.setdefault(self.before.makers[was], self.after.makers[now])
-        for gone in self.removed:  # in order, so that what a node reads is paired before
+        for gone in self.removed:  # in order, so that the inputs of a node are paired first
             remaining = twins.get(gone)
             if remaining is None or is_standard(gone, *RANDOM):
                 continue
@@ -227,22 +239,21 @@ class PassDifference:
                     self.equal.setdefault(old, new)
 
     def _pair_by_node_names(self) -> None:
-        """Pair the results of a removed node with those of a new node of its name and operator, if nothing else does.
+        """Pair outputs of a removed node and a new one with the same name and operator.
 
-        A quantizer lets the node give another precision of the tensor, under another name.
+        Only if nothing else pairs them. A quantizer may replace a node so that it outputs another
+        precision of the tensor, under another name.
         """
-        named = {
-            (str(node.name), node.op_type): node
-            for node in self.removed
-            if node.name and node not in self.added
-        }
+        named: dict[tuple[str, str], ir.Node] = {}
+        for node in self.removed:
+            if node.name and node not in self.added:
+                named[node.name, node.op_type] = node
         for node in self.added:
             gone = named.get((str(node.name), node.op_type))
             if gone is None:
                 continue
-            for was, now in zip(
-                self.before.nodes[gone].outputs, self.after.nodes[node].outputs, strict=False
-            ):
+            outputs = self.before.nodes[gone].outputs, self.after.nodes[node].outputs
+            for was, now in zip(*outputs, strict=False):
                 if was not in self.equal and now.uses():
                     self.equal[was] = now
 
@@ -254,7 +265,7 @@ class PassDifference:
                 self.equal[was] = now
 
     def neighbours_of(self, nodes: Iterable[ir.Node]) -> dict[ir.Node, None]:
-        """The nodes that compute what some nodes read, that read what these compute, and that hold them."""
+        """The consumers and producers of some nodes, and the nodes whose subgraphs contain them."""
         around: dict[ir.Node, None] = {}
         for node in nodes:
             for near in (node.successors(), node.predecessors(), self.after.holders(node)):
@@ -264,21 +275,21 @@ class PassDifference:
     def same(self, gone: ir.Node, remaining: ir.Node) -> bool:
         """Whether a removed node and a remaining one have the same operator and equal inputs."""
         old, new = self.before.nodes[gone], self.after.nodes[remaining]
-        alike = (gone.domain, gone.op_type, len(old.inputs)) == (
-            remaining.domain,
-            remaining.op_type,
-            len(new.inputs),
-        )
-        return alike and all(
-            a is b or (a is not None and self.equal.get(a) is b)
-            for a, b in zip(old.inputs, new.inputs, strict=True)
-        )
+        if (gone.domain, gone.op_type) != (remaining.domain, remaining.op_type):
+            return False
+        if len(old.inputs) != len(new.inputs):
+            return False
+        for was, now in zip(old.inputs, new.inputs, strict=True):
+            is_equal = was is now or (was is not None and self.equal.get(was) is now)
+            if not is_equal:
+                return False
+        return True
 
     def counterpart(self, value: ir.Value, remaining: Collection[ir.Value]) -> ir.Value | None:
-        """The remaining value that is equal to an old one, whose consumers are gone, too; None if there is none.
+        """The remaining value that equals an old one; None without one.
 
-        Of two nodes in a row that returned their input, the result of the first one is read by no
-        node that remains.
+        The consumers of the old value may be removed, too: of two nodes in a row that returned
+        their input, no remaining node reads the result of the first.
         """
         seen = {value}
         while value not in remaining:
@@ -292,25 +303,30 @@ class PassDifference:
     def _copied(self, value: ir.Value) -> ir.Value | None:
         """The value that an ``Identity`` copied."""
         maker = self.before.makers.get(value)
-        return self.before.nodes[maker].inputs[0] if is_standard(maker, "Identity") else None  # type: ignore[index]
+        if maker is None or not is_standard(maker, "Identity"):
+            return None
+        return self.before.nodes[maker].inputs[0]
 
     def replaced(self, value: ir.Value) -> tuple[list[ir.Node], set[ir.Value]]:
-        """The removed nodes behind an old value, back to values that have an equal one, and these values."""
+        """The removed nodes that produce an old value, back to paired values, and these values."""
         return _slice(value, self.before, self.removed, self.equal)
 
     def replacing(self, value: ir.Value) -> list[ir.Node]:
-        """The new nodes behind a value, back to values that replace an old one."""
-        return _slice(value, self.after, self.added, self._standing)[0]
+        """The new nodes that produce a value, back to values that replace an old one."""
+        return _slice(value, self.after, self.added, self._replacing_values)[0]
 
     @cached_property
-    def _standing(self) -> frozenset[ir.Value]:
+    def _replacing_values(self) -> frozenset[ir.Value]:
         return frozenset(self.equal.values())
 
 
 def _slice(
     value: ir.Value, snapshot: Snapshot, among: Collection[ir.Node], stops: Collection[ir.Value]
 ) -> tuple[list[ir.Node], set[ir.Value]]:
-    """The nodes behind a value, of some nodes, and the values at which the search ended."""
+    """The subset of nodes that a value depends on, and the values at which the search ended.
+
+    The search ends at values of ``stops``, and at values that other nodes produce.
+    """
     behind: dict[ir.Node, None] = {}
     ends: set[ir.Value] = set()
     queue = [value]
@@ -327,7 +343,7 @@ def _slice(
 
 @dataclass(frozen=True)
 class _NodesAfter:
-    """The graph after a change, as the rule of owners reads it."""
+    """The graph after a change, for the rule of owners."""
 
     snapshot: Snapshot
     scope: Collection[ir.Node] | None = None  # the nodes that count as neighbours; all if None
@@ -354,23 +370,23 @@ class _NodesAfter:
 def update_owners(
     difference: PassDifference, rule: OwnerRule, part: Collection[ir.Node] | None = None
 ) -> None:
-    """Tag the nodes that a change added or merged others into, and set ``merged`` of the difference.
+    """Tag nodes that a change added or merged others into; set ``merged`` of the difference.
 
     Args:
         difference: The change.
         rule: The rule of owners.
-        part: The nodes that were to be changed, if only some were: a new node that replaces none
-            serves its neighbours among these and the new nodes, and others only if there are none.
+        part: The nodes that the change was limited to, or None. A new node that replaces none has
+            the owners of its neighbours among these and the new nodes, or else of any neighbours.
     """
-    replacements = _replacements(difference)
+    replacements = _Replacements(difference).find()
     new = dict.fromkeys(difference.added)
     for each in replacements:
         new.setdefault(each.node)
-    known = {
-        node: Owned(work.owners, work.reason, work.calls)
-        for node in difference.neighbours_of(new)
-        if node not in new and (work := Work.of(node.metadata_props)).owners
-    }
+    known: dict[ir.Node, Owned] = {}
+    for node in difference.neighbours_of(new):
+        owners = Owned.of(node.metadata_props)
+        if node not in new and owners.paths:
+            known[node] = owners
     added = [*difference.added]
     owned = known
     if part is not None:
@@ -380,52 +396,69 @@ def update_owners(
         replacements = []
     owned = rule.owners(replacements, owned, added, _NodesAfter(difference.after))
     for node in new:
-        owned.get(node, NOBODYS).write(node.metadata_props, rule.calls.called)
+        owned.get(node, NO_OWNERS).write(node.metadata_props, rule.calls.called)
 
 
-def _replacements(difference: PassDifference) -> list[Replacement[ir.Node]]:
+class _Replacements:
     """For each node after a change, the nodes that it replaces."""
-    results: defaultdict[ir.Node, list[list[Work]]] = defaultdict(list)
-    before, after = difference.before, difference.after
-    for old, new in list(difference.equal.items()):
-        maker = after.makers.get(new)
-        if maker is None:  # an input or an initializer now
-            continue
-        replaced, ends = difference.replaced(old)
-        if maker in difference.added:
-            # Nodes that compute on constants and sizes are replaced by no node, unless there are no
-            # others.
-            live = [*filter(before.is_live, replaced)] or replaced
-            works = [before.work_of(gone) for gone in live]
-            for node in difference.replacing(new):
-                if node is maker or not _is_inserted(node, replaced):
-                    results[node].append(works)
-            new = without_copies(new)  # a result of the model keeps its name
-        if replaced and new not in ends and after.makers.get(new) not in difference.added:
-            for was, now in _twins(difference, old, new):
-                gone, remaining = before.makers[was], after.makers[now]
-                # it replaces the nodes of one chain, and stands for all
-                if remaining in difference.added:
-                    works = [before.work_of(node) for node in difference.replaced(was)[0]]
-                    for node in difference.replacing(now):
-                        results[node].append(works)
-                    continue
-                if not before.is_live(gone) and not difference.same(gone, remaining):
-                    continue  # sizes may come from any equal tensor
-                if before.holds(gone, remaining):
-                    continue  # an inlined branch: the node that held it only returned its results
-                work, other = before.work_of(gone), before.work_of(remaining)
-                if (work.owners, work.calls) != (other.owners, other.calls):
-                    results[remaining] += [[other], [work]]
-                    difference.merged[remaining] = None
-    for node in difference.added:
-        if len(results.get(node, ())) > 1 and not after.is_live(node):
-            del results[node]  # sizes for results whose work it does not do
-    return [Replacement(node, works) for node, works in results.items()]
+
+    def __init__(self, difference: PassDifference) -> None:
+        self._difference = difference
+        self._before, self._after = difference.before, difference.after
+        # node → the nodes that it replaces, by result of the change
+        self._results: defaultdict[ir.Node, list[list[Work]]] = defaultdict(list)
+
+    def find(self) -> list[Replacement[ir.Node]]:
+        """Follow each pair of equal values back to the nodes that compute them."""
+        added = self._difference.added
+        for old, new in list(self._difference.equal.items()):
+            maker = self._after.makers.get(new)
+            if maker is None:  # an input or an initializer now
+                continue
+            replaced, ends = self._difference.replaced(old)
+            if maker in added:
+                self._replace_by_new(new, replaced)
+                new = without_copies(new)  # a copy that keeps the name of a result
+            is_old = self._after.makers.get(new) not in added
+            if replaced and new not in ends and is_old:
+                for was, now in _twins(self._difference, old, new):
+                    self._replace_by_twin(was, now)
+        for node in added:
+            if len(self._results.get(node, ())) > 1 and not self._after.is_live(node):
+                del self._results[node]  # it computes sizes for results, not the results
+        return [Replacement(node, works) for node, works in self._results.items()]
+
+    def _replace_by_new(self, new: ir.Value, replaced: list[ir.Node]) -> None:
+        """Record that the new nodes that produce a value replace some nodes together."""
+        # Nodes that compute on constants and sizes count only if there are no others.
+        live = [*filter(self._before.is_live, replaced)] or replaced
+        works = [self._before.work_of(gone) for gone in live]
+        maker = self._after.makers[new]
+        for node in self._difference.replacing(new):
+            if node is maker or not _is_inserted(node, replaced):
+                self._results[node].append(works)
+
+    def _replace_by_twin(self, was: ir.Value, now: ir.Value) -> None:
+        """Record that the producer of an equal value also replaces a removed node."""
+        gone, remaining = self._before.makers[was], self._after.makers[now]
+        if remaining in self._difference.added:
+            # A new node replaces one of several equal chains, and thereby all of them.
+            works = [self._before.work_of(node) for node in self._difference.replaced(was)[0]]
+            for node in self._difference.replacing(now):
+                self._results[node].append(works)
+            return
+        if not self._before.is_live(gone) and not self._difference.same(gone, remaining):
+            return  # sizes may come from any equal tensor
+        if self._before.holds(gone, remaining):
+            return  # an inlined branch: the node that held it only returned its results
+        work, other = self._before.work_of(gone), self._before.work_of(remaining)
+        if (work.owners, work.calls) != (other.owners, other.calls):
+            self._results[remaining] += [[other], [work]]
+            self._difference.merged[remaining] = None
 
 
 def _is_inserted(node: ir.Node, replaced: Collection[ir.Node]) -> bool:
-    """Whether a new node only moves numbers, or changes their precision, and none of the replaced nodes did that."""
+    """Whether a new node moves numbers or changes their precision, and no replaced node does."""
     operator = operator_of(node)
     if not moves(operator):
         return False
@@ -436,32 +469,27 @@ def _is_inserted(node: ir.Node, replaced: Collection[ir.Node]) -> bool:
 def _twins(
     difference: PassDifference, old: ir.Value, new: ir.Value
 ) -> Iterator[tuple[ir.Value, ir.Value]]:
-    """An output of a removed node and the equal one of another; and those before them, while the nodes are alike."""
+    """An output of a removed node and the equal output of another node, and such pairs before them.
+
+    The search goes back along both, as long as the nodes have the same operator.
+    """
+    before, after = difference.before, difference.after
     queue, seen = [(old, new)], set[ir.Node]()
     while queue:
         was, now = queue.pop()
-        gone, remaining = difference.before.makers.get(was), difference.after.makers.get(now)
-        if (
-            gone is None
-            or remaining is None
-            or gone is remaining
-            or gone not in difference.removed
-            or gone in seen
-        ):
+        gone, remaining = before.makers.get(was), after.makers.get(now)
+        if gone is None or remaining is None or gone is remaining:
+            continue
+        if gone not in difference.removed or gone in seen:
             continue
         seen.add(gone)
         yield was, now
-        if (gone.domain, gone.op_type) == (
-            remaining.domain,
-            remaining.op_type,
-        ) and gone.op_type not in SIZES_ONLY:
-            inputs = zip(
-                difference.before.nodes[gone].inputs,
-                difference.after.nodes[remaining].inputs,
-                strict=False,
-            )
-            queue.extend(
-                (a, b)
-                for a, b in inputs
-                if a is not None and b is not None and a is not b and a not in difference.equal
-            )
+        same_operator = (gone.domain, gone.op_type) == (remaining.domain, remaining.op_type)
+        if not same_operator or gone.op_type in SIZES_ONLY:
+            continue
+        inputs = before.nodes[gone].inputs, after.nodes[remaining].inputs
+        for one, other in zip(*inputs, strict=False):
+            if one is None or other is None or one is other:
+                continue
+            if one not in difference.equal:
+                queue.append((one, other))

@@ -1,9 +1,9 @@
-"""What became of each module: one state machine for an export, `carry` and the passes.
+"""The fate of each module: one state machine for an export, `carry` and the passes.
 
-Each of them hands in its `FateEvidence`: the boundaries in the graph as it is, and what it knows of
-the tensors that the modules took and gave in PyTorch. A module with a boundary tensor that is gone
-is *fused* with the modules on the other side of it, and with theirs, until every tensor at the
-common boundary is one that PyTorch knows.
+Each provides its `FateEvidence`: the boundaries of modules in the present graph, and the inputs and
+outputs that PyTorch passed to and from them. A module that lost a boundary tensor is *fused* with
+the modules on the other side of it, and with theirs, until PyTorch knows every tensor at the common
+boundary.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from htp_export.format.hierarchy import Hierarchy
 from htp_export.model.boundaries import Boundaries
 
 _MOST_PARTNERS = 12
-"""Modules that are taken along with a fused one, at most: a longer list says less than the module around them all."""
+"""Partners of a fused module, at most: instead of a longer list, the module around them is named."""
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one module; if it was merged, the modules with which it can be cut out as a whole."""
+    """The fate of one module, and for a fused one the modules with which it can be cut out."""
 
     fate: Fate
     fused_with: tuple[str, ...] = ()
 
 
 class FateEvidence(ABC, Generic[Key]):
-    """What is known of the modules of a graph, and what crosses their boundaries in the graph as it is."""
+    """The evidence for fates: facts about modules, and their boundaries in the present graph."""
 
     def __init__(self, boundaries: Boundaries[Key]) -> None:
         self.boundaries = boundaries
         self._closed: dict[str, bool] = {}
 
     @abstractmethod
-    def settled(self, path: str) -> Outcome | None:
-        """The fate of a module that the graph does not decide: it never ran, or nothing of its work was needed."""
+    def predetermined(self, path: str) -> Outcome | None:
+        """The fate of a module that the graph does not decide: it never ran, or was not needed."""
 
     @abstractmethod
     def without_work(self, path: str) -> Fate | None:
-        """``constant`` or ``identity`` for a module that has no nodes because there was nothing for them to compute."""
+        """The fate of a module that has no nodes because nothing was to compute; else None."""
 
     @abstractmethod
     def partners(self, path: str) -> Iterable[str] | None:
-        """For a module that was fused, or lost a tensor of its boundary, the modules beyond; None for any other."""
+        """The modules beyond lost boundary tensors, or of an earlier fusion; None if unchanged."""
 
     @abstractmethod
     def ran(self, path: str) -> bool:
-        """Whether a module ran, and what it took and gave is known."""
+        """Whether a module ran, so that its inputs and outputs are known."""
 
     @abstractmethod
     def known(self, path: str) -> Collection[Hashable]:
-        """The tensors that a module took and gave in PyTorch."""
+        """The tensors that PyTorch passed to and from a module."""
 
     @abstractmethod
     def around(self, group: Sequence[str]) -> Iterable[Iterable[str]]:
-        """The owners on the other side of what modules take and give, whether or not it is in the graph.
+        """The owners on the other side of modules' inputs and outputs, also of removed ones.
 
-        In groups, those first with whose work the modules go on: a tensor that they give back may
-        be one inside it.
+        In groups, the first group with the modules whose work continues: an output may be one of
+        their internal tensors.
         """
 
     def counterpart(self, tensor: Key) -> Hashable:
-        """What a tensor of the graph is among those of ``known``."""
+        """The tensor of `known` that a tensor of the graph corresponds to."""
         return tensor
 
     def has_nodes(self, path: str) -> bool:
@@ -76,7 +76,10 @@ class FateEvidence(ABC, Generic[Key]):
         return path in self.boundaries.below
 
     def unknown(self, group: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
-        """What crosses the common boundary of modules, as of `Boundaries.of`, and is not known to PyTorch."""
+        """Crossings of the common boundary of modules that are unknown to PyTorch.
+
+        As of `Boundaries.of`.
+        """
         known = [self.known(path) for path in group]
         for crossing in self.boundaries.of(group):
             tensor = self.counterpart(crossing[0])
@@ -84,26 +87,27 @@ class FateEvidence(ABC, Generic[Key]):
                 yield crossing
 
     def is_closed(self, path: str) -> bool:
-        """Whether a module ran, has nodes, and all that crosses its boundary is known to PyTorch."""
+        """Whether a module ran, has nodes, and PyTorch knows all tensors at its boundary."""
         if path not in self._closed:
             ran = self.ran(path) and self.has_nodes(path)
             self._closed[path] = ran and next(self.unknown([path]), None) is None
         return self._closed[path]
 
     def around_fused(self, group: Sequence[str]) -> Iterator[str]:
-        """The modules around members of a group that do a part of the work of a fused node in their regions.
+        """The modules around members of a group that own a part of a fused node in the group's regions.
 
-        The result of the node is what such a module computed: the boundary of the group alone would
-        have it as equal work of that module, see ``NodeCalls.others``.
+        The result of the node is a tensor of such a module. The boundary of the group alone would
+        treat it as equal work of that module, see ``NodeCalls.others``.
         """
-        outermost = [
-            path
-            for path in group
-            if path and not any(up in group for up in tags.ancestors(path) if up != path)
-        ]
-        for node in sorted(
-            {node for path in outermost for node in self.boundaries.below.get(path, ())}
-        ):
+        outermost = []
+        for path in group:
+            above = (up for up in tags.ancestors(path) if up != path)
+            if path and not any(up in group for up in above):
+                outermost.append(path)
+        nodes = set[int]()
+        for path in outermost:
+            nodes.update(self.boundaries.below.get(path, ()))
+        for node in sorted(nodes):
             if node not in self.boundaries.fused:
                 continue
             for owner in self.boundaries.owners(node):
@@ -112,7 +116,7 @@ class FateEvidence(ABC, Generic[Key]):
                     yield owner
 
     def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
-        """The owners on the other side of what crosses the common boundary of modules, and is not known to PyTorch.
+        """The owners on the other side of crossings that are unknown to PyTorch.
 
         The root for the model's own inputs and outputs.
         """
@@ -121,13 +125,15 @@ class FateEvidence(ABC, Generic[Key]):
 
 
 def fate_of(path: str, evidence: FateEvidence[Key]) -> Outcome:
-    """What became of a module."""
-    settled = evidence.settled(path)
-    if settled is not None:
-        return settled
+    """The fate of a module."""
+    predetermined = evidence.predetermined(path)
+    if predetermined is not None:
+        return predetermined
     has_nodes = evidence.has_nodes(path)
-    if not has_nodes and (without_work := evidence.without_work(path)):
-        return Outcome(without_work)
+    if not has_nodes:
+        without_work = evidence.without_work(path)
+        if without_work:
+            return Outcome(without_work)
     partners = evidence.partners(path)
     if partners is None and has_nodes:
         return Outcome(Fate.COMPUTED)
@@ -137,7 +143,7 @@ def fate_of(path: str, evidence: FateEvidence[Key]) -> Outcome:
 def find_fates(
     hierarchy: Hierarchy, evidence: FateEvidence[Key]
 ) -> tuple[Hierarchy, list[tuple[str, Key, bool]]]:
-    """What became of all modules.
+    """Find the fates of all modules.
 
     Returns:
         The modules with their fates, and ``(module, tensor, whether it leaves)`` for tensors at the
@@ -146,56 +152,49 @@ def find_fates(
     outcomes = {path: fate_of(path, evidence) for path in hierarchy}
     contamination: dict[tuple[str, Key, bool], None] = {}
     for path, outcome in outcomes.items():
-        if (
-            outcome.fate.is_exact
-            and not evidence.is_closed(path)
-            and evidence.settled(path) is None
-        ):
-            contamination.update(
-                ((path, key, leaves), None) for key, _, leaves in evidence.unknown([path])
-            )
-    tree = hierarchy.with_results(
-        fates={path: outcome.fate for path, outcome in outcomes.items()},
-        fused_with={
-            path: outcome.fused_with for path, outcome in outcomes.items() if outcome.fate.is_merged
-        },
-    )
-    return tree, list(contamination)
+        if not outcome.fate.is_exact or evidence.is_closed(path):
+            continue
+        if evidence.predetermined(path) is None:
+            for tensor, _, leaves in evidence.unknown([path]):
+                contamination[path, tensor, leaves] = None
+    fates = {path: outcome.fate for path, outcome in outcomes.items()}
+    partners = {path: one.fused_with for path, one in outcomes.items() if one.fate.is_merged}
+    return hierarchy.with_results(fates=fates, fused_with=partners), list(contamination)
 
 
 def fused_with(path: str, start: Iterable[str], evidence: FateEvidence[Key]) -> tuple[str, ...]:
-    """The modules that are taken along with a fused one, so that their common boundary is one that PyTorch knows.
+    """The partners of a fused module: together, their common boundary is known to PyTorch.
 
-    First those on the other side of its boundary, then those on the other side of the common one,
-    and so on. Before these come modules around it that do a part of the work of the same node.
-    Modules without a node (they cancelled out) take one beside them that has nodes. If there are
-    many, the innermost module around it whose boundary is known is named in their place; so it is
-    if there are none, as calls of the module itself were merged with each other. The root has none
-    around it.
+    The group grows by the owners on the other side of its boundary, until this is known. In each
+    step, modules around it that own a part of the same node come first. A group without a node (its
+    modules cancelled out) takes a module beside it that has nodes.
+
+    If the partners are too many, or none (calls of the module itself were merged with each other),
+    the innermost module around it with a known boundary replaces them. The root has none around it.
     """
     group = list(dict.fromkeys((path, *start)))
     while len(group) <= _MOST_PARTNERS:
-        fresh = list(dict.fromkeys(evidence.around_fused(group)))
-        if not fresh:
-            fresh = [
-                partner
-                for partner in dict.fromkeys(evidence.behind_unknown(group))
-                if partner not in group
-            ]
-        if not fresh and not any(map(evidence.has_nodes, group)):
-            fresh = _beside(group, evidence)
-        if not fresh:
+        added = list(dict.fromkeys(evidence.around_fused(group)))
+        if not added:
+            behind = dict.fromkeys(evidence.behind_unknown(group))
+            added = [partner for partner in behind if partner not in group]
+        if not added and not any(map(evidence.has_nodes, group)):
+            added = _beside(group, evidence)
+        if not added:
             break
-        group.extend(fresh)
+        group.extend(added)
     if 1 < len(group) <= _MOST_PARTNERS:
         return tuple(group[1:])
     if not path:  # nothing is around the root
         return ()
-    return (next((up for up in tags.ancestors(path) if up != path and evidence.is_closed(up)), ""),)
+    for up in tags.ancestors(path):
+        if up != path and evidence.is_closed(up):
+            return (up,)
+    return ("",)
 
 
 def _beside(group: Sequence[str], evidence: FateEvidence[Key]) -> list[str]:
-    """For modules without a node, the innermost one beside them that has nodes; all beside them if none has."""
+    """For modules without a node, the innermost one beside them that has nodes, or else all."""
     beside: list[str] = []
     for side in evidence.around(group):
         candidates = [owner for owner in dict.fromkeys(side) if owner not in group]

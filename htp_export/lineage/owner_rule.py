@@ -1,15 +1,17 @@
-"""The rule that makes the owners of a node of the nodes that it replaces.
+"""The rule that derives the owners of a node from the nodes that it replaces.
 
 An export, a pass and another tool change a graph in the same ways, and the rule is the same for all
 of them:
 
 1. A node that replaces nodes of one module belongs to this module.
 2. A node that replaces equal work of several modules belongs to all of them: ``shared``.
-3. A node that does a part of the work of several modules belongs to all of them: ``fused``.
-4. Work that several modules shared and that is done anew for each result belongs to the module of that result.
-5. A node that replaces none serves its consumers, and has their owners; without consumers that have owners, it has the
-   owners of its producers; without these, those of the node that holds its subgraph.
-6. A new node that computes a size for several modules belongs to the innermost module around them that ran.
+3. A node that replaces parts of the work of several modules belongs to all of them: ``fused``.
+4. Work that several modules shared, and that is repeated for each result, belongs to the module of
+   that result.
+5. A node that replaces none has the owners of its consumers; if these have none, of its producers;
+   if these have none, of the node that holds its subgraph.
+6. A new node that computes a size for several modules belongs to the innermost module around them
+   that ran.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Work:
     """The tags of one node before a change. Two nodes with equal tags are different work.
 
     Attributes:
-        owners: Module paths, in order of execution; empty for a node without tags.
+        owners: The owners' module paths, in order of execution; empty for a node without tags.
         calls: Their calls, as of ``tags.encoded_calls``.
         reason: Its ``htp.reason``.
     """
@@ -83,13 +85,13 @@ class Owned:
 
     @classmethod
     def of(cls, metadata: Mapping[str, str]) -> Owned:
-        """The owners of a node as its metadata has them."""
+        """Read the owners from the metadata of a node."""
         return cls(
             tags.owners_of(metadata), metadata.get(tags.REASON, ""), tags.encoded_calls(metadata)
         )
 
     def metadata(self, called: Collection[str]) -> dict[str, str]:
-        """The tags of a node with these owners; ``called``: the paths of the modules that ran.
+        """Return the tags of a node with these owners; ``called``: paths of modules that ran.
 
         Examples:
             >>> Owned(("fc",), "inserted").metadata({"", "fc"})
@@ -98,12 +100,12 @@ class Owned:
         return tags.node_tags(self.paths, self.reason, called, self.call)
 
     def write(self, metadata: MutableMapping[str, str], called: Collection[str]) -> None:
-        """Tag a node with these owners, in place of the tags that it has; without owners, it has no tags then."""
+        """Replace the tags of a node by these owners; without owners, remove them."""
         tags.tag_node(metadata, self.metadata(called) if self.paths else {})
 
 
-NOBODYS = Owned((), "")
-"""No owners: a node without tags."""
+NO_OWNERS = Owned((), "")
+"""For a node without tags."""
 
 
 def node_metadata(owned: Iterable[Owned], called: Collection[str]) -> Iterator[Mapping[str, str]]:
@@ -117,7 +119,7 @@ def node_metadata(owned: Iterable[Owned], called: Collection[str]) -> Iterator[M
 
 
 def write_owners(nodes: Iterable[ir.Node], owned: Iterable[Owned], called: Collection[str]) -> None:
-    """Tag many nodes, each with its owners, in place of the tags that they have."""
+    """Replace the tags of many nodes, each by its owners."""
     for node, entry in zip(nodes, node_metadata(owned, called), strict=True):
         tags.tag_node(node.metadata_props, entry)
 
@@ -128,10 +130,10 @@ class Replacement(Generic[Node]):
 
     Attributes:
         node: The node after the change.
-        results: The replaced nodes, those for one result of the change together; the same object
-            for all nodes that replace them together.
-        evidence: How they were found, a `Reason`; empty if the node has the reason of what it
-            replaces.
+        results: The replaced nodes, grouped by result of the change; nodes that replace them
+            together have the same object.
+        evidence: How they were found, a `Reason`; empty if the node has the reason of the nodes
+            that it replaces.
     """
 
     node: Node
@@ -143,20 +145,20 @@ class Links(Protocol[Node]):
     """The neighbours of nodes in a graph."""
 
     def consumers(self, node: Node) -> Iterable[Node]:
-        """The nodes that read a result of a node, in order."""
+        """The consumers of a node's outputs, in order."""
 
     def producers(self, node: Node) -> Iterable[Node]:
-        """The nodes that compute the inputs of a node, in order."""
+        """The producers of a node's inputs, in order."""
 
     def holders(self, node: Node) -> Iterable[Node]:
-        """The nodes that hold the subgraph, or call the function, in which a node is."""
+        """The nodes whose subgraph contains a node, or that call the function that contains it."""
 
 
 class Neighbours(Links[Node], Protocol[Node]):
-    """The graph after a change, as the rule reads it."""
+    """The graph after a change, for the rule."""
 
     def is_live(self, node: Node) -> bool:
-        """Whether the result of a node depends on values of the model's inputs, not on constants and sizes alone."""
+        """Whether an output of a node depends on values of the inputs, not only on their sizes."""
 
     def reads_size(self, node: Node) -> bool:
         """Whether a node reads the size of its input, and none of its values."""
@@ -203,14 +205,15 @@ class OwnerRule:
             neighbour that has owners.
         """
         listed = list(replacements)
+        # How many results each replaced node belongs to; nodes may share the object of a result.
         distinct = {id(result): result for each in listed for result in each.results}
         repeats = Counter(id(work) for result in distinct.values() for work in result)
         owned = dict(known)
         for each in listed:
             results = [_for_this_result(result, repeats) for result in each.results]
-            found = self.replacing(results, each.evidence)
-            if found is not None:
-                owned[each.node] = found
+            owners = self.replacing(results, each.evidence)
+            if owners is not None:
+                owned[each.node] = owners
         complete(new, owned, graph, lambda node, near: self._serving(node, near, graph))
         return owned
 
@@ -236,7 +239,7 @@ class OwnerRule:
     ) -> Owned:
         """All owners of some nodes, or those of ``paths``, in the calls of these nodes."""
         parts = dict.fromkeys((work.owners, work.calls) for work in works)
-        # the number of a call is that of the last owner: the order stays
+        # The number of a call is that of the last owner: the order must not change.
         if paths is None and len(parts) == 1:
             [(owners, calls)] = parts
             return Owned(owners, reason, calls)
@@ -246,7 +249,7 @@ class OwnerRule:
         return Owned(ordered, reason, self.calls.encode_merged_calls(ordered, parts))
 
     def _innermost_called(self, paths: Iterable[str]) -> str:
-        """The innermost module around some that ran."""
+        """The innermost module around some modules that ran."""
         above = tags.common_ancestor(paths)
         if above in self.calls.called:
             return above
@@ -258,19 +261,13 @@ def _reason(results: Sequence[Sequence[Work]], works: Sequence[Work], evidence: 
     owners = {work.owners for work in works}
     reasons = {work.reason or Reason.FLOW for work in works}
     if len(owners) > 1:
-        was_fused = any(len(work.owners) > 1 and work.reason == Reason.FUSED for work in works)
-        is_fused = was_fused or any(
-            len({work.owners for work in result if work.owners}) > 1 for result in results
-        )
-        return Reason.FUSED if is_fused else Reason.SHARED
-    if len(owners.pop()) > 1:  # of several modules before the change already
+        return Reason.FUSED if _is_fused(results, works) else Reason.SHARED
+    if len(owners.pop()) > 1:
+        # The replaced nodes had several owners before the change.
         if len(reasons) == 1:
             return reasons.pop()
-        return (
-            Reason.SHARED
-            if Reason.FUSED not in reasons and Reason.SHARED in reasons
-            else Reason.FUSED
-        )
+        is_shared = Reason.SHARED in reasons and Reason.FUSED not in reasons
+        return Reason.SHARED if is_shared else Reason.FUSED
     if evidence:
         return evidence
     if len(reasons) == 1:
@@ -278,8 +275,19 @@ def _reason(results: Sequence[Sequence[Work]], works: Sequence[Work], evidence: 
     return Reason.SCOPE if Reason.SCOPE in reasons else Reason.FLOW
 
 
+def _is_fused(results: Sequence[Sequence[Work]], works: Sequence[Work]) -> bool:
+    """Whether nodes of different owners are parts of one work: one result needs several of them."""
+    if any(len(work.owners) > 1 and work.reason == Reason.FUSED for work in works):
+        return True
+    for result in results:
+        owners = {work.owners for work in result if work.owners}
+        if len(owners) > 1:
+            return True
+    return False
+
+
 def _computes_size(node: Node, graph: Neighbours[Node]) -> bool:
-    """Whether the result of a node depends on sizes of tensors, and on no values of the model's inputs."""
+    """Whether an output of a node depends on sizes of tensors, and on no values of the inputs."""
     if graph.is_live(node):
         return False
     queue, seen = [node], {node}
@@ -295,9 +303,9 @@ def _computes_size(node: Node, graph: Neighbours[Node]) -> bool:
 
 
 def _for_this_result(result: Sequence[Work], repeats: Mapping[int, int]) -> list[Work]:
-    """The replaced nodes of one result, without shared ones that are done anew for other results, too.
+    """The replaced nodes of one result, without shared ones that are repeated for other results.
 
-    They stay if nothing else that is replaced says whose result this is.
+    A repeated node remains if no other replaced node has its owner.
     """
     again = [work for work in result if repeats[id(work)] > 1 and work.reason == Reason.SHARED]
     if not again:
@@ -313,25 +321,24 @@ def complete(
     graph: Links[Node],
     combine: Callable[[Node, Sequence[Entry]], Entry | None],
 ) -> None:
-    """Give nodes without an entry that of their consumers, or else of their producers, or else of their holders.
+    """Copy entries to nodes without one: from consumers, or else producers, or else holders.
 
     Args:
         nodes: The nodes, in the order of the graph.
         entries: Node → its entry; completed.
         graph: The graph.
-        combine: Makes the entry of a node from the entries of its neighbours, of which there may be
-            none; None if they decide nothing.
+        combine: Returns the entry of a node from the entries of its neighbours, of which there may
+            be none; None if they decide nothing.
     """
 
     def fill(ordered: Iterable[Node], neighbours: Callable[[Node], Iterable[Node]]) -> None:
         for node in ordered:
             if node in entries:
                 continue
-            found = combine(
-                node, [entries[other] for other in neighbours(node) if other in entries]
-            )
-            if found is not None:
-                entries[node] = found
+            near = [entries[other] for other in neighbours(node) if other in entries]
+            entry = combine(node, near)
+            if entry is not None:
+                entries[node] = entry
 
     fill(reversed(nodes), graph.consumers)
     fill(nodes, graph.producers)

@@ -1,4 +1,7 @@
-"""Recorded changes of a graph: whoever replaces a tensor records it, and a debug switch compares records and graphs."""
+"""Recorded changes of a graph, and a debug switch that compares the records with the graph.
+
+Code that replaces a tensor records the new one.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 _REPLACED_BY = "htp_export.replaced_by"
-"""Key in ``value.meta``: the value that replaced it."""
+"""Key in ``value.meta``: the value that replaces this one."""
 
 _CHECKED: ContextVar[bool] = ContextVar("htp_export.checked_changes", default=False)
 
@@ -39,12 +42,12 @@ class Change:
 
 
 def record_replacement(old: ir.Value, new: ir.Value) -> None:
-    """Record that a value has the place of another one now: its consumers, or some of them, read the new one."""
+    """Record that a value replaces another one for all or some of its consumers."""
     old.meta[_REPLACED_BY] = new
 
 
 def replacement_of(value: ir.Value) -> ir.Value | None:
-    """The value that was recorded to have the place of another one; None without a record."""
+    """The value that was recorded to replace another one; None without a record."""
     found: ir.Value | None = value.meta.get(_REPLACED_BY)
     return found
 
@@ -60,9 +63,9 @@ def last_replacement_of(value: ir.Value) -> ir.Value:
 
 @contextlib.contextmanager
 def checked_changes() -> Iterator[None]:
-    """Compare what is recorded of each change with what differs in the graph: a record that is not true is an error.
+    """Compare recorded changes with the graph; a record that is not true is an error.
 
-    For tests of passes and commands; it takes time.
+    For tests of passes and commands: it takes time.
     """
     token = _CHECKED.set(True)
     try:
@@ -72,5 +75,5 @@ def checked_changes() -> Iterator[None]:
 
 
 def changes_are_checked() -> bool:
-    """Whether this runs inside of `checked_changes`."""
+    """Whether the caller runs in `checked_changes`."""
     return _CHECKED.get()

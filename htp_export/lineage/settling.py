@@ -1,4 +1,4 @@
-"""Owners of nodes, tensors of module signatures, and fates, kept up to date while a model changes."""
+"""Owners of nodes, tensors of signatures, and fates, kept up to date while a model changes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,13 @@ from htp_export.shapes.operator_kinds import without_copies
 class SignatureEvidence(FateEvidence[ir.Value]):
     """The boundaries of modules in a changed graph, compared with their signatures.
 
-    The fates in ``hierarchy`` are those before the change; ``signatures`` have the present names of
-    tensors. ``lost`` has, for each module that lost a tensor of its signature, the owners on the
-    other side of that tensor; ``excused`` the tensors at the boundary of a module that were unknown
-    before the change already; ``unread`` the modules whose outputs nothing read before it.
+    Args:
+        index: The graph after the change.
+        hierarchy: The modules with their fates before the change.
+        signatures: Module path → signatures, with the present names of tensors.
+        lost: Module path → the owners on the other side of the tensors that its signature lost.
+        excused: Module path → boundary tensors that were unknown before the change already.
+        unread: The modules whose outputs nothing read before the change.
     """
 
     def __init__(
@@ -46,34 +49,33 @@ class SignatureEvidence(FateEvidence[ir.Value]):
         unread: Collection[str] = (),
     ) -> None:
         super().__init__(index.boundaries_by_values)
-        self._hierarchy, self._lost, self._excused, self._unread = (
-            hierarchy,
-            lost or {},
-            excused or {},
-            unread,
-        )
-        self._given = {
-            path: {name for call in calls for name in call.given}
-            for path, calls in signatures.items()
-        }
-        self._known: dict[str, set[str | None]] = {
-            path: {name for call in calls for name in call.taken | call.given}
-            for path, calls in signatures.items()
-        }
+        self._hierarchy, self._unread = hierarchy, unread
+        self._lost, self._excused = lost or {}, excused or {}
+        self._outputs: dict[str, set[str]] = {}
+        self._known: dict[str, set[str | None]] = {}
+        for path, calls in signatures.items():
+            self._outputs[path] = set().union(*(call.given for call in calls))
+            self._known[path] = set().union(*(call.taken | call.given for call in calls))
         graph = index.model.graph
-        self._known.setdefault("", set()).update(
-            value.name for value in (*graph.inputs, *graph.outputs)
-        )
-        copies = {
-            value.name: source
-            for value in graph.outputs
-            if (source := without_copies(value)) is not value
-        }
-        for names in self._known.values():
-            names.update(source.name for name, source in copies.items() if name in names)
+        ends = self._known.setdefault("", set())
+        ends.update(value.name for value in (*graph.inputs, *graph.outputs))
+        self._add_sources_of_copies(graph)
+
+    def _add_sources_of_copies(self, graph: ir.Graph) -> None:
+        """Know the source of a copy that keeps the name of an output, wherever the copy is known."""
+        for value in graph.outputs:
+            source = without_copies(value)
+            if source is value:
+                continue
+            for names in self._known.values():
+                if value.name in names:
+                    names.add(source.name)
 
     def strange(self, path: str) -> set[str]:
-        """The tensors at a module's boundary that its signature does not name; none for a module without one."""
+        """The tensors at a module's boundary that its signature does not name.
+
+        None for a module without a signature.
+        """
         if path not in self._known or self.is_closed(path):
             return set()
         return {str(value.name) for value, _, _ in self.unknown([path])}
@@ -87,41 +89,45 @@ class SignatureEvidence(FateEvidence[ir.Value]):
     def ran(self, path: str) -> bool:
         return path in self._known
 
-    def settled(self, path: str) -> Outcome | None:
+    def predetermined(self, path: str) -> Outcome | None:
         """The fate of a module that had no nodes before."""
         info = self._hierarchy[path]
         return None if info.fate.does_work else Outcome(info.fate)
 
     def without_work(self, path: str) -> Fate | None:
-        """``identity`` for a module without nodes that lost no tensor and has outputs, ``constant`` or ``dead``."""
+        """``dead`` if nothing read the outputs, ``identity`` if there are outputs, or ``constant``.
+
+        None for a module that lost a tensor.
+        """
         if self.partners(path) is not None:
             return None
         if path in self._unread:
             return Fate.DEAD
-        return Fate.IDENTITY if self._given.get(path) else Fate.CONSTANT
+        return Fate.IDENTITY if self._outputs.get(path) else Fate.CONSTANT
 
     def partners(self, path: str) -> list[str] | None:
-        """The modules beyond tensors that are gone, and those that a fused module was fused with before."""
+        """The modules beyond lost tensors, after the partners that a fused module had before."""
         info = self._hierarchy[path]
-        is_open = (
-            info.fate.is_merged
-            or path in self._lost
-            or self.strange(path) - {*self._excused.get(path, ())}
-        )
+        is_open = info.fate.is_merged or path in self._lost
+        if not is_open and not self.strange(path) - {*self._excused.get(path, ())}:
+            return None
         beyond = (partner for partner in self._lost.get(path, ()) if partner in self._hierarchy)
-        return [*info.fused_with, *beyond] if is_open else None
+        return [*info.fused_with, *beyond]
 
     def behind_unknown(self, group: Sequence[str]) -> Iterator[str]:
-        """First the modules beyond tensors that members of the group lost: one node does the work of both."""
+        """The modules beyond tensors that members of the group lost come first.
+
+        One node does the work of both.
+        """
         behind = list(super().behind_unknown(group))
-        beyond = (partner for path in group for partner in self._lost.get(path, ()) if behind)
-        shared = [
-            partner for partner in beyond if partner in self._hierarchy and partner not in group
-        ]
-        yield from shared or behind
+        if not behind:
+            return
+        lost = (partner for path in group for partner in self._lost.get(path, ()))
+        beyond = [one for one in lost if one in self._hierarchy and one not in group]
+        yield from beyond or behind
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        """The owners of the producers, or else the consumers, of the boundary tensors of modules."""
+        """The owners of the producers, or else the consumers, of modules' boundary tensors."""
         names = set[str | None]().union(*map(self.known, group))
         yield [
             owner
@@ -143,20 +149,24 @@ class Bookkeeping:
         self._rule = OwnerRule(tagged.calls, order)
         self._signatures = tagged.signatures if tagged.source == "htp" else {}
         self._taps = tagged.taps
-        calls = [call for calls in self._signatures.values() for call in calls]
         values = tagged.values
-        self._where = {name: values.get(name) for call in calls for name in call.taken | call.given}
-        self._stored = {
-            name
-            for name, value in self._where.items()
-            if value is not None and value.is_initializer()
-        }
+        # original name of a signature's tensor → the present value; None if it was removed
+        self._present: dict[str, ir.Value | None] = {}
+        # original names of initializers
+        self._stored: set[str] = set()
+        self._unread_modules: set[str] = set()
+        for path, calls in self._signatures.items():
+            if is_unread(calls):
+                self._unread_modules.add(path)
+            for call in calls:
+                for name in call.taken | call.given:
+                    value = self._present[name] = values.get(name)
+                    if value is not None and value.is_initializer():
+                        self._stored.add(name)
+        # module → the owners on the other side of its removed tensors
         self._lost: defaultdict[str, dict[str, None]] = defaultdict(dict)
-        self._unread = self._where.keys() - self._crossing()
-        self._unread_modules = {
-            path for path, calls in self._signatures.items() if is_unread(calls)
-        }
-        self._note_boundary()
+        self._unread = self._present.keys() - self._crossing()
+        self._mark_boundary()
         self._snapshot, self._names = Snapshot(tagged.model), names_now(tagged.model)
         self.difference = PassDifference.between(self._snapshot, self._snapshot)
         self._excused: dict[str, set[str]] = {}
@@ -165,21 +175,21 @@ class Bookkeeping:
             self._excused = {path: evidence.strange(path) for path in self._signatures}
 
     def twin(self) -> Self:
-        """The same of a copy of the model: what passes do to one, the other does not see."""
+        """Return the same for a copy of the model, which passes change independently."""
         twin = copy.copy(self)
         twin.model = self.model.clone()
         values = TaggedModel(twin.model, self.hierarchy).values
-        twin._where = {
+        twin._present = {
             name: None if value is None else values.get(value.name or "")
-            for name, value in self._where.items()
+            for name, value in self._present.items()
         }
         twin._lost = defaultdict(dict, {path: dict(others) for path, others in self._lost.items()})
-        twin._note_boundary()
+        twin._mark_boundary()
         twin._snapshot, twin._names = Snapshot(twin.model), names_now(twin.model)
         return twin
 
     def _crossing(self) -> set[str]:
-        """Names of tensors that cross the boundary of a module: its inputs, and its outputs that others read.
+        """Names of tensors that cross the boundary of a module: inputs, and outputs with consumers.
 
         Outputs without a consumer may be removed, and so may all tensors of modules with the fate
         ``identity``.
@@ -189,24 +199,27 @@ class Bookkeeping:
             if path in self.hierarchy and self.hierarchy[path].fate.passes_on:
                 continue
             for call in calls:
-                values = {name: self._where[name] for name in call.given}
-                left = (
-                    name
-                    for name, value in values.items()
-                    if value is None or self._leaves(value, path)
-                )
-                crossing.update(call.taken, left)
+                crossing.update(call.taken)
+                for name in call.given:
+                    value = self._present[name]
+                    if value is None or self._leaves(value, path):
+                        crossing.add(name)
         return crossing
 
-    def _note_boundary(self) -> None:
-        for name, value in self._where.items():
+    def _mark_boundary(self) -> None:
+        """Mark the boundary tensors of modules, so that passes keep them."""
+        for name, value in self._present.items():
             if value is not None and name not in self._unread:
                 value.meta[BOUNDARY] = True
 
     def settle(self, part: Collection[ir.Node] | None = None) -> dict[str, tuple[str, ...]]:
-        """Tag new nodes, follow tensors, find fates: modules that became fused → their partners.
+        """Tag new nodes, follow tensors, and find fates after a pass.
 
-        ``part``: The nodes that were to be changed, if only some were.
+        Args:
+            part: The nodes that the pass was limited to, or None.
+
+        Returns:
+            Module that became fused → its partners.
         """
         separate_names(self.model, self._names)
         before, after = self._snapshot, Snapshot(self.model)
@@ -218,38 +231,43 @@ class Bookkeeping:
         fused: dict[str, tuple[str, ...]] = {}
         if difference and self._source == "htp":
             update_owners(difference, self._rule, part)
-            if bare := [node for node in after.nodes if tags.MODULE not in node.metadata_props]:
-                listed = ", ".join(f"{node.op_type} {node.name!r}" for node in bare[:3])
-                raise HtpExportError(f"{len(bare)} nodes have no owner: {listed}")
+            untagged = [node for node in after.nodes if tags.MODULE not in node.metadata_props]
+            if untagged:
+                listed = ", ".join(f"{node.op_type} {node.name!r}" for node in untagged[:3])
+                raise HtpExportError(f"{len(untagged)} nodes have no owner: {listed}")
             self._follow(difference)
             fused = self._find_fates()
         return fused
 
     def tensor(self, name: str) -> ir.Value | None:
-        """The tensor that a signature of the original model calls so; None if it is gone."""
-        return self._where.get(name)
+        """The present tensor of an original name in a signature; None if it was removed."""
+        return self._present.get(name)
 
     def worked_across(self, paths: Iterable[str]) -> set[str]:
         """Original names of boundary tensors that remain although a node computes across them.
 
-        Of modules that became fused without losing a tensor: inputs that are computed inside of the
-        module, and outputs that are computed outside; all boundary tensors of a module that has
-        neither.
+        They are of modules that became fused without a lost tensor: inputs that are computed inside
+        the module, and outputs that are computed outside; all boundary tensors of a module without
+        such inputs and outputs.
         """
         tensors: set[str] = set()
         for path in paths:
             if path in self._lost:
                 continue
-            inputs = {name for call in self._signatures[path] for name in call.taken}
-            outputs = {name for call in self._signatures[path] for name in call.given}
-            present = {
-                name: value
-                for name in inputs | outputs
-                if (value := self._where.get(name)) is not None
-            }
-            inside = {name for name, value in present.items() if self._is_inside(value, path)}
-            across = ((inputs - outputs) & inside) | ((outputs - inputs - inside) & present.keys())
-            tensors |= across or present.keys()
+            inputs, outputs = set[str](), set[str]()
+            for call in self._signatures[path]:
+                inputs |= call.taken
+                outputs |= call.given
+            present, inside = set[str](), set[str]()
+            for name in inputs | outputs:
+                value = self._present.get(name)
+                if value is not None:
+                    present.add(name)
+                    if self._is_inside(value, path):
+                        inside.add(name)
+            computed_inside = (inputs - outputs) & inside
+            computed_outside = (outputs - inputs - inside) & present
+            tensors |= (computed_inside | computed_outside) or present
         return tensors
 
     def _is_inside(self, value: ir.Value, path: str) -> bool:
@@ -258,7 +276,7 @@ class Bookkeeping:
         return maker is not None and path in self._work(maker).modules
 
     def _leaves(self, value: ir.Value, path: str) -> bool:
-        """Whether a tensor is an output of its graph, or has a consumer that does work outside of a module."""
+        """Whether a tensor is an output of its graph, or a consumer works outside a module."""
         if value.is_graph_output():
             return True
         readers = (self._work(use.node) for use in value.uses())
@@ -272,34 +290,50 @@ class Bookkeeping:
         return self._rule.calls.work(tags.owners_of(metadata), tags.encoded_calls(metadata))
 
     def _follow(self, difference: PassDifference) -> None:
-        """Find the tensors of signatures in the changed graph; note those that are gone, and the owners around them."""
-        if not self._where:
+        """Find the tensors of signatures in the changed graph, and record lost ones."""
+        if not self._present:
             return
         values = ir.convenience.create_value_mapping(self.model.graph, include_subgraphs=False)
         here = set(values.values())
         lost: dict[str, ir.Value] = {}
-        for name, value in self._where.items():
+        for name, value in self._present.items():
             if value is None:
                 continue
             before = difference.before.names.get(value, value.name)
             if value in here and (value.name == before or before not in values):
                 continue
-            # A value that is here lost its name to another one: that one has its place.
+            # If the value remains under another name, the value that has its name replaces it.
             equal = None if value in here else difference.counterpart(value, here)
             counterpart = equal or (values.get(before) if before else None)
             # constants may come and go
             is_needed = name not in self._unread and value in difference.before.live
             if counterpart is None and is_needed:
                 lost[name] = value
-            self._where[name] = counterpart
-        self._note_boundary()
+            self._present[name] = counterpart
+        self._mark_boundary()
         if lost:
-            self._note_lost(difference, lost)
+            self._record_lost(difference, lost)
 
-    def _note_lost(self, difference: PassDifference, lost: Mapping[str, ir.Value]) -> None:
+    def _record_lost(self, difference: PassDifference, lost: Mapping[str, ir.Value]) -> None:
+        """Record the owners around lost tensors for the modules that have these in their signatures."""
+        around = self._owners_around(difference, lost.values())
+        for path, calls in self._signatures.items():
+            for call in calls:
+                for original in (*call.inputs.values(), *call.outputs):
+                    value = lost.get(original) if original is not None else None
+                    if value is None:
+                        continue
+                    for owner in around[value]:
+                        if not tags.is_under(owner, path):
+                            self._lost[path][owner] = None
+
+    def _owners_around(
+        self, difference: PassDifference, values: Iterable[ir.Value]
+    ) -> dict[ir.Value | None, dict[str, None]]:
+        """The owners of the former producers and consumers of values, in order."""
         before = difference.before
         around: dict[ir.Value | None, dict[str, None]] = {}
-        for value in lost.values():
+        for value in values:
             maker = before.makers.get(value)
             metadata = {} if maker is None else before.nodes[maker].metadata
             around[value] = dict.fromkeys(tags.owners_of(metadata))
@@ -307,13 +341,7 @@ class Bookkeeping:
             for read in entry.inputs:
                 if read in around:
                     around[read].update(dict.fromkeys(tags.owners_of(entry.metadata)))
-        for path, calls in self._signatures.items():
-            for call in calls:
-                for original in (*call.inputs.values(), *call.outputs):
-                    gone = lost.get(original) if original is not None else None
-                    if gone is not None:
-                        others = (owner for owner in around[gone] if not tags.is_under(owner, path))
-                        self._lost[path].update(dict.fromkeys(others))
+        return around
 
     def _find_fates(self) -> dict[str, tuple[str, ...]]:
         if not self._signatures:
@@ -338,13 +366,13 @@ class Bookkeeping:
         }
 
     def _now(self, name: str) -> str | None:
-        value = self._where.get(name)
+        value = self._present.get(name)
         if value is None or (value.is_initializer() and name not in self._stored):
             return None
         return value.name
 
     def finish(self) -> TaggedModel:
-        """The model with its modules, fates and signatures, which are written into its metadata."""
+        """Write modules, fates and signatures into the model's metadata, and return the model."""
         if self._source == "htp" and tags.MODULES in self.model.metadata_props:
             write_model_metadata(
                 self.model.metadata_props, self.hierarchy, signatures=self.signatures

@@ -1,11 +1,13 @@
-"""What crosses the boundaries of modules, in any graph whose nodes do the work of modules, and what depends on inputs.
+"""The boundaries of modules in any graph whose nodes have owners, and dependence on inputs.
 
-A tensor enters a module if a node of the module reads it and a node outside makes it. It leaves if
-a node of the module makes it and a node outside reads it, or the graph returns it; but equal work
-of two blocks that was merged into one node feeds both (`NodeCalls.others`). Values depend on what
-their node and its subgraphs read: ``Shape`` and ``Size`` read no values, ``CastLike`` none of its
-second input; inputs of a subgraph are given by its node; those of a function are starts, as the
-inputs of the model are. Random operators depend on no input (see ``GraphIndex.constant``).
+A tensor enters a module if a node of the module reads it and a node outside produces it. It leaves
+if a node of the module produces it, and a node outside reads it or the graph returns it. Equal work
+of two blocks that was merged into one node feeds both (`NodeCalls.others`).
+
+Values depend on all values that their node and its subgraphs read: ``Shape`` and ``Size`` read no
+values, ``CastLike`` none of its second input. The node that holds a subgraph computes its inputs.
+Inputs of functions are starts, as the inputs of the model are. Random operators depend on no input
+(see ``GraphIndex.constant``).
 """
 
 from __future__ import annotations
@@ -35,16 +37,16 @@ from htp_export.shapes.operator_kinds import (
 )
 
 BOUNDARY = "htp_export.boundary"
-"""Key in a value's ``meta``: it is an input or output of a module, which is exact as long as the value exists."""
+"""Key in a value's ``meta``: it is at the boundary of a module, which is exact while the value exists."""
 
-OUTSIDE = -1  # in place of a node: the graph's own inputs and outputs, weights
+OUTSIDE = -1  # instead of a node: for inputs and outputs of the graph, and for weights
 
 Key = TypeVar("Key", bound=Hashable)
 T = TypeVar("T")
 
 
 def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
-    """Module path → the nodes with an owner at or below it, without what such a module computed for other callers."""
+    """Module path → the nodes with an owner at or below it, except those for callers outside."""
     listed = list(nodes)
     alike: dict[frozenset[str], list[int]] = {}
     for place, (_, work) in enumerate(listed):
@@ -57,31 +59,31 @@ def nodes_below(nodes: Iterable[tuple[T, NodeCalls]]) -> dict[str, list[T]]:
 
 
 class Boundaries(Generic[Key]):
-    """The nodes of each module, and the tensors that pass between them and all others.
+    """The nodes of each module, and the tensors between them and all other nodes.
 
     Args:
-        nodes: What each node reads and what it makes, in order of execution; two empty tuples for
-            one that is to be left out. A tensor that several nodes make (an argument of a function,
-            by each call of it) comes from outside of those regions alone that have none of them.
-        works: Whose work each node does.
-        counts: Whether a tensor counts, as one whose values depend on the model's inputs.
+        nodes: The values that each node reads and produces, in order of execution; two empty lists
+            for a node that is left out. A tensor that several nodes produce (an argument of a
+            function, by each call of it) enters only regions that contain none of them.
+        works: The owners and calls of each node.
+        counts: Whether a tensor counts, for example because it depends on the model's inputs.
         results: The tensors that the graph returns.
-        holders: For each node, the one in whose subgraph it stands and with which it belongs to a
-            module, or `OUTSIDE`; empty where all nodes stand for themselves.
-        fused: Nodes that do the work of several modules one after the other, not equal work of
-            each.
+        holders: For each node, the node that holds its subgraph and takes it into its regions, or
+            `OUTSIDE`; empty if nodes in subgraphs are in regions by themselves.
+        fused: Nodes that do parts of the work of several modules, not equal work of each.
 
     Attributes:
-        works: Whose work each node does.
+        works: The owners and calls of each node.
         fused: As above.
-        below: Module path → the nodes in its region, in order; without those that they hold.
+        below: Module path → the nodes in its region, in order; without nodes in their subgraphs.
 
     Examples:
         >>> from htp_export.format.call_tree import CallTree
         >>> from htp_export.format.hierarchy import Hierarchy, ModuleInfo
         >>> work = CallTree(Hierarchy([ModuleInfo("", "Net", 1)])).work
         >>> nodes = [(["x"], ["h"]), (["h"], ["y"])]
-        >>> boundaries = Boundaries(nodes, [work(("fc",)), work(("act",))], {"x", "h", "y"}.__contains__, {"y"})
+        >>> works = [work(("fc",)), work(("act",))]
+        >>> boundaries = Boundaries(nodes, works, {"x", "h", "y"}.__contains__, {"y"})
         >>> list(boundaries.of(["fc"]))
         [('h', 1, True), ('x', -1, False)]
     """
@@ -96,10 +98,9 @@ class Boundaries(Generic[Key]):
         fused: Container[int] = (),
     ) -> None:
         self.works, self.fused = works, fused
-        listed = (
-            (k, work) for k, (each, work) in enumerate(zip(nodes, works, strict=True)) if any(each)
-        )
-        self.below: Mapping[str, Sequence[int]] = nodes_below(listed)
+        pairs = enumerate(zip(nodes, works, strict=True))
+        present = ((index, work) for index, (passed, work) in pairs if any(passed))
+        self.below: Mapping[str, Sequence[int]] = nodes_below(present)
         self._holders, self._counts = holders, counts
         self._makers: dict[Key, list[int]] = {}
         self._readers: dict[Key, list[int]] = {}
@@ -110,7 +111,7 @@ class Boundaries(Generic[Key]):
                 self._readers.setdefault(key, []).append(index)
         # A module and one around it → whether all its work is in the other
         self._inside: dict[tuple[str, str], bool] = {}
-        # module → what crosses its boundary
+        # module → the crossings of its boundary
         self._of_one: dict[str, list[tuple[Key, int, bool]]] = {}
         self._leaving = [
             self._edges_out(index, makes, results) for index, (_, makes) in enumerate(nodes)
@@ -120,40 +121,44 @@ class Boundaries(Generic[Key]):
     def _edges_out(
         self, index: int, makes: Sequence[Key], results: Container[Key]
     ) -> list[tuple[Key, int]]:
+        """Outputs of a node with the consumers that may be in another region, or `OUTSIDE`."""
         edges: list[tuple[Key, int]] = []
         for key in makes:
-            if self._counts(key):
-                if key in results:
-                    edges.append((key, OUTSIDE))
-                edges += [
-                    (key, reader)
-                    for reader in self._readers.get(key, ())
-                    if not self._together(index, reader)
-                ]
+            if not self._counts(key):
+                continue
+            if key in results:
+                edges.append((key, OUTSIDE))
+            consumers = self._readers.get(key, ())
+            edges += [(key, other) for other in consumers if not self._together(index, other)]
         return edges
 
     def _edges_in(self, index: int, reads: Sequence[Key]) -> list[tuple[Key, Sequence[int]]]:
+        """Inputs of a node whose producers may all be in another region, with these."""
         edges: list[tuple[Key, Sequence[int]]] = []
         for key in reads:
-            if self._counts(key):
-                makers = self._makers.get(key, (OUTSIDE,))
-                if not any(maker != OUTSIDE and self._together(index, maker) for maker in makers):
-                    edges.append((key, makers))
+            if not self._counts(key):
+                continue
+            makers = self._makers.get(key, (OUTSIDE,))
+            if not any(maker != OUTSIDE and self._together(index, maker) for maker in makers):
+                edges.append((key, makers))
         return edges
 
     def _together(self, first: int, second: int) -> bool:
-        same = self.works[first] is self.works[second]
-        return same and (not self._holders or self._holders[first] == self._holders[second])
+        """Whether two nodes are in the same regions."""
+        if self.works[first] is not self.works[second]:
+            return False
+        return not self._holders or self._holders[first] == self._holders[second]
 
     def owners(self, node: int) -> tuple[str, ...]:
-        """The modules that own a node; the root for what is outside, and for nodes that nobody owns."""
-        return (() if node == OUTSIDE else self.works[node].owners) or ("",)
+        """The owners of a node; the root for `OUTSIDE`, and for a node without owners."""
+        owners = () if node == OUTSIDE else self.works[node].owners
+        return owners or ("",)
 
     def of(self, paths: Sequence[str]) -> Iterator[tuple[Key, int, bool]]:
-        """``(tensor, node on the other side or OUTSIDE, whether it leaves)`` for the common boundary of modules.
+        """The crossings of the common boundary of modules.
 
-        What crosses the boundary of one module is found once: many modules may be fused with the
-        one around them.
+        Each is ``(tensor, node on the other side or OUTSIDE, whether it leaves)``. Those of one
+        module are found once: many modules may be fused with the one around them.
         """
         path = self._outermost(paths)
         if path is None:
@@ -164,7 +169,7 @@ class Boundaries(Generic[Key]):
         return iter(self._of_one[path])
 
     def _outermost(self, paths: Sequence[str]) -> str | None:
-        """The module of some that all others are inside of; None if there are several such."""
+        """The module that contains all others of some modules; None if there is none."""
         outer: str | None = None
         for path in paths:
             if any(self._is_inside(path, other) for other in paths):
@@ -186,7 +191,7 @@ class Boundaries(Generic[Key]):
     def around(
         self, nodes: Iterable[int], paths: Sequence[str], call: Instance | None = None
     ) -> Iterator[tuple[Key, int, bool]]:
-        """The same for a region whose nodes are given, in order: those of one call, or with all that they hold."""
+        """The crossings of a region of nodes, in order: of one call, or with nodes in subgraphs."""
         nodes = list(nodes)
         region = {*nodes}
         for index in nodes:
@@ -200,12 +205,11 @@ class Boundaries(Generic[Key]):
                     yield key, makers[0], False
 
     def beside(self, is_wanted: Callable[[Key], bool]) -> Iterator[NodeCalls]:
-        """Whose work the nodes do that make some tensors; for tensors from outside, the nodes that read them."""
+        """The owners of the producers of some tensors, or else of their consumers."""
         for key in dict.fromkeys((*self._makers, *self._readers)):
             if is_wanted(key) and self._counts(key):
-                yield from (
-                    self.works[node] for node in self._makers.get(key) or self._readers[key]
-                )
+                for node in self._makers.get(key) or self._readers[key]:
+                    yield self.works[node]
 
     def _is_for(self, node: int, blocks: Collection[Block]) -> bool:
         """Whether a node, or one that holds it, does work of one of some blocks."""
@@ -222,12 +226,12 @@ _Key = TypeVar("_Key", bound=Hashable)
 def dependence(
     steps: Iterable[tuple[Iterable[_Key], Iterable[_Key]]], starts: Mapping[_Key, int]
 ) -> dict[_Key, int]:
-    """Each value that depends on a start, itself included → the bits of those starts.
+    """Each value that depends on a start, or is one → the united bits of these starts.
 
     Args:
-        steps: What each node reads and makes, in an order in which it can run; without those that
-            read sizes alone.
-        starts: Where to start → a bit, or several.
+        steps: The values that each node reads and produces, producers before consumers; without
+            nodes that read only sizes.
+        starts: Start → a bit, or several.
 
     Examples:
         >>> steps = [(("x", "w"), ("h",)), (("w",), ("v",)), (("h", "y"), ("z",))]
@@ -248,7 +252,10 @@ def dependence(
 def reads_and_results(
     nodes: Iterable[ir.Node],
 ) -> Iterator[tuple[Sequence[ir.Value | None], Sequence[ir.Value]]]:
-    """What nodes read the values of, and what these go into; nodes in subgraphs come after the one that holds them."""
+    """For each node: values that it reads, and values that depend on them.
+
+    Nodes in subgraphs come after the node that holds these.
+    """
     for node in nodes:
         if is_standard(node, *SIZES_ONLY):
             continue
@@ -256,13 +263,16 @@ def reads_and_results(
         if not bodies:
             yield _values_of(node), node.outputs
             continue
-        reads = [*node.inputs]
+        reads, results = [*node.inputs], [*node.outputs]
         for body in bodies:
+            results.extend(body.inputs)
             reads.extend(body.outputs)
             for inner in body.all_nodes():
-                reads.extend(() if is_standard(inner, *SIZES_ONLY) else _values_of(inner))
-                reads.extend(value for deeper in subgraphs(inner) for value in deeper.outputs)
-        yield reads, (*node.outputs, *(value for body in bodies for value in body.inputs))
+                if not is_standard(inner, *SIZES_ONLY):
+                    reads.extend(_values_of(inner))
+                for deeper in subgraphs(inner):
+                    reads.extend(deeper.outputs)
+        yield reads, results
 
 
 def _values_of(node: ir.Node) -> Sequence[ir.Value | None]:
@@ -270,7 +280,7 @@ def _values_of(node: ir.Node) -> Sequence[ir.Value | None]:
 
 
 def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
-    """Where dependence starts in a model: its inputs, and those of its functions."""
+    """The starts of dependence in a model: its inputs, and those of its functions."""
     starts = [value for value in model.graph.inputs if not value.is_initializer()]
     for function in model.functions.values():
         starts.extend(function.inputs)
@@ -278,7 +288,7 @@ def given_values(model: ir.Model) -> Mapping[ir.Value | None, int]:
 
 
 def input_dependent_values(model: ir.Model, nodes: Iterable[ir.Node]) -> set[ir.Value]:
-    """The values that depend on values of the model's inputs, not on their sizes alone.
+    """The values that depend on values of the model's inputs, not only on their sizes.
 
     ``nodes`` are those of the model, as of ``all_nodes``.
 

@@ -1,9 +1,8 @@
-"""Cutting: the part of a graph that computes one call of a module from what PyTorch gave it.
+"""Cutting: the part of a graph that computes one call of a module from its arguments in PyTorch.
 
-A region says which nodes are a module's. To run it alone, one call is taken, its arguments become
-inputs, and what it needs besides is found: constants come along, sizes that were read from some
-tensor far away are read from the arguments instead, and whatever else was computed outside becomes
-an input too.
+A region has the nodes of a module. To run one call of it alone, its arguments become inputs, and
+its dependences are resolved: constants are included, sizes that were read from another tensor are
+read from the arguments, and all other tensors that are computed outside become inputs, too.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ import onnx_ir as ir
 
 from htp_export.errors import InputError
 from htp_export.format import tags
+from htp_export.format.signatures import Signature
 from htp_export.model.regions import Region
 from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.operator_kinds import SIZES_ONLY
 
 
 class _Walk(NamedTuple):
-    """What a way back from outputs to where the values come from met; see `Cutter.cut_nodes`."""
+    """The result of a search from outputs back to their sources; see `Cutter.cut_nodes`."""
 
     nodes: set[ir.Node]
     entering: Mapping[ir.Value, None]
@@ -32,20 +32,18 @@ class _Walk(NamedTuple):
 
 @dataclass(frozen=True)
 class Cut:
-    """A part of the main graph: one call of a module, or a set of nodes; nothing of the model is copied or changed.
+    """A part of the main graph: one call of a module, or a set of nodes; the model is not changed.
 
     Attributes:
-        path: The module; for a set of nodes, the one above all of it.
-        call: Which call of it.
-        inputs: Tensors that enter, under their names: arguments of ``forward`` first, in order, as
-            far as they are needed; then, under the names they have in the file, those that were
-            computed outside.
-        outputs: Tensors that leave, by name, in the order in which ``forward`` returns them.
+        path: The module; for a set of nodes, the one around all of it.
+        call: The number of the call.
+        inputs: Name → tensor that enters: first the needed arguments of ``forward``, in order; then
+            tensors that are computed outside, under their names in the file.
+        outputs: Name → tensor that leaves, in the order in which ``forward`` returns them.
         nodes: The nodes that compute them, in order.
-        initializers: The initializers that these read, also in subgraphs, and that are no
-            arguments.
-        sizes: Values that nodes read and that only depend on sizes of inputs, if on anything: they
-            are computed outside, but can be computed from the inputs by ``size_nodes``.
+        initializers: The initializers that these read, also in subgraphs, without arguments.
+        sizes: Constants, and values that depend only on sizes of inputs. They are computed outside,
+            but ``size_nodes`` can compute them from the inputs.
         size_nodes: Nodes outside that compute ``sizes`` once their ``Shape`` nodes read inputs of
             the cut.
     """
@@ -73,8 +71,8 @@ class Cutter:
 
         Raises:
             UnknownModuleError: If the model has no such module.
-            InputError: If the module has no such call, or cannot be cut out: the message says why,
-                and what to cut.
+            InputError: If the module has no such call, or cannot be cut out; the message has the
+                reason, and the module to cut instead.
             UntaggedModelError: If the model has no tags.
         """
         region = self._region(path, call)
@@ -96,14 +94,14 @@ class Cutter:
         comes_along: Callable[[ir.Value], bool] = lambda value: True,
         stops: Iterable[ir.Value] = (),
     ) -> Cut:
-        """Cut a set of nodes of the main graph out, as far as they compute some of its tensors.
+        """Cut a set of nodes of the main graph, as far as they compute some of its tensors.
 
         Args:
             members: The nodes.
-            outputs: What they are to give, by name.
-            comes_along: Whether a constant value, an initializer or what is made of such, is taken
-                into the cut by whoever needs it. The others are taken where their node is a member,
-                and else they enter.
+            outputs: Name → tensor that they compute.
+            comes_along: Whether a constant value is included where it is needed, as an initializer or
+                with its nodes. Other constants are included if their node is a member; else they
+                enter.
             stops: Values that enter even if a member computes them.
         """
         walk = self._walk(outputs.values(), members, frozenset(stops), comes_along)
@@ -120,6 +118,7 @@ class Cutter:
         stops: frozenset[ir.Value],
         comes_along: Callable[[ir.Value], bool],
     ) -> _Walk:
+        """Search from outputs back to constants, stops, and values that other nodes compute."""
         nodes, entering = set[ir.Node](), dict[ir.Value, None]()
         queue, seen = list(outputs), set[ir.Value]()
         while queue:
@@ -137,17 +136,19 @@ class Cutter:
         return _Walk(nodes, entering, comes_along)
 
     def _measuring_others(self, walk: _Walk) -> set[ir.Node]:
-        """The ``Shape`` nodes of a walk that read an input of the model for its sizes alone, and may read another one.
+        """``Shape`` nodes of a walk that are the only consumers of an input, and may read another one.
 
         An exporter reads a size from any input that has it, such as the length of the past from the
-        last layer's cache.
+        cache of the last layer.
         """
-        measured = {
-            value: nodes for value in walk.entering if (nodes := self._measuring(value, walk))
-        }
-        others = [
-            value for value in walk.entering if value not in measured and not self.is_size(value)
-        ]
+        measured: dict[ir.Value, set[ir.Node]] = {}
+        others: list[ir.Value] = []
+        for value in walk.entering:
+            nodes = self._measuring(value, walk)
+            if nodes:
+                measured[value] = nodes
+            elif not self.is_size(value):
+                others.append(value)
         found: set[ir.Node] = set()
         for nodes in measured.values():
             if all(same_dimensions(node, others) is not None for node in nodes):
@@ -155,7 +156,10 @@ class Cutter:
         return found
 
     def _measuring(self, value: ir.Value, walk: _Walk) -> set[ir.Node]:
-        """The nodes of a walk that read a value, if all are ``Shape`` and other nodes read the values of this input."""
+        """The ``Shape`` nodes of a walk that read an input of the model whose values others read.
+
+        Empty if a node of the walk reads the values, too.
+        """
         users = {use.node for use in value.uses()}
         here = {node for node in users if not walk.nodes.isdisjoint(self._index.scopes(node))}
         if not value.is_graph_input() or any(node.op_type != "Shape" for node in here):
@@ -170,38 +174,37 @@ class Cutter:
         inputs: Mapping[str, ir.Value],
         wanted: Mapping[str, ir.Value],
     ) -> Cut:
+        """The cut that a walk found; tensors that enter as sizes are computed from the inputs."""
         known = frozenset(inputs.values())
-        needed, sizes, size_nodes = (
-            set(walk.entering),
-            dict[ir.Value, None](),
-            dict[ir.Node, None](),
-        )
+        needed = set(walk.entering)
+        sizes, size_nodes = dict[ir.Value, None](), dict[ir.Node, None]()
         for value in walk.entering:
-            if value not in known:
-                cone = self._size_cone(value, [*inputs.values()], walk.comes_along)
-                if cone is not None:
-                    sizes[value] = None
-                    size_nodes.update(dict.fromkeys(cone[0]))
-                    needed.update(cone[1])
-        reached = {name: value for name, value in inputs.items() if value in needed}
-        outside = (value for value in walk.entering if value not in sizes and value not in known)
-        reached.update((str(value.name), value) for value in outside)
-        # constants, read on both sides; they are made once
-        both = [node for node in size_nodes if node in walk.nodes]
-        sizes.update(dict.fromkeys(value for node in both for value in node.outputs))
+            if value in known:
+                continue
+            cone = self._size_cone(value, [*inputs.values()], walk.comes_along)
+            if cone is not None:
+                nodes_of_size, measured = cone
+                sizes[value] = None
+                size_nodes.update(dict.fromkeys(nodes_of_size))
+                needed.update(measured)
+        entering = {name: value for name, value in inputs.items() if value in needed}
+        for value in walk.entering:
+            if value not in sizes and value not in known:
+                entering[str(value.name)] = value
+        # Constants that both sides read are computed once, with the sizes.
+        for node in size_nodes:
+            if node in walk.nodes:
+                sizes.update(dict.fromkeys(node.outputs))
         nodes = tuple(sorted(walk.nodes - size_nodes.keys(), key=self._order.__getitem__))
         ordered = tuple(sorted(size_nodes, key=self._order.__getitem__))
         read = (value for node in (*nodes, *ordered) for value in self.reads(node))
-        entering = set(reached.values())
-        initializers = (
-            v
-            for v in dict.fromkeys((*read, *wanted.values()))
-            if v.is_initializer() and v not in entering
-        )
-        return Cut(path, call, reached, wanted, nodes, tuple(initializers), tuple(sizes), ordered)
+        arguments = set(entering.values())
+        stored = filter(ir.Value.is_initializer, dict.fromkeys((*read, *wanted.values())))
+        initializers = [value for value in stored if value not in arguments]
+        return Cut(path, call, entering, wanted, nodes, tuple(initializers), tuple(sizes), ordered)
 
     def _region(self, path: str, call: int) -> Region:
-        """The module's region, all calls together, once it is certain that it can be cut."""
+        """The region of a module, with all its calls, if it can be cut out."""
         region = self._tagged[path]
         info = region.info
         if call and not 0 <= call < info.calls:
@@ -226,48 +229,54 @@ class Cutter:
         return region
 
     def _whole_around(self, path: str) -> str:
+        """The innermost exact module around a module; the root without one."""
         above = (up for up in tags.ancestors(path) if up != path and up in self._tagged)
         return next((up for up in above if self._tagged.hierarchy[up].fate.is_exact), "")
 
     def _ends(
         self, region: Region, path: str, call: int
     ) -> tuple[dict[str, ir.Value], dict[str, ir.Value]]:
-        """The tensors that the call was given and that it gave back, as the file tells or as the graph shows."""
-        graph = self._tagged.model.graph
+        """The inputs and outputs of a call, by its signature in the file, or else by the graph."""
         values, signature = self._tagged.values, self._tagged.signature(path, call)
         if not path:
-            names = (
-                {name: argument for argument, name in signature.inputs.items()} if signature else {}
-            )
-            free = (value for value in graph.inputs if not value.is_initializer())
-            return {names.get(value.name, str(value.name)): value for value in free}, _named(
-                self._tagged.results
-            )
+            return self._inputs_of_model(signature), _named(self._tagged.results)
         call_region = region.call(call) if region.calls > 1 else region
         if signature is None:
             return _named(call_region.inputs), _named(call_region.outputs)
         inputs: dict[str, ir.Value] = {}
         for argument, name in signature.inputs.items():
             value = values.get(name) if name is not None else None
-            if (
-                value is not None
-                and value not in inputs.values()
-                and value not in self._index.constant
-            ):
+            if value is None or value in self._index.constant:
+                continue
+            if value not in inputs.values():
                 inputs[argument] = value
-        known = [name for name in signature.outputs if name is not None]
-        if not known or any(name not in values for name in known):  # a tool renamed or removed them
-            return inputs, _named(call_region.outputs)
-        return inputs, {name: values[name] for name in known}
+        outputs = [name for name in signature.outputs if name is not None]
+        if not outputs or any(name not in values for name in outputs):
+            return inputs, _named(call_region.outputs)  # a tool renamed or removed them
+        return inputs, {name: values[name] for name in outputs}
+
+    def _inputs_of_model(self, signature: Signature | None) -> dict[str, ir.Value]:
+        """The inputs of the model, under the names of ``forward``'s arguments if these are known."""
+        arguments: dict[str | None, str] = {}
+        if signature is not None:
+            arguments = {name: argument for argument, name in signature.inputs.items()}
+        inputs: dict[str, ir.Value] = {}
+        for value in self._tagged.model.graph.inputs:
+            if not value.is_initializer():
+                inputs[arguments.get(value.name, str(value.name))] = value
+        return inputs
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads of the main graph, in its subgraphs too."""
+        """The values of the main graph that a node and its subgraphs read."""
         return self._index.reads(node)
 
     def _size_cone(
         self, value: ir.Value, inputs: Sequence[ir.Value], comes_along: Callable[[ir.Value], bool]
     ) -> tuple[list[ir.Node], set[ir.Value]] | None:
-        """The nodes that compute a value from sizes alone, and which of ``inputs`` have these sizes, if any do."""
+        """The nodes that compute a value from sizes alone, and the inputs that have these sizes.
+
+        None if a size is of no input.
+        """
         if not self.is_size(value):
             return None
         cone: dict[ir.Node, None] = {}
@@ -296,28 +305,28 @@ class Cutter:
         return list(cone), used
 
     def is_size(self, value: ir.Value) -> bool:
-        """Whether a value depends on the model's inputs, and that through sizes of tensors alone."""
+        """Whether a value depends on the model's inputs, but only on sizes of tensors."""
         return value in self._sizes
 
     @cached_property
     def _sizes(self) -> frozenset[ir.Value]:
         sizes: set[ir.Value] = set()
         for node in self._order:
-            read = [value for value in node.inputs if value is not None]
-            computed = bool(read) and node not in self._index.bodies
-            if node.op_type in SIZES_ONLY or (
-                computed and all(self.is_free(v) or v in sizes for v in read)
-            ):
+            is_size = node.op_type in SIZES_ONLY
+            if not is_size and node not in self._index.bodies:
+                read = [value for value in node.inputs if value is not None]
+                is_size = bool(read) and all(self.is_free(v) or v in sizes for v in read)
+            if is_size:
                 sizes.update(value for value in node.outputs if not self.is_free(value))
         return frozenset(sizes)
 
     def is_free(self, value: ir.Value) -> bool:
-        """Whether a value comes along with whatever needs it: an initializer, or made of constants."""
+        """Whether a value is included where it is needed: initializers and constants."""
         return value.is_initializer() or value in self._index.constant
 
 
 def check_outside(tagged: TaggedModel, names: Iterable[str | None]) -> None:
-    """Refuse tensors that a part of a model needs and that no run of the whole gives.
+    """Refuse tensors that a part of a model needs and that no run of the whole model can return.
 
     Raises:
         InputError: If one of them is not in the main graph.
@@ -330,35 +339,36 @@ def check_outside(tagged: TaggedModel, names: Iterable[str | None]) -> None:
 def same_dimensions(
     shape_node: ir.Node, inputs: Sequence[ir.Value]
 ) -> list[int | tuple[ir.Value, int]] | None:
-    """For each dimension that a ``Shape`` node gives, the number that it is, or an input and which of its dimensions.
+    """For each dimension that a ``Shape`` node returns: its number, or an input and its axis.
 
-    Dimensions are the same where the file gives them the same name. None if one of them is nowhere
-    among the inputs.
+    Dimensions with the same name are equal. None if a dimension is not among the inputs.
     """
     source = shape_node.inputs[0]
     if source is None or source.shape is None:
         return None
-    start, end = (
-        shape_node.attributes.get_int("start", 0),
-        shape_node.attributes.get_int("end", None),
-    )
+    start = shape_node.attributes.get_int("start", 0)
+    end = shape_node.attributes.get_int("end", None)
     dimensions: list[int | tuple[ir.Value, int]] = []
     for dimension in list(source.shape)[start:end]:
         if isinstance(dimension, int):
             dimensions.append(dimension)
             continue
-        places = (
-            (value, axis)
-            for value in inputs
-            if value.shape is not None
-            for axis, size in enumerate(value.shape)
-            if dimension.value is not None and size == dimension
-        )
-        place = next(places, None)
+        place = _place_of(dimension, inputs)
         if place is None:
             return None
         dimensions.append(place)
     return dimensions
+
+
+def _place_of(dimension: ir.SymbolicDim, inputs: Sequence[ir.Value]) -> tuple[ir.Value, int] | None:
+    """The first input that has a named dimension, and its axis."""
+    if dimension.value is None:
+        return None
+    for value in inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if size == dimension:
+                return value, axis
+    return None
 
 
 def _named(values: Iterable[ir.Value]) -> dict[str, ir.Value]:

@@ -1,4 +1,4 @@
-"""What patterns ask of a graph: shapes, small constants, which are the same in every run."""
+"""Facts about a graph that patterns need: shapes, small constants, and which values are constant."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ from htp_export.shapes.symbolic import Symbolic, written_shape
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 _MOST_ELEMENTS = 1024
-"""Constants of more elements are not read: they are weights, and no axes, scales or masks that a pattern looks at."""
+"""Elements of a constant that is read, at most: axes, scales and masks of patterns have fewer."""
 
 Shape: TypeAlias = tuple[int | str | None, ...]
 
 
 class GraphFacts:
-    """A tagged model as patterns look at it; each answer costs the same however large the model is.
+    """The facts about a tagged model that patterns need; each answer takes constant time.
 
     Large tensors are not read.
 
     Args:
         tagged: The model.
-        inferred: Types and shapes of its tensors; those that it says itself, completed, where it is
-            None.
+        inferred: Types and shapes of its tensors; None for those in the model, completed.
 
     Attributes:
-        nodes: Every node, in subgraphs and functions too.
+        nodes: Every node, also in subgraphs and functions.
         by_op: ONNX operator → the nodes that compute it, in order.
 
     Examples:
@@ -62,36 +61,32 @@ class GraphFacts:
         return [node for op in ops for node in self.by_op.get(op, ())]
 
     def shape(self, value: ir.Value | None) -> Shape | None:
-        """The dimensions of a value, each a number or a name or None; None where the rank is not known."""
+        """The dimensions of a value, each a number, a name or None; None if the rank is unknown."""
         tensor = None if value is None else value.const_value
         if tensor is not None:
             return tuple(int(size) for size in tensor.shape.numpy())
         written = value.shape if value is not None and self._inferred is None else None
         if written is None:
             shape = (self._inferred or self.tagged.inferred).shape(value)
-            written = None if shape is None else written_shape(shape)
-        return (
-            None
-            if written is None
-            else tuple(s if isinstance(s, int) else s.value for s in written.dims)
-        )
+            if shape is None:
+                return None
+            written = written_shape(shape)
+        return tuple(size if isinstance(size, int) else size.value for size in written.dims)
 
     def rank(self, value: ir.Value | None) -> int | None:
-        """How many dimensions a value has; None where that is not known."""
+        """The number of dimensions of a value; None if unknown."""
         shape = self.shape(value)
         return None if shape is None else len(shape)
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
-        """The element type of a value; None where it is not known."""
+        """The element type of a value; None if unknown."""
         written = None if value is None else value.dtype
-        return (
-            written
-            if written is not None
-            else (self._inferred or self.tagged.inferred).dtype(value)
-        )
+        if written is not None:
+            return written
+        return (self._inferred or self.tagged.inferred).dtype(value)
 
     def array(self, value: ir.Value | None) -> Array | None:
-        """The elements of a small constant, be it an initializer or a ``Constant``; None for anything else."""
+        """The elements of a small constant, also of a ``Constant`` node; None for any other value."""
         tensor = None if value is None else self._tensor(value)
         if tensor is None or tensor.size > _MOST_ELEMENTS or tensor.dtype == ir.DataType.STRING:
             return None
@@ -101,26 +96,24 @@ class GraphFacts:
             return None
 
     def scalar(self, value: ir.Value | None) -> float | None:
-        """The number that a constant of one element holds; None for anything else."""
+        """The number of a constant with one element; None for any other value."""
         array = self.array(value)
-        return (
-            float(array.reshape(()))
-            if array is not None and array.size == 1 and array.dtype.kind in "fiu"
-            else None
-        )
+        if array is None or array.size != 1 or array.dtype.kind not in "fiu":
+            return None
+        return float(array.reshape(()))
 
     def is_constant(self, value: ir.Value | None) -> bool:
-        """Whether a value is the same in every run: a weight, a constant, or computed from these."""
+        """Whether a value is the same in every run: a weight, or computed from constants."""
         if value is None:
             return False
         if value.is_graph_input() and value.graph is self.tagged.model.graph:
-            return False  # whoever runs the model may give another one
+            return False  # an initializer that is an input, too: a run may replace it
         return (
             self.tagged.index.initializer(value) is not None or value in self.tagged.index.constant
         )
 
     def with_constant(self, node: ir.Node) -> tuple[ir.Value, ir.Value] | None:
-        """What a node of two inputs reads: the one that varies, then the constant; None where it is otherwise."""
+        """The variable input of a node with two inputs, then the constant one; None otherwise."""
         if len(node.inputs) != 2:
             return None
         first, second = node.inputs
@@ -131,7 +124,7 @@ class GraphFacts:
         return (second, first) if self.is_constant(first) else None
 
     def module_of(self, nodes: Sequence[ir.Node]) -> str:
-        """The deepest module above all owners of some nodes; the root where they have none."""
+        """The innermost module around all owners of some nodes; the root if they have none."""
         owners = self.tagged.index.owners
         return tags.common_ancestor(
             dict.fromkeys(owner for node in nodes for owner in owners[node])

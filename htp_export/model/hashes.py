@@ -1,4 +1,4 @@
-"""Hashes of all that a model says, with names and tags; of what a graph computes; and of the structure of regions."""
+"""Hashes: of a whole model with names and tags, of a graph's computation, of regions' structure."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from htp_export.model.graph_facts import GraphFacts
 from htp_export.shapes.schemas import settings
 
 _PORTION = 1 << 18
-"""Elements that are compared at a time: comparing copies them."""
+"""Elements that are compared at a time, 1 MB of float32: a comparison copies them."""
 
 
 def array_hash(array: npt.NDArray[Any]) -> bytes:
-    """A hash of the numbers of an array, in their order; shape and type do not count.
+    """A hash of the numbers of an array, in their order; without shape and type.
 
     Examples:
         >>> array_hash(np.ones((2, 3))) == array_hash(np.ones(6)), array_hash(np.ones(6)) == array_hash(np.ones(5))
@@ -32,10 +32,10 @@ def array_hash(array: npt.NDArray[Any]) -> bytes:
 
 
 def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
-    """Whether a tensor is another one bit by bit, with its shape; cast, if the types differ.
+    """Whether two tensors are equal bit by bit, and in shape; the first is cast if types differ.
 
     Nothing is read if both are the same bytes of a file. Otherwise they are read in portions, and
-    not kept in memory.
+    released afterwards.
 
     Examples:
         >>> one = ir.tensor(np.ones(3, np.float32))
@@ -51,12 +51,12 @@ def same_numbers(first: ir.TensorProtocol, second: ir.TensorProtocol) -> bool:
     ):
         return True
     try:
-        kind = second.dtype.numpy()
+        dtype = second.dtype.numpy()
         with np.errstate(all="ignore"):
-            pairs = zip(_portions(first), _portions(second), strict=True)
-            return all(
-                part.astype(kind, copy=False).tobytes() == other.tobytes() for part, other in pairs
-            )
+            for part, other in zip(_portions(first), _portions(second), strict=True):
+                if part.astype(dtype, copy=False).tobytes() != other.tobytes():
+                    return False
+        return True
     finally:
         for tensor in (first, second):
             if isinstance(tensor, DataTensor):
@@ -78,8 +78,8 @@ def _portions(tensor: ir.TensorProtocol) -> Iterator[npt.NDArray[Any]]:
 def content_hash(model: ir.Model) -> str:
     """Hash a model: graphs, functions, opsets, weights, and the tags of nodes.
 
-    Names of files, descriptions, the metadata of the model, and where weights are stored make no
-    difference. The result is ``sha256:`` and 64 hexadecimal digits.
+    It does not depend on file names, descriptions, metadata of the model, and the place of weights.
+    The result is ``sha256:`` and 64 hexadecimal digits.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
@@ -96,17 +96,17 @@ def content_hash(model: ir.Model) -> str:
         content.add("function", identifier, sorted(function.opset_imports.items()))
         for name in sorted(function.attributes):
             content.attribute(function.attributes[name])
-        content.add("inputs", _names(function.inputs))  # which have no types in a file
+        content.add("inputs", _names(function.inputs))  # a file has no types for them
         content.body(function.graph)
     return f"sha256:{content.digest}"
 
 
 def body_hash(graph: ir.Graph, *, constants: bool = True) -> str:
-    """Hash what the body of a function computes: all of it but names, metadata, types and shapes.
+    """Hash the computation of a function's body, without names, metadata, types and shapes.
 
-    Bodies whose nodes do the same in another order are told apart. External tensors are told by
-    their place: reading them could take gigabytes. Values of ``Constant`` nodes outside of
-    subgraphs count only with ``constants``.
+    The order of nodes counts. External tensors are identified by their place in a file: reading
+    them could take gigabytes. Values of ``Constant`` nodes outside subgraphs count only with
+    ``constants``.
 
     Examples:
         >>> def body(name, op):
@@ -200,7 +200,7 @@ class _Content:
 
 
 class _Numbered(_Content):
-    """What is hashed where names do not count: values have numbers, in the order in which they appear."""
+    """Hashes without names: values have numbers, in the order in which they appear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def _strings(tensor: ir.TensorProtocol) -> Iterable[bytes]:
 
 
 def _names(values: Iterable[ir.Value | None]) -> list[str | None]:
-    """Names of inputs or outputs; missing ones at the end, and those without a name, are None or nothing."""
+    """Names of inputs or outputs: None for one without a name; at the end, these are left out."""
     names = [None if value is None else value.name or None for value in values]
     while names and names[-1] is None:
         names.pop()
@@ -257,23 +257,22 @@ def _names(values: Iterable[ir.Value | None]) -> list[str | None]:
 
 
 _LATER = "later"
-"""The text of an input whose producer follows: of a loop through a function, where no order is right."""
+"""The text of an input whose producer follows: a loop through a function has no valid order."""
 
 _MOST_NUMBERS = 16
-"""Constants of up to so many whole numbers are settings (axes, shapes, pads), and count with their values."""
+"""Integers of a setting (axes, shapes, pads), at most: settings count with their values."""
 
 _MEASURED: Mapping[str, tuple[int, ...]] = {
     "QuantizeLinear": (1, 2), "DequantizeLinear": (1, 2), "MatMulInteger": (2, 3), "ConvInteger": (2, 3),
     "QLinearMatMul": (1, 2, 4, 5, 6, 7), "QLinearConv": (1, 2, 4, 5, 6, 7),
 }  # fmt: skip
-"""Where scales and zero points stand: numbers that were measured, as weights are, and no settings."""
+"""Operator → inputs that are scales and zero points: measured numbers like weights, not settings."""
 
 
 class Hasher:
     """Hashes of parts of a graph.
 
-    Names, metadata, values of weights, and the order of nodes that do not read each other do not
-    count.
+    Names, metadata, values of weights, and the order of independent nodes do not count.
     """
 
     def __init__(self, facts: GraphFacts) -> None:
@@ -282,7 +281,7 @@ class Hasher:
         self._leaves: dict[ir.Value | None, str] = {None: "-"}
 
     def part(self, nodes: Sequence[ir.Node]) -> str:
-        """The hash of a part of a graph, whose nodes come after those that they read."""
+        """The hash of a part of a graph; producers come before consumers."""
         below: dict[ir.Value | None, str] = {}
         members = frozenset(nodes)
         for node in nodes:
@@ -293,12 +292,12 @@ class Hasher:
         return _digest(sorted(below.values()))
 
     def region(self, path: str) -> str:
-        """The hash of a module's region, in which whatever enters counts as such; ``""`` is the whole model."""
+        """The hash of a module's region; ``""`` is the whole model."""
         index = self._facts.tagged.index
         return self.part(index.below.get(path, ()) if path else index.nodes)
 
     def _node(self, node: ir.Node) -> str:
-        """The hash of what a node does to whatever it reads."""
+        """The hash of a node's operator and attributes."""
         if node not in self._own:
             written = settings(node, self._facts.tagged.model.opset_imports)
             texts = (
@@ -310,7 +309,7 @@ class Hasher:
         return self._own[node]
 
     def _entering(self, value: ir.Value | None, members: Container[ir.Node | None]) -> str:
-        """The text of an input that no node before it in the part computes."""
+        """The text of an input that no earlier node of the part computes."""
         if value is not None and value.producer() in members:
             return _LATER
         if value not in self._leaves:
@@ -318,17 +317,15 @@ class Hasher:
         return self._leaves[value]
 
     def _leaf(self, value: ir.Value) -> str:
-        """What enters: a weight by type and shape, a setting by its value, anything else as such."""
+        """The text of a value from outside: a weight by type and shape, a setting by its value."""
         source = self._facts.tagged.index.initializer(value)
         if source is None:
             return "constant" if self._facts.is_constant(value) else "in"
         array = None if _was_measured(value) else self._facts.array(value)
-        if (
-            array is not None
-            and array.size <= _MOST_NUMBERS
-            and (array.dtype.kind in "iub" or array.ndim == 0)
-        ):
-            return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
+        if array is not None and array.size <= _MOST_NUMBERS:
+            is_setting = array.dtype.kind in "iub" or array.ndim == 0
+            if is_setting:
+                return f"{array.dtype}{array.shape}{array.reshape(-1).tolist()}"
         return f"{self._facts.dtype(source)}{self._facts.shape(source)}"
 
     def _attribute(self, attribute: ir.Attr) -> str:
@@ -339,9 +336,10 @@ class Hasher:
         if attribute.type == ir.AttributeType.GRAPHS:
             return _digest(self.part(list(graph)) for graph in attribute.as_graphs())
         if attribute.type == ir.AttributeType.TENSOR:
-            tensor: ir.TensorProtocol = attribute.value  # as_tensor() looks at every method of it
+            tensor: ir.TensorProtocol = attribute.value  # as_tensor() checks every method of it
             small = tensor.size <= _MOST_NUMBERS and tensor.dtype != ir.DataType.STRING
-            return f"{tensor.dtype}{tuple(tensor.shape.numpy())}{tensor.numpy().reshape(-1).tolist() if small else ''}"
+            numbers = tensor.numpy().reshape(-1).tolist() if small else ""
+            return f"{tensor.dtype}{tuple(tensor.shape.numpy())}{numbers}"
         if attribute.type in (ir.AttributeType.TENSORS, ir.AttributeType.SPARSE_TENSOR):
             return str(attribute.type)
         return repr(attribute.value)
@@ -352,18 +350,17 @@ def _was_measured(value: ir.Value) -> bool:
     for use in value.uses():
         if use.idx in _MEASURED.get(use.node.op_type, ()):
             return True
-        # the scale of a weight and that of what is quantized while the model runs
         if use.node.op_type == "Mul":
-            others = [
-                factor for factor in use.node.inputs if factor is not None and factor is not value
-            ]
-            makers = [(factor.producer(), factor.index()) for factor in others]
-            if any(
-                maker is not None and maker.op_type == "DynamicQuantizeLinear" and k == 1
-                for maker, k in makers
-            ):
-                return True
+            others = [factor for factor in use.node.inputs if factor is not None]
+            if any(factor is not value and _is_dynamic_scale(factor) for factor in others):
+                return True  # the factor is the scale of a weight
     return False
+
+
+def _is_dynamic_scale(value: ir.Value) -> bool:
+    """Whether a value is the scale of a tensor that is quantized while the model runs."""
+    maker = value.producer()
+    return maker is not None and maker.op_type == "DynamicQuantizeLinear" and value.index() == 1
 
 
 def _digest(parts: Iterable[str]) -> str:

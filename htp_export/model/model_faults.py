@@ -1,9 +1,9 @@
-"""Errors of the work on a model, told as faults of the model where it is at fault.
+"""Errors that a fault of the model causes are raised as such.
 
-Only after work on a model ended in an error do onnx's shape inference and its checker look at the
-model. If one of them refuses it, the error says so, with the node that it names. If none does, the
-error is a fault of htp_export, and stays what it is. ONNX Runtime is not asked: it also refuses
-valid models, as of operators that it does not have.
+If work on a model raised an error, onnx's shape inference and its checker examine the model. If one
+of them rejects it, the raised error has their message, with the node at fault. Otherwise, the error
+is a fault of htp_export and does not change. ONNX Runtime is not asked: it also rejects valid
+models, if it has no kernel for an operator.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from htp_export.process.argument_types import checks_arguments
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
-_LONGEST = 500  # characters of another library's message
+_LONGEST = 500  # characters of another library's message: a screen, not a whole graph
 
 
 def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Make a function raise an InputError that says what is wrong with a model, where its work fails because of that.
+    """Decorate a function to raise an InputError if it fails because a model is not valid.
 
     Arguments of wrong types are a TypeError, see `checks_arguments`.
 
     Args:
-        parameters: Those parameters of the function that are models: whatever ``load`` takes.
+        parameters: The parameters of the function that are models, in any form that ``load``
+            accepts.
 
     Examples:
         >>> @names_model_faults("model")
@@ -43,7 +44,8 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
         ...     return ["xyz"[axis] for axis in model.graph[0].attributes.get_ints("perm")]
         >>> x = ir.val("x", ir.DataType.FLOAT, [2, 3])
         >>> turned = ir.node("Transpose", [x], attributes={"perm": [7, 0]}, name="turn")
-        >>> graph = ir.Graph([x], turned.outputs, nodes=[turned], opset_imports={"": 20}, name="g")
+        >>> outputs, opsets = turned.outputs, {"": 20}
+        >>> graph = ir.Graph([x], outputs, nodes=[turned], opset_imports=opsets, name="g")
         >>> try:
         ...     axes(ir.Model(graph, ir_version=10))
         ... except InputError as error:
@@ -59,17 +61,17 @@ def names_model_faults(*parameters: str) -> Callable[[Callable[_P, _R]], Callabl
         def named(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             def models() -> list[Any]:
                 try:
-                    given = signature.bind(*args, **kwargs).arguments
+                    arguments = signature.bind(*args, **kwargs).arguments
                 except TypeError:  # Python's own error names the function
                     return []
-                return [given[name] for name in parameters if name in given]
+                return [arguments[name] for name in parameters if name in arguments]
 
             try:
                 with made_from(lambda: _opened(models())):
                     return function(*args, **kwargs)
             except (HtpExportError, ImportError, MemoryError, OSError):
                 raise
-            except Exception as error:  # whatever the work came across
+            except Exception as error:  # an invalid model may raise any error
                 for source in models():
                     if fault := _fault(source):
                         name = name_of(getattr(source, "_file", None) or source, "the model")

@@ -1,12 +1,12 @@
-"""What stands in each module: nodes, parameters, weights. The rows of every table are these facts, and what it adds.
+"""Facts about each module that the rows of all tables contain: nodes, parameters, weights.
 
-- **Nodes** of a module are those with an owner at or below it; nodes of no module are the root's.
-- **Weights** are what nodes read that is stored and floating point, complex, or quantized; see `is_weight`.
-- **Parameters** are the elements of those that PyTorch had, as the file says (``htp.parameters``), in the size of the
-  file's own tensor of that name; without ``htp.parameters``, the elements of the weights.
+- **Nodes** of a module have an owner at or below it; nodes without an owner are the root's.
+- **Weights** are stored tensors that nodes read: floating point, complex, or quantized; see `is_weight`.
+- **Parameters** are elements of PyTorch's parameters, if the file lists them (``htp.parameters``), in the size of the
+  file's own tensor of that name; otherwise, they are the elements of the weights.
 
-Each tensor counts once in a module, and once in every module above it; in full in each of several
-that read it. It is **shared** in a module if nodes outside that module read it, too.
+Each tensor counts once in a module, and once in every module above it. If several modules read it,
+it counts in full in each. It is **shared** in a module if nodes outside that module read it, too.
 """
 
 from __future__ import annotations
@@ -27,25 +27,24 @@ from htp_export.model.tagged import TaggedModel
 from htp_export.shapes.known import constant_tensor
 from htp_export.shapes.operator_kinds import is_standard
 
-_QUANTIZED_BITS = 8  # integers that are wider are no weights, but sizes and indices
+_QUANTIZED_BITS = 8  # wider integers are sizes and indices
 _WITH_QUANTIZED_BIAS = frozenset(("QLinearConv", "DequantizeLinear", "QGemm"))
 _COMPLEX = (ir.DataType.COMPLEX64, ir.DataType.COMPLEX128)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModuleFacts(ModuleInfo):
-    """One module of the tree, and how much stands in it; ``""`` is the whole model.
+    """One module of the tree and its facts; ``""`` is the whole model.
 
     Attributes:
-        nodes: How many nodes the module and those below it have.
-        self_nodes: Of those, the nodes that it owns itself.
+        nodes: Number of nodes of the module and its descendants.
+        self_nodes: Number of nodes that it owns itself.
         parameters: Elements of the parameters at or below the module.
-        self_parameters: Of those, elements of the parameters that it holds itself, and no module
-            before it does.
+        self_parameters: Elements of its own parameters that no module before it has.
         weight_bytes: Size of the weights that its nodes read.
-        self_weight_bytes: Of those, the weights that its own nodes are the first to read.
+        self_weight_bytes: Size of the weights that its own nodes are the first to read.
         weight_bytes_by_dtype: Element type, as numpy names it → bytes.
-        shared_bytes_by_dtype: Of those, the weights that nodes outside the module read too.
+        shared_bytes_by_dtype: The same for weights that nodes outside the module read, too.
     """
 
     nodes: int = 0
@@ -59,13 +58,13 @@ class ModuleFacts(ModuleInfo):
 
     @property
     def shared_weight_bytes(self) -> int:
-        """Of ``weight_bytes``, those of weights that nodes outside the module read too."""
+        """Size of the weights that nodes outside the module read, too."""
         return sum(self.shared_bytes_by_dtype.values())
 
 
 @dataclass(frozen=True)
 class ModuleContents:
-    """What stands in one module: its nodes, those that it owns itself, and the weights that the latter read."""
+    """The contents of one module: its nodes, its own nodes, and the weights that these read."""
 
     facts: ModuleFacts
     nodes: Sequence[ir.Node]
@@ -75,13 +74,13 @@ class ModuleContents:
 
 @dataclass(frozen=True)
 class Contents:
-    """What stands in the modules of a model.
+    """The contents of the modules of a model.
 
     Attributes:
-        modules: Module path → what stands in it.
+        modules: Module path → its contents.
         shared: Name of each parameter that belongs to several modules → these modules.
-        from_pytorch: Whether the parameters are those that PyTorch had; else they are the weights
-            in the file.
+        from_pytorch: Whether the parameters are PyTorch's; otherwise they are the weights in the
+            file.
     """
 
     modules: Mapping[str, ModuleContents]
@@ -90,7 +89,7 @@ class Contents:
 
 
 class _Held(NamedTuple):
-    """A parameter or weight, how large it is, and the modules that hold or read it, the first one first."""
+    """A parameter or weight, its size, and the modules that have or read it, the first one first."""
 
     name: str
     amount: int
@@ -99,7 +98,7 @@ class _Held(NamedTuple):
 
 
 def contents_of(tagged: TaggedModel) -> Contents:
-    """What stands in each module of a model; without tags, everything is the root's. No values are read.
+    """The contents of each module of a model; without tags, all are the root's. Values are not read.
 
     Examples:
         >>> import torch, htp_export
@@ -147,17 +146,22 @@ def contents_of(tagged: TaggedModel) -> Contents:
 
 
 def dtype_name(dtype: ir.DataType) -> str:
-    """The element type as numpy names it: ``float32``, ``string``."""
+    """The numpy name of an element type: ``float32``, ``string``."""
     return "string" if dtype == ir.DataType.STRING else str(dtype.numpy().name)
 
 
 def type_and_shape(value: ir.Value) -> str:
     """The type and shape of a tensor: ``FLOAT[batch,16]``."""
-    return f"{value.dtype.name if value.dtype else 'unknown type'}{value.shape if value.shape is not None else ''}"
+    dtype = value.dtype.name if value.dtype else "unknown type"
+    return f"{dtype}{'' if value.shape is None else value.shape}"
 
 
 class _Sums(NamedTuple):
-    """Module path → what it is first to hold; kind → what is at or below it; and what of that others hold, too."""
+    """Amounts by module path.
+
+    ``first``: of tensors that the module is the first to have. ``total``, by kind: of tensors at or
+    below it. ``shared``: of those that others have, too.
+    """
 
     first: Counter[str]
     total: defaultdict[str, Counter[str]]
@@ -165,7 +169,7 @@ class _Sums(NamedTuple):
 
 
 def _summed(listed: Iterable[_Held]) -> _Sums:
-    """Each tensor counts once in a module, and once in every module above it."""
+    """Sum amounts by module: a tensor counts once in a module, and once in every module above it."""
     sums = _Sums(Counter(), defaultdict(Counter), defaultdict(Counter))
     several: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for each in listed:
@@ -173,13 +177,13 @@ def _summed(listed: Iterable[_Held]) -> _Sums:
         if len(each.holders) == 1:
             sums.total[each.holders[0]][each.kind] += each.amount
             continue
-        for path, inside in Counter(
-            up for holder in each.holders for up in tags.ancestors(holder)
-        ).items():
+        # module → how many of the holders are at or below it
+        inside = Counter(up for holder in each.holders for up in tags.ancestors(holder))
+        for path, count in inside.items():
             several[path][each.kind] += each.amount
-            if inside < len(each.holders):
+            if count < len(each.holders):
                 sums.shared[path][each.kind] += each.amount
-    # a parent's is shorter
+    # Children before parents: the path of a parent is shorter.
     for path in sorted({*sums.total, *tags.all_above(sums.total)}, key=len, reverse=True):
         if path:
             sums.total[tags.parent_path(path) or ""].update(sums.total[path])
@@ -229,10 +233,10 @@ def _sources(tagged: TaggedModel, node: ir.Node) -> Iterator[ir.Value]:
 
 
 def is_weight(value: ir.Value, reader: ir.Node) -> bool:
-    """Whether a stored tensor that a node reads is a weight: floating point, complex, or quantized, and no scalar.
+    """Whether a stored tensor that a node reads is a weight, and no scalar, index or size.
 
-    Quantized are integers of eight bits and fewer, and the wider biases of quantized operators; no
-    indices or sizes.
+    Weights are floating point, complex or quantized: integers of at most eight bits, and wider
+    biases of quantized operators.
     """
     tensor = stored_tensor(value)
     if tensor is None or not len(tensor.shape):
@@ -248,20 +252,20 @@ def is_weight(value: ir.Value, reader: ir.Node) -> bool:
 
 
 def stored_tensor(value: ir.Value) -> ir.TensorProtocol | None:
-    """What an initializer or a ``Constant`` node holds; None for any other value."""
+    """The tensor of an initializer or a ``Constant`` node; None for any other value."""
     return value.const_value if value.producer() is None else constant_tensor(value)
 
 
 def elements_of(value: ir.Value) -> int:
-    """The elements of an initializer or constant; 0 for any other value."""
+    """The number of elements of an initializer or constant; 0 for any other value."""
     tensor = stored_tensor(value)
     return 0 if tensor is None else math.prod(tensor.shape.numpy())
 
 
 def tied_parameters(tagged: TaggedModel) -> dict[str, dict[str, str]]:
-    """Module path → its parameters that another module before it holds too: full name → full name there.
+    """Module path → its parameters that a module before it also has: full name → full name there.
 
-    Empty where the file does not say what PyTorch had.
+    Empty if the file does not list PyTorch's parameters.
     """
     tied: defaultdict[str, dict[str, str]] = defaultdict(dict)
     for parameter in (tagged.declared or {}).values():
@@ -277,11 +281,10 @@ def visible(
 
     Args:
         tagged: The model.
-        depth: Leave out modules more than so many levels below the root, whose depth is 0; all
-            where it is None. Containers that never run (``nn.ModuleList``) are no level: they are
-            as deep as what they hold.
-        select: Only the modules that this selector names, and those above them, which say where
-            they are. With a depth, those so many levels below the outermost modules that it names.
+        depth: The last level to show; the root is level 0. None for all. Containers that never run
+            (``nn.ModuleList``) are no level: they have that of their children.
+        select: Show only the modules that this selector names, and their ancestors. With a depth,
+            so many levels below the outermost modules that it names.
 
     Raises:
         SelectorError: If the selector cannot be read or matches nothing.
@@ -291,25 +294,21 @@ def visible(
     if depth is not None and depth < 0:
         raise InputError(f"depth counts levels from 0, not {depth}")
     if select is None:
-        return [
-            path for path, level in _levels(tagged, {""}).items() if depth is None or level <= depth
-        ]
+        levels = _levels(tagged, {""})
+        return [path for path, level in levels.items() if depth is None or level <= depth]
     shown = set(tagged.select(select))
     if depth is not None:
         levels = _levels(tagged, shown)
-        shown = {
-            path
-            for path in select_below(select, tagged.hierarchy.classes)
-            if levels.get(path, 0) <= depth
-        }
+        candidates = select_below(select, tagged.hierarchy.classes)
+        shown = {path for path in candidates if levels.get(path, 0) <= depth}
     shown |= tags.all_above(shown)
     return [path for path in tagged.paths if path in shown]
 
 
 def _levels(tagged: TaggedModel, tops: set[str]) -> Mapping[str, int]:
-    """Module path → levels below the outermost of some modules; modules that are below none are left out."""
+    """Module path → level below the outermost of some modules; others are left out."""
     levels: dict[str, int] = {}
-    for path in tagged.paths:  # a module stands after those above it
+    for path in tagged.paths:  # parents before children
         parent = tagged.hierarchy.parent(path)
         if parent in levels:
             levels[path] = levels[parent] + (parent in tagged.hierarchy.called or not parent)

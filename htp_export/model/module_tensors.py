@@ -1,8 +1,7 @@
-"""The tensors that the calls of a module take and give, and where each is in the file.
+"""The inputs and outputs of module calls in PyTorch, and their tensors in the file.
 
-They are those of PyTorch, which the export wrote as signatures. A call without one (in a branch or
-loop body, or of a file that a library exported) has what enters and leaves its nodes, as far as
-that is certain.
+The export wrote them as signatures. A call without one (in a branch or loop body, or in a file that
+a library exported) has the tensors that enter and leave its nodes, as far as these are certain.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ IN, OUT = "in", "out"
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """One tensor that a call of a module takes or gives.
+    """One input or output of a module call.
 
     Attributes:
         path: The module.
         side: ``"in"`` or ``"out"``.
         name: The argument of ``forward``, or the position among its results: ``"0"``.
         call: Number of the call, from 0; None for a module that runs once.
-        values: The tensor in the file: one, or one in each branch that has the call; none if it is
-            not there.
-        problem: Why it is not there; ``""`` if it is.
+        values: The tensor in the file: one, or one in each branch that contains the call; none if
+            it is not in the file.
+        problem: The reason why it is not in the file; ``""`` if it is.
         first: Whether it is the first of its side.
     """
 
@@ -46,7 +45,7 @@ class ModuleTensor:
 
     @property
     def place(self) -> str:
-        """The place as a selector writes it; without the name of the first tensor.
+        """The place as a selector; without a name for the first tensor.
 
         Examples:
             >>> ModuleTensor("fc", "in", "x", 2, ()).place, ModuleTensor("", "out", "0", None, (), first=True).place
@@ -57,14 +56,14 @@ class ModuleTensor:
 
     @property
     def tensor(self) -> str | None:
-        """The name of the tensor in the file; None if it is not there, or differs between branches."""
+        """The name of the tensor in the file; None without one, or with several in branches."""
         return str(self.values[0].name) if len(self.values) == 1 else None
 
 
 def tensors_of(
     region: Region, signatures: Sequence[Signature], values: Mapping[str, ir.Value]
 ) -> list[ModuleTensor]:
-    """The tensors of a module, call by call: what it takes, in the order of ``forward``, then what it gives.
+    """The tensors of a module, call by call: inputs in the order of ``forward``, then outputs.
 
     ``values``: The tensors of the main graph by name.
     """
@@ -82,20 +81,17 @@ def tensors_of(
 def _of_signature(
     region: Region, call: int | None, signature: Signature, values: Mapping[str, ir.Value]
 ) -> Iterator[ModuleTensor]:
+    """The tensors of a call by its signature."""
     outputs = {str(place): name for place, name in enumerate(signature.outputs)}
     for side, names in ((IN, signature.inputs), (OUT, outputs)):
         for place, (argument, name) in enumerate(names.items()):
             value = None if name is None else values.get(name)
-            problem = "" if value is not None else _why_gone(region, name)
-            yield ModuleTensor(
-                region.path,
-                side,
-                argument,
-                call,
-                () if value is None else (value,),
-                problem,
-                place == 0,
-            )
+            first = place == 0
+            if value is not None:
+                yield ModuleTensor(region.path, side, argument, call, (value,), "", first)
+            else:
+                problem = _why_gone(region, name)
+                yield ModuleTensor(region.path, side, argument, call, (), problem, first)
 
 
 def _why_gone(region: Region, name: str | None) -> str:
@@ -116,7 +112,10 @@ def _why_gone(region: Region, name: str | None) -> str:
 
 
 def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
-    """What enters and leaves the nodes of a call; sure of an exact module where there is one tensor of a side."""
+    """The tensors that enter and leave the nodes of a call, if there is one on a side.
+
+    Only an exact module has them.
+    """
     part = region if call is None else region.call(call)
     if not part.nodes or not region.fate.is_exact:
         meaning = (
@@ -142,12 +141,14 @@ def _of_nodes(region: Region, call: int | None) -> Iterator[ModuleTensor]:
 
 
 def _is_at(tensor: ModuleTensor, place: Place) -> bool:
-    is_named = tensor.name == place.name if place.name else True
-    return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0) and is_named
+    """Whether a place selects a tensor of its module."""
+    if place.name and tensor.name != place.name:
+        return False
+    return place.side in ("", tensor.side) and place.call in (None, tensor.call or 0)
 
 
 def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> list[ModuleTensor]:
-    """The tensors of a module that a place names: one for each of its calls, or for the one call that it names.
+    """The tensors of a module that a place selects: of each call, or of the call that it names.
 
     Raises:
         SelectorError: If the module has no such call or tensor.
@@ -159,7 +160,9 @@ def named_tensor(listed: Sequence[ModuleTensor], place: Place, path: str) -> lis
             place.text, f"module {path!r} ran {many(max(len(calls), 1), 'time')}, counted from 0"
         )
     wanted = [tensor for tensor in sides if place.call in (None, tensor.call or 0)]
-    found = [tensor for tensor in wanted if (tensor.first or place.name) and _is_at(tensor, place)]
+    # A place without a name is the first tensor of its side.
+    candidates = wanted if place.name else [tensor for tensor in wanted if tensor.first]
+    found = [tensor for tensor in candidates if _is_at(tensor, place)]
     if not found:
         kind = "input" if place.side == IN else "output"
         names = ", ".join(dict.fromkeys(tensor.name for tensor in wanted))
@@ -175,33 +178,45 @@ def chosen_tensors(
     paths_of: Callable[[str], list[str]],
     tensors: Callable[[str], list[ModuleTensor]],
 ) -> list[ModuleTensor]:
-    """The tensors that some places name, each once, in their order; those of excluded places are left out.
+    """The tensors that some places select, each once, in their order, without excluded ones.
 
-    ``paths_of`` gives the modules of a selector, and ``tensors`` all tensors of a module.
+    Args:
+        places: The places.
+        paths_of: Returns the modules of a selector.
+        tensors: Returns all tensors of a module.
 
     Raises:
         SelectorError: If a selector matches nothing, or everything is excluded.
-        InputError: If a tensor is not in the file; the message says why, and what to do.
+        InputError: If a tensor is not in the file; the message has the reason, and a remedy.
     """
     chosen: dict[ModuleTensor, None] = {}
     for place in places:
         if not place.excludes:
-            listed = {path: tensors(path) for path in paths_of(place.modules)}
-            # a ModuleList, such as "**" selects, has none
-            ran = {path: each for path, each in listed.items() if each}
-            for path, each in (ran or listed).items():
-                chosen.update(dict.fromkeys(named_tensor(each, place, path)))
+            chosen.update(dict.fromkeys(_selected(place, paths_of, tensors)))
     for place in places:
-        if place.excludes:
-            paths = {*paths_of(place.modules)}
-            chosen = {
-                each: None for each in chosen if each.path not in paths or not _is_at(each, place)
-            }
+        if not place.excludes:
+            continue
+        paths = {*paths_of(place.modules)}
+        for tensor in list(chosen):
+            if tensor.path in paths and _is_at(tensor, place):
+                del chosen[tensor]
     if not chosen:
-        raise SelectorError(
-            ", ".join(place.text for place in places), "excludes every tensor that it selects"
-        )
+        texts = ", ".join(place.text for place in places)
+        raise SelectorError(texts, "excludes every tensor that it selects")
     for tensor in chosen:
         if tensor.problem:
             raise InputError(f"{tensor.place}: {tensor.problem}")
     return list(chosen)
+
+
+def _selected(
+    place: Place,
+    paths_of: Callable[[str], list[str]],
+    tensors: Callable[[str], list[ModuleTensor]],
+) -> Iterator[ModuleTensor]:
+    """The tensors that one place selects."""
+    listed = {path: tensors(path) for path in paths_of(place.modules)}
+    # A ModuleList, which "**" also selects, has no tensors: it is no error beside other modules.
+    ran = {path: each for path, each in listed.items() if each}
+    for path, each in (ran or listed).items():
+        yield from named_tensor(each, place, path)

@@ -1,4 +1,4 @@
-"""The nodes beside a tensor, what a node reads, replaced, and nodes in sets of those that read each other."""
+"""Producers and consumers of a tensor, replaced inputs, and connected sets of nodes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from htp_export.shapes.operator_kinds import is_standard
 
 
 def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
-    """The producer of a tensor; if operators are given, only a node of ONNX's own operators of these types.
+    """The producer of a tensor; with ``op_types``, only a node of one of these ONNX operators.
 
     Examples:
         >>> relu = ir.node("Relu", [ir.val("x")])
@@ -23,9 +23,10 @@ def producer_of(value: ir.Value | None, *op_types: str) -> ir.Node | None:
 
 
 def only_consumer(value: ir.Value, *op_types: str) -> ir.Node | None:
-    """The one node that reads a tensor, once; None if there are others, or if the tensor is an output of its graph.
+    """The only consumer of a tensor, which reads it once.
 
-    If operators are given, only a node of ONNX's own operators of these types.
+    None if there are others, or if the tensor is an output of its graph. With ``op_types``, only a
+    node of one of these ONNX operators.
     """
     uses = value.uses()
     if len(uses) != 1 or value.is_graph_output():
@@ -35,7 +36,7 @@ def only_consumer(value: ir.Value, *op_types: str) -> ir.Node | None:
 
 
 def replace_inputs(node: ir.Node, replaced: Mapping[ir.Value, ir.Value | None]) -> None:
-    """Let a node read other values, each at all inputs that are this value.
+    """Replace input values of a node, at all positions.
 
     Examples:
         >>> x, y = ir.val("x"), ir.val("y")
@@ -53,7 +54,7 @@ _Item = TypeVar("_Item", bound=Hashable)
 
 
 class Groups(Generic[_Item]):
-    """Disjoint sets (union-find); iterated over, they come in the order in which their first members were added.
+    """Disjoint sets (union-find), iterated in the order in which their first members were added.
 
     Examples:
         >>> groups = Groups()
@@ -71,11 +72,11 @@ class Groups(Generic[_Item]):
         return item in self._parent
 
     def add(self, item: _Item) -> None:
-        """Put in an item, in a set of its own if it is new."""
+        """Add an item; a new one is a set of its own."""
         self._parent.setdefault(item, item)
 
     def join(self, first: _Item, second: _Item) -> None:
-        """Make one set of those of two items."""
+        """Unite the sets of two items."""
         self._parent[self._root(second)] = self._root(first)
 
     def __iter__(self) -> Iterator[tuple[_Item, ...]]:
@@ -86,7 +87,7 @@ class Groups(Generic[_Item]):
 
     def _root(self, item: _Item) -> _Item:
         while self._parent[item] != item:
-            # halve the way for the next who asks
+            # halve the path, so that later searches are short
             self._parent[item] = self._parent[self._parent[item]]
             item = self._parent[item]
         return item
@@ -97,12 +98,12 @@ def connected(
     belong: Callable[[ir.Node, ir.Node], bool] = lambda producer, node: True,
     reads: Callable[[ir.Node], Iterable[ir.Value | None]] = lambda node: node.inputs,
 ) -> Groups[ir.Node]:
-    """Nodes, each after those that it reads, in sets of those that read each other.
+    """Partition nodes into sets that are connected through their inputs.
 
     Args:
-        nodes: The nodes.
-        belong: Whether two of them, of which the second reads the first, are of one set.
-        reads: What a node reads: its inputs, unless its subgraphs count as well.
+        nodes: The nodes, producers before consumers.
+        belong: Whether a producer and its consumer are in one set.
+        reads: Returns the values that a node reads; its inputs by default.
 
     Examples:
         >>> first = ir.node("Neg", [ir.val("x")])

@@ -1,4 +1,4 @@
-"""Parts of a graph that run apart: which constants each may have of its own, and which tensors flow between them."""
+"""Parts of a graph that run separately: constants that each may copy, and tensors between them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FEW_BYTES = 256
 
 
 class Constants:
-    """The values of a model's main graph that are the same in every run, and the sizes that are nearly so.
+    """The constants of a model's main graph, and the sizes that are cheap to compute again.
 
-    A number and a short vector of whole numbers are cheap; every other initializer or ``Constant``
-    is a weight. What is computed from cheap ones alone is cheap, and so are sizes of tensors and
-    what is computed from them.
+    A number and a short vector of integers are cheap; every other initializer or ``Constant`` is a
+    weight. A value that is computed from cheap ones alone is cheap, and so are sizes of tensors and
+    values that are computed from them.
 
     Attributes:
         weights: The initializers that are weights.
@@ -43,15 +43,15 @@ class Constants:
             self._sort(node)
 
     def comes_along(self, value: ir.Value) -> bool:
-        """Whether a value is constant and cheap, so that whoever needs it may have it made again."""
+        """Whether a value is constant and cheap, so that each part may compute it again."""
         return self._cutter.is_free(value) and value not in self._costly
 
     def is_repeated(self, node: ir.Node) -> bool:
-        """Whether all that a node makes comes along."""
+        """Whether parts may compute all outputs of a node again."""
         return node in self._cheap
 
     def is_common(self, node: ir.Node) -> bool:
-        """Whether what a node makes is constant, or a size: it is no module's more than another's."""
+        """Whether a node computes constants or sizes, which belong to no module in particular."""
         return (
             node in self._cheap
             or node in self.sizes
@@ -76,7 +76,7 @@ def weight_bytes(initializers: Iterable[ir.Value]) -> int:
 
 
 def constant_bytes(node: ir.Node) -> int:
-    """Bytes of the weight that a ``Constant`` node is; 0 for any other node."""
+    """Bytes of the weight that a ``Constant`` node stores; 0 for any other node."""
     tensor = constant_tensor(node.outputs[0]) if node.op_type == "Constant" else None
     is_read = tensor is not None and any(
         is_weight(node.outputs[0], reader) for reader, _ in node.outputs[0].uses()
@@ -93,10 +93,10 @@ def _is_few(tensor: ir.TensorProtocol | None) -> bool:
 
 
 class PartTensor(NamedTuple):
-    """A tensor that parts of a main graph make and read.
+    """A tensor that parts of a main graph pass to each other.
 
     Attributes:
-        producer: The part that makes it; `OUTSIDE` for inputs of the model and for weights.
+        producer: The part that produces it; `OUTSIDE` for inputs of the model and for weights.
         consumers: The parts that read it; `OUTSIDE` for an output of the model.
         value: The tensor.
     """
@@ -109,9 +109,12 @@ class PartTensor(NamedTuple):
 def part_tensors(
     tagged: TaggedModel, part_of: Mapping[ir.Node, int], counts: Callable[[ir.Value], bool]
 ) -> Iterator[PartTensor]:
-    """The tensors that count, of those that nodes of the main graph read, in their subgraphs too, and that it returns.
+    """The tensors that parts read, also in subgraphs, and those that the model returns.
 
-    ``part_of`` tells the number of a node's part; other nodes are outside.
+    Args:
+        tagged: The model.
+        part_of: Node → its part; other nodes are outside.
+        counts: Whether a tensor counts.
     """
     consumers: defaultdict[ir.Value, set[int]] = defaultdict(set)
     for node in tagged.model.graph:

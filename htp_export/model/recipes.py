@@ -1,7 +1,8 @@
-"""The recipes of the tensors of a graph: read, written, and followed through the operators that compute constants."""
+"""The recipes of a graph's tensors: read, recorded, and followed through constant computations."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -20,19 +21,19 @@ from htp_export.shapes.inference import Inference
 from htp_export.shapes.operator_kinds import RESHAPING, SIZES_ONLY, is_standard, subgraphs
 
 _ARITHMETIC = {"Add": "add", "Sub": "sub", "Mul": "mul", "Div": "div", "Neg": "neg", "Sqrt": "sqrt"}
-"""IEEE 754 rounds these in one way, so that every runtime gives the same bits."""
+"""Operators whose rounding IEEE 754 defines, so that every runtime computes the same bits."""
 
 _SMALL = 1 << 12
-"""Elements; a constant with more of them is no position, size or factor of an operator."""
+"""Elements of an operator's argument, at most; a larger constant is a weight, and is not read."""
 
 
 def recipe_of(value: ir.Value) -> Recipe:
-    """How a stored tensor was made.
+    """The recipe of a stored tensor: how it was computed from parameters.
 
-    One without a recipe is the parameter of its name, if there is one; integers are constants.
+    Without a recorded recipe, a float tensor is the parameter of its name; integers are constants.
 
     Raises:
-        InputError: If the file says it in another way than the format does.
+        InputError: If the file has a recipe that is not in the format.
     """
     tensor = value.const_value
     if tensor is None or value.producer() is not None:
@@ -47,62 +48,61 @@ def recipe_of(value: ir.Value) -> Recipe:
 
 
 def recorded(tensor: ir.TensorProtocol, recipe: Recipe) -> ir.TensorProtocol:
-    """The tensor with a recipe; whatever changes weights puts this in their place.
+    """Return the tensor with a recipe; code that changes weights stores this one.
 
-    It is another object: copies of models share their tensors.
+    It is a new object: copies of models share their tensors.
     """
     view: Any = viewed(tensor)
-    # copies would share them
+    # a new dict: the view shares that of the tensor
     view._metadata_props = {**tensor.metadata_props, tags.RECIPE: recipe_to_text(recipe)}
     return view  # type: ignore[no-any-return]
 
 
-# of a name that are tried: tools add a few words, and a file may have a name of any length
 _MOST_ENDS = 256
+"""Prefixes of a name that are tried, at most: tools add a few words, but a name has any length."""
 
 
 def known_beginning(name: str, known: Container[str]) -> str | None:
-    """The longest of some names that a name is, or begins with, before what a tool added to it.
+    """The longest known name that a name begins with, before a suffix that a tool added.
 
     Examples:
         >>> known_beginning("fc.weight_quantized", {"fc.weight"}), known_beginning("fc.weight2", {"fc.weight"})
         ('fc.weight', None)
     """
+    # A suffix begins with a character that is neither a letter nor a digit.
     ends = (place for place in range(len(name), 0, -1) if not name[place : place + 1].isalnum())
-    return next(
-        (name[:end] for end in itertools.islice(ends, _MOST_ENDS) if name[:end] in known), None
-    )
+    for end in itertools.islice(ends, _MOST_ENDS):
+        if name[:end] in known:
+            return name[:end]
+    return None
 
 
 def lift_constants(model: ir.Model) -> bool:
-    """Make initializers of ``Constant`` nodes; whether there were any."""
+    """Convert ``Constant`` nodes into initializers; return whether there were any."""
     known = {value for graph in model.graphs() for value in graph.initializers.values()}
-    modified = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(
-        model
-    ).modified
+    lift = LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)
+    modified = lift(model).modified
     for graph in model.graphs() if modified else ():
         for value in graph.initializers.values():
-            if (
-                value not in known
-                and value.const_value is not None
-                and value.const_value.dtype.is_floating_point()
-            ):
-                value.const_value = recorded(value.const_value, CONSTANT)
+            tensor = value.const_value
+            if value not in known and tensor is not None and tensor.dtype.is_floating_point():
+                value.const_value = recorded(tensor, CONSTANT)
     return modified
 
 
 def of_values(why: str, *values: ir.Value | None) -> Recipe:
-    """How a tensor is made of others in a way that no step says: constant, if these are."""
+    """The recipe of a tensor that is computed from others without a step of its own.
+
+    A constant if all others are constants. ``why``: The computation, for people.
+    """
     recipes = [CONSTANT if value is None else recipe_of(value) for value in values]
-    return (
-        CONSTANT
-        if all(recipe == CONSTANT for recipe in recipes)
-        else step("computed", *recipes, why)
-    )
+    if all(recipe == CONSTANT for recipe in recipes):
+        return CONSTANT
+    return step("computed", *recipes, why)
 
 
 def recipes_of_computed(graph: ir.Graph) -> dict[str, Recipe]:
-    """Name → recipe, for the tensors that nodes compute from stored ones alone: a tool may store them."""
+    """The recipes of tensors that nodes compute from stored ones alone, by name: a tool may fold them."""
     known: dict[ir.Value, Recipe] = {}
     follow(graph, graph, known)
     return {
@@ -118,27 +118,25 @@ def replaced_by(
     before: Mapping[str, ir.TensorProtocol | None],
     computed: Mapping[str, Recipe],
 ) -> None:
-    """Record which stored tensors a tool may have made anew.
+    """Record that a tool may have computed new tensors.
 
     Args:
         tool: Its name.
         model: The model that it returned.
-        before: Name → the tensor that was stored under it.
-        computed: Name → the recipe of a tensor that nodes computed (`recipes_of_computed`).
+        before: The stored tensors by name before it ran.
+        computed: The recipes of tensors that nodes computed, by name (`recipes_of_computed`).
     """
     stored: StoredTensors | None = None
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
-        if (
-            tensor is None
-            or not tensor.dtype.is_floating_point()
-            or tags.RECIPE in tensor.metadata_props
-        ):
+        if tensor is None or not tensor.dtype.is_floating_point():
+            continue
+        if tags.RECIPE in tensor.metadata_props:
             continue
         if name in before and before[name] is tensor:
             continue
         if name in before:
-            recipe: Recipe = step("computed", name, tool)
+            recipe = step("computed", name, tool)
         elif computed.get(name) == CONSTANT:
             recipe = CONSTANT
         else:
@@ -192,7 +190,7 @@ def _hash(array: Any) -> bytes:
 
 
 def merged(recipes: Iterable[Recipe]) -> Recipe:
-    """How a tensor was made that stands for several, because these were equal."""
+    """The recipe of a tensor that replaces several equal ones."""
     different: list[Recipe] = []
     for recipe in recipes:
         if recipe not in different:
@@ -201,13 +199,13 @@ def merged(recipes: Iterable[Recipe]) -> Recipe:
 
 
 def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Recipe]) -> None:
-    """Note how values are made that depend on no input of the model.
+    """Find the recipes of values that do not depend on the model's inputs.
 
     Args:
-        graph: The graph in which positions and sizes are looked up that are computed.
-        nodes: Producers before consumers; those that read what is neither known nor stored are left
-            out.
-        known: Value → how it is made; what is found is added.
+        graph: The graph whose computed positions and sizes are inferred.
+        nodes: The nodes, producers before consumers; nodes with an input that is neither known nor
+            stored are skipped.
+        known: Value → its recipe; extended.
 
     Examples:
         >>> weight = ir.Value(name="w", const_value=ir.tensor([[1.0, 2.0]], name="w"))
@@ -220,12 +218,9 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
     positions = _Positions(graph)
     for node in nodes:
         for value in node.inputs:
-            if (
-                value is not None
-                and value not in known
-                and value.is_initializer()
-                and value.const_value is not None
-            ):
+            if value is None or value in known:
+                continue
+            if value.is_initializer() and value.const_value is not None:
                 known[value] = recipe_of(value)
         if is_standard(node, *SIZES_ONLY):
             known.update(dict.fromkeys(node.outputs, CONSTANT))
@@ -236,14 +231,14 @@ def follow(graph: ir.Graph, nodes: Iterable[ir.Node], known: dict[ir.Value, Reci
 
 
 class _Positions:
-    """The elements of small constants of a graph, also of computed ones; these are found when they are asked for."""
+    """The elements of small constants of a graph; computed ones are inferred on demand."""
 
     def __init__(self, graph: ir.Graph) -> None:
         self._inferred = Inference(graph.opset_imports)
         self._reached, self._visited = set[ir.Node](), set[ir.Node]()
 
     def _visit(self, value: ir.Value | None) -> None:
-        """Infer what a value depends on, and nothing else: most of a graph is no position."""
+        """Infer only the nodes that a value depends on: most of a graph computes no positions."""
         producer = None if value is None else value.producer()
         waiting = [] if producer is None else [producer]
         while waiting:
@@ -268,46 +263,47 @@ class _Positions:
         return self._inferred.dtype(value)
 
     def sizes(self, value: ir.Value) -> list[int] | None:
+        """The dimensions of a value; None if one of them is not a number."""
         if value.shape is None:
             self._visit(value)
         shape = self._inferred.shape(value) if value.shape is None else value.shape
-        sizes = None if shape is None else [size for size in shape if isinstance(size, int)]
-        return (
-            sizes if shape is not None and sizes is not None and len(sizes) == len(shape) else None
-        )
+        if shape is None:
+            return None
+        sizes = [size for size in shape if isinstance(size, int)]
+        return sizes if len(sizes) == len(shape) else None
 
 
 def _of_node(
     node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions
 ) -> dict[ir.Value, Recipe]:
-    operands = [CONSTANT if each is None else known[each] for each in node.inputs]
-    if all(each == CONSTANT for each in operands):
+    """The recipes of a node's outputs, from those of its inputs."""
+    operands = [CONSTANT if value is None else known[value] for value in node.inputs]
+    if all(operand == CONSTANT for operand in operands):
         return dict.fromkeys(node.outputs, CONSTANT)
-    attributes = {name: each.value for name, each in node.attributes.items()}
+    attributes = {name: attribute.value for name, attribute in node.attributes.items()}
     name = node.op_type if is_standard(node) else f"{node.domain}.{node.op_type}"
-    return {
-        output: folded(
-            name,
-            attributes,
-            operands,
-            lambda place: positions(node.inputs[place]) if place < len(node.inputs) else None,
-            lambda output=output: positions.sizes(output),  # type: ignore[misc]
-            place,
-        )
-        for place, output in enumerate(node.outputs)
-    }
+
+    def constant(place: int) -> Any:
+        return positions(node.inputs[place]) if place < len(node.inputs) else None
+
+    recipes: dict[ir.Value, Recipe] = {}
+    for place, output in enumerate(node.outputs):
+        sizes = functools.partial(positions.sizes, output)
+        recipes[output] = folded(name, attributes, operands, constant, sizes, place)
+    return recipes
 
 
 def _cast_like(
     node: ir.Node, known: Mapping[ir.Value, Recipe], positions: _Positions
 ) -> dict[ir.Value, Recipe]:
-    """How a value is made that gets the type of another one, which depends on inputs; nothing if that is not known."""
+    """The recipe of a ``CastLike`` whose second input is not constant; none if a type is unknown."""
     recipe = known[node.inputs[0]]  # type: ignore[index]
     if recipe != CONSTANT:
         before, after = map(positions.dtype, node.inputs)
         if before is None or after is None:
             return {}
-        recipe = recipe if before == after else step("cast", recipe, after.name.lower())
+        if before != after:
+            recipe = step("cast", recipe, after.name.lower())
     return {node.outputs[0]: recipe}
 
 
@@ -319,10 +315,15 @@ def folded(
     sizes: Callable[[], Sequence[int] | None],
     output: int = 0,
 ) -> Recipe:
-    """How a result of an operator on constants is made, of which ``operands`` says how they are made.
+    """The recipe of an output of an operator on constants.
 
-    ``constant`` gives the elements of a small input by its place, and ``sizes`` the shape of the
-    result, or None.
+    Args:
+        op_type: The operator, with its domain if that is not ONNX's.
+        attributes: The values of its attributes.
+        operands: The recipes of its inputs.
+        constant: Returns the elements of a small input by its position, or None.
+        sizes: Returns the shape of the output, or None.
+        output: The position of the output.
     """
     if op_type == "Identity":
         return operands[0]
@@ -332,49 +333,77 @@ def folded(
         return step("cast", operands[0], ir.DataType(int(attributes["to"])).name.lower())
     if op_type == "Concat":
         return step("concat", *operands, int(attributes["axis"]))
-    if op_type in ("Squeeze", "Unsqueeze") and (axes := constant(1)) is not None:
-        return step(op_type.lower(), operands[0], [int(axis) for axis in axes.reshape(-1)])
-    if (op_type in RESHAPING or op_type == "Expand") and (shape := sizes()) is not None:
-        return step(
-            "expand" if op_type == "Expand" else "reshape",
-            operands[0],
-            [int(size) for size in shape],
-        )
-    if op_type == "Gather" and (rows := constant(1)) is not None:
-        return _gathered(operands[0], int(attributes.get("axis", 0)), rows, sizes())
-    if op_type == "Slice" and (cuts := _cuts(attributes, constant)) is not None:
-        made = operands[0]
+    recipe = None
+    if op_type in RESHAPING or op_type in ("Squeeze", "Unsqueeze", "Expand"):
+        recipe = _reshaped(op_type, operands[0], constant, sizes)
+    elif op_type in ("Gather", "Slice", "Split"):
+        recipe = _selected(op_type, attributes, operands[0], constant, sizes, output)
+    elif op_type in _ARITHMETIC:
+        recipe = _arithmetic(op_type, operands, constant)
+    if recipe is not None:
+        return recipe
+    if all(operand == CONSTANT for operand in operands):
+        return CONSTANT
+    return step("computed", *operands, op_type)
+
+
+def _reshaped(
+    op_type: str,
+    operand: Recipe,
+    constant: Callable[[int], Any],
+    sizes: Callable[[], Sequence[int] | None],
+) -> Recipe | None:
+    """The recipe of an operator that changes only the shape; None if its arguments are unknown."""
+    axes = constant(1) if op_type in ("Squeeze", "Unsqueeze") else None
+    if axes is not None:
+        return step(op_type.lower(), operand, [int(axis) for axis in axes.reshape(-1)])
+    shape = sizes()
+    if shape is None:
+        return None
+    name = "expand" if op_type == "Expand" else "reshape"
+    return step(name, operand, [int(size) for size in shape])
+
+
+def _selected(
+    op_type: str,
+    attributes: Mapping[str, Any],
+    operand: Recipe,
+    constant: Callable[[int], Any],
+    sizes: Callable[[], Sequence[int] | None],
+    output: int,
+) -> Recipe | None:
+    """The recipe of an operator that selects elements; None if its arguments are unknown."""
+    if op_type == "Slice":
+        cuts = _cuts(attributes, constant)
+        if cuts is None:
+            return None
         for cut in cuts:
-            made = step("slice", made, cut)
-        return made
-    if op_type == "Split" and (splits := constant(1)) is not None:
-        start = int(splits[:output].sum())
-        return step(
-            "slice",
-            operands[0],
-            [int(attributes.get("axis", 0)), start, start + int(splits[output]), 1],
-        )
-    if op_type in _ARITHMETIC:
-        pairs = (
-            (each, constant(place) if each == CONSTANT else None)
-            for place, each in enumerate(operands)
-        )
-        return step(
-            _ARITHMETIC[op_type],
-            *(each if array is None else _number(array) for each, array in pairs),
-        )
-    return (
-        step("computed", *operands, op_type)
-        if any(each != CONSTANT for each in operands)
-        else CONSTANT
-    )
+            operand = step("slice", operand, cut)
+        return operand
+    positions = constant(1)
+    if positions is None:
+        return None
+    axis = int(attributes.get("axis", 0))
+    if op_type == "Split":
+        start = int(positions[:output].sum())
+        return step("slice", operand, [axis, start, start + int(positions[output]), 1])
+    return _gathered(operand, axis, positions, sizes())
+
+
+def _arithmetic(op_type: str, operands: Sequence[Recipe], constant: Callable[[int], Any]) -> Recipe:
+    """The recipe of an arithmetic operator; constant operands are numbers if these are known."""
+    known: list[Recipe] = []
+    for place, operand in enumerate(operands):
+        array = constant(place) if operand == CONSTANT else None
+        known.append(operand if array is None else _number(array))
+    return step(_ARITHMETIC[op_type], *known)
 
 
 def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int] | None) -> Recipe:
-    """Rows that lie side by side, one row many times, or any rows; ``shape`` is that of the result, if known."""
-    first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
+    """The recipe of a ``Gather``: a slice of adjacent rows, one row that is repeated, or any rows."""
     if shape is None:
         return step("take", operand, [axis, rows.tolist()])
+    first, count = int(rows.reshape(-1)[0]) if rows.size else -1, rows.size
     if first >= 0 and (rows.reshape(-1) == np.arange(first, first + count)).all():
         return step("reshape", step("slice", operand, [axis, first, first + count, 1]), list(shape))
     if first >= 0 and axis == 0 and (rows == first).all():
@@ -383,19 +412,18 @@ def _gathered(operand: Recipe, axis: int, rows: Any, shape: Sequence[int] | None
 
 
 def _number(array: Any) -> Recipe:
-    return (
-        float(array)
-        if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array)
-        else CONSTANT
-    )
+    """A constant operand: the number itself if it is a finite float scalar."""
+    if array.ndim == 0 and array.dtype.kind == "f" and np.isfinite(array):
+        return float(array)
+    return CONSTANT
 
 
 def _cuts(attributes: Mapping[str, Any], constant: Callable[[int], Any]) -> list[list[int]] | None:
-    """The slices of one axis each that a ``Slice`` makes; None where they are not known."""
-    given = [constant(place) for place in (1, 2, 3, 4)]
-    starts, ends, axes, steps = given if given[0] is not None else (
-        attributes.get("starts"), attributes.get("ends"), attributes.get("axes"), None,
-    )  # fmt: skip
+    """The axis, start, end and step of each axis that a ``Slice`` cuts; None if they are unknown."""
+    starts, ends, axes, steps = [constant(place) for place in (1, 2, 3, 4)]
+    if starts is None:  # before opset 10, they are attributes
+        starts, ends, axes = (attributes.get(name) for name in ("starts", "ends", "axes"))
+        steps = None
     if starts is None or ends is None:
         return None
     axes = range(len(starts)) if axes is None else axes
@@ -412,11 +440,15 @@ def batchnorm_folded(
     column: Sequence[int],
     root: str = "sqrt",
 ) -> tuple[Recipe, Recipe]:
-    """The weight and the bias of a layer that a batch normalisation after it was folded into.
+    """The recipes of weight and bias of a layer after a batch normalization was folded into it.
 
-    ``norm``: its scale, bias, mean and variance; ``column``: the shape of the factors for the
-    weight; ``root``: the step that takes the root, which PyTorch rounds in another way than IEEE
-    754 says.
+    Args:
+        weight: The recipe of the layer's weight.
+        bias: The recipe of its bias, if it has one.
+        norm: The recipes of the normalization's scale, bias, mean and variance.
+        epsilon: The normalization's epsilon.
+        column: The shape of the factors for the weight.
+        root: The step for the square root: PyTorch does not round it as IEEE 754 requires.
     """
     gamma, beta, mean, variance = norm
     scale = step("div", gamma, step(root, step("add", variance, float(np.float32(epsilon)))))

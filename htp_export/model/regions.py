@@ -1,8 +1,7 @@
 """Regions: the nodes of a module, and the tensors that enter and leave them.
 
-The graph is onnx_ir's; what is added here is made in one pass over it: which nodes lie in which
-module, which node holds which subgraph, where functions are called, and which values are the same
-whatever the model is given.
+One pass over the graph finds which nodes are in which module, which node holds which subgraph,
+which nodes call functions, and which values are the same for all inputs.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from htp_export.shapes.operator_kinds import RANDOM, reads_of, subgraphs, with_s
 
 
 def all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    """Every node of a model: of its graph, with those inside subgraphs after the node that holds them; of functions."""
+    """Every node of a model's graph and functions; a node comes before those in its subgraphs."""
     yield from model.graph.all_nodes()
     for function in model.functions.values():
         yield from function.all_nodes()
 
 
 def name_of_node(node: ir.Node) -> str:
-    """The name of a node, or of its first output where it has none."""
+    """The name of a node, or of its first output if it has none."""
     return node.name or next((value.name for value in node.outputs if value.name), "")
 
 
 def twins_of(model: ir.Model, copy: ir.Model) -> dict[ir.Node, ir.Node]:
-    """Node of a model → the same node of a copy of it: ``clone`` keeps the order."""
+    """Node of a model → its counterpart in a copy: ``clone`` keeps the order."""
     return dict(zip(all_nodes(model), all_nodes(copy), strict=True))
 
 
@@ -52,14 +51,14 @@ def all_values(graph: ir.Graph) -> Iterator[ir.Value]:
 
 
 class GraphIndex:
-    """What one pass over a model tells about every region of it.
+    """The facts that one pass over a model finds for all its regions.
 
-    It is made of the model as it is; once the graph is changed, make a new one. What only the
-    outputs ``taps`` need crosses no boundary.
+    After a change of the graph, create a new one. Nodes that only the outputs ``taps`` need are
+    left out of boundaries.
 
     Attributes:
         nodes: Every node, in the order of ``all_nodes``.
-        works: Node → whose work it does.
+        works: Node → its owners and calls.
         owners: Node → its owners.
         bodies: Node → its subgraphs, for nodes that have any.
     """
@@ -81,7 +80,7 @@ class GraphIndex:
 
     @cached_property
     def place(self) -> Mapping[ir.Node, int]:
-        """Node → its place in ``nodes``."""
+        """Node → its index in ``nodes``."""
         return {node: place for place, node in enumerate(self.nodes)}
 
     @cached_property
@@ -90,14 +89,18 @@ class GraphIndex:
         return nodes_below(self.works.items())
 
     def counts(self, kind: Callable[[ir.Node], str]) -> dict[str, dict[str, int]]:
-        """Module path → a kind of nodes → how many are in its region, most frequent first; ``""`` is no kind."""
-        # nodes in the same regions
-        alike: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
+        """Module path → kind of nodes → count in its region, most frequent first.
+
+        Nodes of kind ``""`` are not counted.
+        """
+        # modules → counts of the nodes that are in exactly their regions
+        by_modules: defaultdict[frozenset[str], Counter[str]] = defaultdict(Counter)
         for node, work in self.works.items():
-            if name := kind(node):
-                alike[work.modules][name] += 1
+            name = kind(node)
+            if name:
+                by_modules[work.modules][name] += 1
         by_path: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        for modules, counts in alike.items():
+        for modules, counts in by_modules.items():
             for path in {"", *modules}:
                 for name, count in counts.items():
                     by_path[path][name] += count
@@ -124,7 +127,7 @@ class GraphIndex:
 
     @cached_property
     def constant(self) -> frozenset[ir.Value]:
-        """The values that nodes compute from initializers and constants alone, the same in every run."""
+        """The values that depend only on initializers and constants, the same in every run."""
         values: set[ir.Value] = set()
         for node in self.nodes:
             if node.op_type in RANDOM or node in self.bodies or node in self._called:
@@ -137,9 +140,9 @@ class GraphIndex:
 
     @cached_property
     def boundaries(self) -> Boundaries[ir.Value]:
-        """What crosses the boundaries of regions: whatever is not the same in every run, sizes too.
+        """The boundaries of regions: all values that are not the same in every run, also sizes.
 
-        All that a node's subgraphs hold is in a region with the node. A graph's result leaves even
+        A region contains all nodes in the subgraphs of its nodes. A result of the graph leaves also
         if it is constant.
         """
 
@@ -148,17 +151,18 @@ class GraphIndex:
                 return False
             return self.initializer(value) is None
 
-        holders = [
-            self.place[holder] if (holder := self._holder_of(node)) else OUTSIDE
-            for node in self.nodes
-        ]
-        return self._boundaries(counts, holders if self.bodies else ())
+        holders: list[int] = []
+        if self.bodies:
+            for node in self.nodes:
+                holder = self._holder_of(node)
+                holders.append(OUTSIDE if holder is None else self.place[holder])
+        return self._boundaries(counts, holders)
 
     @cached_property
     def boundaries_by_values(self) -> Boundaries[ir.Value]:
-        """What crosses the boundaries of modules in PyTorch: what depends on the values of the model's inputs.
+        """The boundaries of modules as in PyTorch: values that depend on values of the inputs.
 
-        A node in a subgraph stands for itself.
+        A node in a subgraph is in regions by itself.
         """
         return self._boundaries(input_dependent_values(self.model, self.nodes).__contains__, ())
 
@@ -166,28 +170,35 @@ class GraphIndex:
         self, counts: Callable[[ir.Value], bool], holders: Sequence[int]
     ) -> Boundaries[ir.Value]:
         results = {value for value in self.model.graph.outputs if value.name not in self._taps}
-        results.update(
-            value for graph, calls in self.calls.items() if not calls for value in graph.outputs
-        )
-        works = [self.works[node] for node in self.nodes]
-        made = {name for tap in self._taps.values() for name in tap.made}
-        inserted = [node for node in self.nodes if is_inserted(node)] if made else []
-        taps = {node for node in inserted if all(value.name in made for value in node.outputs)}
-        passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
+        for graph, calls in self.calls.items():
+            if not calls:  # nothing else consumes the results of the function
+                results.update(graph.outputs)
+        taps = self._tap_nodes()
         tapped = {value for node in taps for value in node.outputs}
-        reasons = (node.metadata_props.get(tags.REASON) for node in self.nodes)
-        fused = {place for place, reason in enumerate(reasons) if reason == Reason.FUSED}
+        passed = [self.passed(node) if node not in taps else ([], []) for node in self.nodes]
+        fused = set[int]()
+        for place, node in enumerate(self.nodes):
+            if node.metadata_props.get(tags.REASON) == Reason.FUSED:
+                fused.add(place)
         return Boundaries(
             passed,
-            works,
+            [self.works[node] for node in self.nodes],
             lambda value: value not in tapped and counts(value),
             results,
             holders,
             fused,
         )
 
+    def _tap_nodes(self) -> set[ir.Node]:
+        """The nodes that ``tap`` inserted for its outputs."""
+        tensors = {name for tap in self._taps.values() for name in tap.made}
+        if not tensors:
+            return set()
+        inserted = filter(is_inserted, self.nodes)
+        return {node for node in inserted if all(value.name in tensors for value in node.outputs)}
+
     def passed(self, node: ir.Node) -> tuple[list[ir.Value], list[ir.Value]]:
-        """What a node reads and makes, with what its subgraphs and the function that it calls give and take."""
+        """The values that a node reads and produces, with those of its subgraphs or function."""
         reads, makes = [value for value in node.inputs if value is not None], [*node.outputs]
         for graph in (*self.bodies.get(node, ()), *self._called.get(node, ())):
             reads.extend(graph.outputs)
@@ -195,11 +206,11 @@ class GraphIndex:
         return reads, makes
 
     def reads(self, node: ir.Node) -> Iterator[ir.Value]:
-        """What a node reads of the graph that it is in, in its subgraphs too."""
+        """The values of its own graph that a node and its subgraphs read."""
         return (value for value in reads_of(node) if value.graph is node.graph)
 
     def scopes(self, node: ir.Node) -> Iterator[ir.Node]:
-        """The node, then the nodes whose subgraphs it lies in, innermost first."""
+        """The node, then the nodes whose subgraphs contain it, innermost first."""
         current: ir.Node | None = node
         while current is not None:
             yield current
@@ -209,16 +220,16 @@ class GraphIndex:
         return self._holder.get(node.graph) if node.graph is not None else None
 
     def holders(self, graph: ir.Graph | None) -> Sequence[ir.Node]:
-        """The nodes that run a graph: the one it is a subgraph of, or the calls of the function; none for the main."""
+        """The node that holds a subgraph, or the calls of a function; none for the main graph."""
         if graph is None or graph is self.model.graph:
             return ()
         return (self._holder[graph],) if graph in self._holder else self.calls.get(graph, ())
 
     def initializer(self, value: ir.Value) -> ir.Value | None:
-        """The initializer that a value is, directly or as the argument of the one call of its function."""
+        """The initializer of a value: itself, or an argument of the only call of its function."""
         seen: set[ir.Value] = set()
         while not value.is_initializer():
-            # a function that calls itself: no valid model, but files come from anywhere
+            # A function that calls itself is not valid, but the file may be untrusted.
             if value in seen:
                 return None
             seen.add(value)
@@ -234,15 +245,15 @@ class GraphIndex:
 
 
 def is_inserted(node: ir.Node) -> bool:
-    """Whether a tool of this package inserted a node beside those of the model."""
+    """Whether this package inserted a node that the original model does not have."""
     return node.metadata_props.get(tags.REASON) == Reason.INSERTED
 
 
 class Region:
     """The nodes of a module, and its boundary.
 
-    A node's subgraphs (the branches of an ``If``) count with the node: what they capture enters the
-    region. If ``call`` is given, it has only the nodes of this call of the module.
+    A region contains the subgraphs of its nodes (the branches of an ``If``): tensors that these
+    capture enter the region. With ``call``, it has only the nodes of this call of the module.
     """
 
     def __init__(
@@ -276,29 +287,29 @@ class Region:
 
     @property
     def calls(self) -> int:
-        """How many times the module ran."""
+        """The number of calls of the module."""
         return self.info.calls
 
     @property
     def fate(self) -> Fate:
-        """What became of the module."""
+        """The fate of the module."""
         return self.info.fate
 
     @property
     def children(self) -> list[str]:
-        """The paths of the modules right below."""
+        """The paths of the direct children."""
         return list(self._hierarchy.children(self.path))
 
     def owners_of(self, node: ir.Node) -> tuple[str, ...]:
-        """The owners of a node, of this region or another."""
+        """The owners of any node of the model."""
         return self._index.owners.get(node, ())
 
     @cached_property
     def nodes(self) -> list[ir.Node]:
-        """The nodes that the module computes, it or modules below it or called by it, in graph order.
+        """The nodes that the module and its descendants compute, also in modules that they call.
 
-        With those in subgraphs and functions. What a module below it computed when another one
-        called it is that one's.
+        Nodes of subgraphs and functions are included, in graph order. Nodes that a descendant
+        computed for a caller outside are not.
         """
         below = self._index.below.get(self.path, ())
         call = None if self._call is None else Instance(self.path, self._call)
@@ -306,12 +317,12 @@ class Region:
 
     @cached_property
     def own_nodes(self) -> list[ir.Node]:
-        """The nodes that the module's own ``forward`` computes, and no module below it."""
+        """The nodes that the module's own ``forward`` computes, without descendants."""
         return [node for node in self.nodes if self.path in self.owners_of(node)]
 
     @cached_property
     def inputs(self) -> list[ir.Value]:
-        """The tensors that enter, by first use; no initializers, and nothing that depends on no input of the model."""
+        """The tensors that enter, by first use; no initializers, and no constants."""
         entering = dict.fromkeys(value for value, leaves in self._crossing if not leaves)
         return [value for value in entering if value not in self._index.constant]
 
@@ -319,30 +330,30 @@ class Region:
     def outputs(self) -> list[ir.Value]:
         """The tensors that leave, by order of production.
 
-        What a node of several owners gives to another of them, or to the block around that one,
-        leaves none; see ``NodeCalls.others``. What depends on no input of the model leaves only
-        where the model returns it.
+        A tensor that a node with several owners passes to another of them, or to its block, does
+        not leave; see ``NodeCalls.others``. A constant leaves only if the model returns it.
         """
         return list(dict.fromkeys(value for value, leaves in self._crossing if leaves))
 
     @cached_property
     def parameters(self) -> list[ir.Value]:
         """The initializers that the region's nodes read, each once, by first use."""
-        nodes = (self._index.nodes[place] for place in self._closure)
-        read = (
-            self._index.initializer(value)
-            for node in nodes
-            for value in self._index.passed(node)[0]
-        )
-        return list(dict.fromkeys(value for value in read if value is not None))
+        found: dict[ir.Value, None] = {}
+        for place in self._closure:
+            read, _ = self._index.passed(self._index.nodes[place])
+            for value in read:
+                initializer = self._index.initializer(value)
+                if initializer is not None:
+                    found[initializer] = None
+        return list(found)
 
     def call(self, number: int) -> Region:
         """The region of one call of a module that ran several times.
 
-        It has what the module, and whatever ran inside it, computed in that call, counted from 0. A
-        file of an older version does not say in which call a module below ran: then it is taken to
-        have run equally often in every call, or, if it ran some other number of times, in none. A
-        warning is logged.
+        It has the nodes that the module, and modules that ran in it, computed in that call, counted
+        from 0. A file of an older version does not record in which call a descendant ran. Then the
+        calls of a descendant are divided equally among the calls of the module; if that is not
+        possible, it is in none. A warning is logged.
 
         Raises:
             InputError: If the module did not run that often.
@@ -356,7 +367,7 @@ class Region:
 
     @cached_property
     def _closure(self) -> list[int]:
-        """The places of the nodes and of all that their subgraphs hold, whoever owns that, in order."""
+        """The indices of the nodes and of all nodes in their subgraphs, of any owner, in order."""
         index = self._index
         return sorted({index.place[inner] for node in self.nodes for inner in with_subgraphs(node)})
 

@@ -1,4 +1,4 @@
-"""TaggedModel: an ONNX model whose nodes know their modules; load, look at, select, save."""
+"""TaggedModel: an ONNX model with module tags; load, inspect, select, save."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from htp_export.shapes.symbolic import Symbolic
 _log = logging.getLogger(__name__)
 
 _WARNED = "htp_export.warned_of_scopes"
-"""In ``meta`` of a model whose modules are read from torch's scopes: a warning has said so."""
+"""Key in the ``meta`` of a model with torch's scopes only: it has been warned about."""
 
 TagSource: TypeAlias = Literal["htp", "torch", "none"]
 
@@ -45,14 +45,14 @@ _T = TypeVar("_T")
 
 
 class _HasModel(Protocol):
-    """What ``torch.onnx.ONNXProgram`` and `HoldsModel` have in common."""
+    """The common interface of ``torch.onnx.ONNXProgram`` and `HoldsModel`."""
 
     @property
     def model(self) -> ir.Model: ...
 
 
 class HoldsModel(Result):
-    """A result of this package that has a model."""
+    """A result of this package that contains a model."""
 
     model: ir.Model
 
@@ -63,32 +63,32 @@ class HoldsModel(Result):
 
 
 class TaggedResult(HoldsModel):
-    """A result that also says what its model knows about its module tags."""
+    """A result whose tables also have facts about the model's tags."""
 
     derived: ClassVar[tuple[str, ...]] = ("tags",)
 
     @cached_property
     def tags(self) -> TagFacts:
-        """What the model knows about its module tags."""
+        """The facts about the model's module tags."""
         return self.tagged.tag_facts
 
 
 class TaggedModel:
     """An ONNX model and its module tree; indexed by module path.
 
-    What it knows of the graph is found once, when first asked for. After changing the graph,
-    `refresh` it. Where the metadata of the model is not what the file format says, whatever reads
-    it raises an `InputError`.
+    Facts about the graph are found once, on demand. After changing the graph, `refresh` it. If the
+    metadata of the model is not valid, properties that read it raise an `InputError`.
 
     Attributes:
         model: The model.
-        hierarchy: Its modules, every owner of a node among them.
-        source: Where the owners come from: ``"htp"``, the exact tags of this package; ``"torch"``,
-            torch's own scopes; ``"none"`` of them.
+        hierarchy: Its modules, including every owner of a node.
+        source: The source of the owners: ``"htp"``, the exact tags of this package; ``"torch"``,
+            torch's own scopes; or ``"none"``.
 
     Examples:
         >>> import onnx_ir as ir
-        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props={"htp.module": "act", "htp.reason": "scope"})
+        >>> props = {"htp.module": "act", "htp.reason": "scope"}
+        >>> relu = ir.node("Relu", [ir.val("x")], metadata_props=props)
         >>> graph = ir.Graph(relu.inputs, relu.outputs, nodes=[relu], opset_imports={"": 20})
         >>> tagged = load(ir.Model(graph, ir_version=10))
         >>> tagged.paths, [node.op_type for node in tagged["act"].nodes], tagged.reasons
@@ -107,7 +107,7 @@ class TaggedModel:
         return f"<TaggedModel {name}: {len(self)} modules, tags: {self.source}>"
 
     def _repr_html_(self) -> str:
-        """The module tree, for notebooks; ``htp_export.view`` draws it with everything that is known."""
+        """The module tree, for notebooks; ``htp_export.view`` draws it with all facts."""
         if self.source == "none":
             return html_table(["nodes"], [[str(len(self.nodes))]], [str(self.tag_facts)])
         return html_tree(self._lines(), [str(self.tag_facts)])
@@ -142,7 +142,7 @@ class TaggedModel:
         return path in self.hierarchy
 
     def refresh(self, hierarchy: Hierarchy | None = None) -> TaggedModel:
-        """Find owners, regions, shapes and signatures anew, after the graph was changed; perhaps with other modules."""
+        """Find owners, regions, shapes and signatures again after a change, also with other modules."""
         lasting = {
             "model": self.model,
             "hierarchy": hierarchy or self.hierarchy,
@@ -152,7 +152,7 @@ class TaggedModel:
         return self
 
     def clone(self) -> TaggedModel:
-        """The same of a copy of the model, whose graph may be changed; the module tree is not read again."""
+        """Return the same for a copy of the model; the module tree is not read again."""
         copy = self.model.clone()
         copy.meta.update(self.model.meta)
         return TaggedModel(copy, self.hierarchy, self.source)
@@ -164,7 +164,7 @@ class TaggedModel:
 
     @property
     def nodes(self) -> list[ir.Node]:
-        """Every node, in subgraphs and functions too, in the order of ``all_nodes``."""
+        """Every node, also in subgraphs and functions, in the order of ``all_nodes``."""
         return self.index.nodes
 
     @property
@@ -174,32 +174,32 @@ class TaggedModel:
 
     @property
     def reasons(self) -> Counter[str]:
-        """How the owners are known: ``htp.reason`` → nodes."""
+        """``htp.reason``, the evidence for owners → number of nodes."""
         listed = (node.metadata_props.get(tags.REASON) for node in all_nodes(self.model))
         return Counter(reason for reason in listed if reason is not None)
 
     @property
     def tag_facts(self) -> TagFacts:
-        """What the model knows about its tags, as it stands under tables."""
+        """The facts about the model's tags that tables show."""
         lost = self.source != "htp" and tags.MODULES in self.model.metadata_props
         untagged = 0 if self.source == "none" else len(self.untagged)
         return TagFacts(self.source, dict(self.reasons.most_common()), untagged, lost)
 
     @cached_property
     def signatures(self) -> Mapping[str, tuple[Signature, ...]]:
-        """Module path → for each of its calls, what it took and gave in PyTorch; absent where the file does not say."""
+        """Module path → its inputs and outputs in PyTorch, for each call, if they are in the file."""
         return self._read(tags.SIGNATURES, signatures_from_json) or {}
 
     def signature(self, path: str, call: int = 0) -> Signature | None:
-        """What one call of a module took and gave in PyTorch; None where the file does not say."""
+        """The inputs and outputs of one call of a module in PyTorch; None if they are not in the file."""
         calls = self.signatures.get(path, ())
         return calls[call] if call < len(calls) else None
 
     def tensors(self, path: str) -> list[ModuleTensor]:
-        """What the calls of a module take and give in PyTorch, and which tensors of the file these are.
+        """The inputs and outputs of a module's calls in PyTorch, and their tensors in the file.
 
-        They are those of ``htp.signatures``. A call without signature has what enters and leaves
-        its nodes, where that is one tensor.
+        They are from ``htp.signatures``. A call without signature has the tensor that enters or
+        leaves its nodes, if there is only one.
 
         Raises:
             UnknownModuleError: If the model has no such module.
@@ -215,12 +215,12 @@ class TaggedModel:
         return tensors_of(region, self.signatures.get(region.path, ()), self.values)
 
     def select_tensors(self, patterns: str | Sequence[str]) -> list[ModuleTensor]:
-        """The tensors that a selector names, ``encoder.layer.*:out``; see ``docs/taps.md`` for the language.
+        """The tensors that a selector names, ``encoder.layer.*:out``; see ``docs/taps.md``.
 
         Raises:
             SelectorError: If the selector cannot be read, or a part of it matches no module, call
                 or tensor.
-            InputError: If a tensor is not in the file; the message says why, and what to do.
+            InputError: If a tensor is not in the file; the message has the reason and a remedy.
             UntaggedModelError: If the model has no exact tags.
         """
         self.require_exact_tags()
@@ -228,34 +228,30 @@ class TaggedModel:
 
     @cached_property
     def taps(self) -> Mapping[str, Tap]:
-        """Output of the graph → what it is, for those that ``tap`` added: the model does not return them."""
+        """Output that ``tap`` added to the graph → its description; the model does not return it."""
+        taps = self._read(tags.TAPS, taps_from_json) or {}
         names = {value.name for value in self.model.graph.outputs}
-        return {
-            name: tap
-            for name, tap in (self._read(tags.TAPS, taps_from_json) or {}).items()
-            if name in names
-        }
+        return {name: tap for name, tap in taps.items() if name in names}
 
     @property
     def results(self) -> list[ir.Value]:
-        """What the model returns: the outputs of the graph, without taps."""
+        """The tensors that the model returns: the outputs of the graph, without taps."""
         return [value for value in self.model.graph.outputs if value.name not in self.taps]
 
     @cached_property
     def parameters(self) -> Mapping[str, ModuleParameters] | None:
-        """Module path → the parameters that it holds in PyTorch; None where the file does not say.
+        """Module path → its parameters in PyTorch; None if they are not in the file.
 
-        Nor if it names a module that is not there, as the metadata of a part that another tool cut
-        out.
+        None, too, if a module is missing, as in a part of a model that another tool extracted.
         """
-        known = self._read(tags.PARAMETERS, parameters_from_json)
-        return (
-            known if known is not None and all(path in self.hierarchy for path in known) else None
-        )
+        parameters = self._read(tags.PARAMETERS, parameters_from_json)
+        if parameters is None or not all(path in self.hierarchy for path in parameters):
+            return None
+        return parameters
 
     @cached_property
     def declared(self) -> Mapping[str, Declared] | None:
-        """The same by full name: a parameter that several modules hold has several."""
+        """Full name → parameter in PyTorch; one that several modules have is listed under each name."""
         return None if self.parameters is None else declared(self.parameters)
 
     @cached_property
@@ -265,21 +261,20 @@ class TaggedModel:
 
     @cached_property
     def inferred(self) -> Symbolic:
-        """Types and shapes of all tensors, in terms of the open dimensions, also where the file does not say them."""
+        """Types and shapes of all tensors, inferred where the file has none, with open dimensions."""
         return Symbolic(self.model.graph, functions=self.model.functions)
 
     @cached_property
     def typed(self) -> Mapping[str, ir.Value]:
-        """The tensors by name, each with the type and shape that are known of it."""
-        return {
-            name: value
-            if value.dtype is not None and value.shape is not None
-            else self.inferred.described(value)
-            for name, value in self.values.items()
-        }
+        """The tensors by name, each with its known type and shape."""
+        typed: dict[str, ir.Value] = {}
+        for name, value in self.values.items():
+            is_typed = value.dtype is not None and value.shape is not None
+            typed[name] = value if is_typed else self.inferred.described(value)
+        return typed
 
     def owners_of(self, node: ir.Node) -> tuple[str, ...]:
-        """The modules that a node computes, in order of execution; empty for an untagged node."""
+        """The owners of a node, in order of execution; empty for an untagged node."""
         if self.source == "htp":
             return tags.owners_of(node.metadata_props)
         if self.source == "torch":
@@ -288,7 +283,7 @@ class TaggedModel:
 
     @cached_property
     def calls(self) -> CallTree:
-        """Which call of a module ran in which call of another."""
+        """For each call of a module, the call of another one in which it ran."""
         known = None
         if self.source == "htp":
             known = self._read(
@@ -304,7 +299,7 @@ class TaggedModel:
             raise InputError(f"model {self.model.graph.name!r}: {error}") from error
 
     def work_of(self, node: ir.Node) -> NodeCalls:
-        """Whose work a node does: its owners, in which of their calls, and in whose regions it is."""
+        """The owners of a node, their calls, and the regions that contain it."""
         encoded = tags.encoded_calls(node.metadata_props) if self.source == "htp" else ""
         return self.calls.work(self.owners_of(node), encoded)
 
@@ -325,7 +320,7 @@ class TaggedModel:
         *,
         share_weights: bool = False,
     ) -> None:
-        """Write the model, whole or not at all.
+        """Write the model completely, or leave the target as it was.
 
         External weights stay external: they are streamed into ``<name>.data`` beside the file, or
         ``<name>.<serial>.data`` if there is such a file, unless it is the file that they belong to.
@@ -333,13 +328,13 @@ class TaggedModel:
         Args:
             path: The file to write.
             external_data: Name of a file beside it, for all weights of more than 256 bytes.
-            share_weights: Leave external weights in the data file of another model in the same
-                folder, and write no copy. If that file changes, this one is not read any more.
+            share_weights: Keep external weights in the data file of another model in the same
+                folder, without a copy. If that file changes, this model cannot be read any more.
 
         Raises:
             FileError: If it cannot be written; what was there before is untouched.
-            ResultError: If the graph of a file was changed to one that is not valid; of other
-                models, that is logged.
+            ResultError: If the changed graph of a model from a file is not valid; for other models,
+                that is logged.
         """
         file = self._file
         with contextlib.nullcontext() if file is None else made_from(lambda: [read_model(file)]):
@@ -347,32 +342,35 @@ class TaggedModel:
 
     @cached_property
     def index(self) -> GraphIndex:
-        """What one pass over the model tells about every region of it."""
+        """The facts that one pass over the model finds for all its regions."""
         return GraphIndex(self.model, self.work_of, self.taps)
 
     def require_tags(self) -> None:
-        """Raise an `UntaggedModelError`, which says what to do, for a model without tags."""
+        """Raise an `UntaggedModelError` with a remedy for a model without tags."""
         if self.source == "none":
             self._refuse("it has no module tags")
 
     def require_exact_tags(self) -> None:
-        """The same for a model without tags of htp_export, also if it has torch's own scopes."""
+        """Raise an `UntaggedModelError` for a model without htp_export's tags, also with torch's scopes."""
         self.require_tags()
         if self.source == "torch":
             self._refuse("the scopes that torch wrote are not exact enough for this")
 
     def _refuse(self, problem: str) -> NoReturn:
         advice = "export it with htp_export.export(...) in place of torch.onnx.export(...), or tag it with"
-        said = f"{problem}; {advice} htp_export.carry(model, file)"
+        message = f"{problem}; {advice} htp_export.carry(model, file)"
         if tags.MODULES in self.model.metadata_props:
-            said = "its nodes have lost their module tags; htp_export.carry(before, after) brings them back"
-        raise UntaggedModelError(f"{self._file or f'model {self.model.graph.name!r}'}: {said}")
+            message = (
+                "its nodes have lost their module tags; "
+                "htp_export.carry(before, after) brings them back"
+            )
+        raise UntaggedModelError(f"{self._file or f'model {self.model.graph.name!r}'}: {message}")
 
 
 ModelSource: TypeAlias = (
     str | os.PathLike[str] | onnx.ModelProto | ir.Model | TaggedModel | _HasModel
 )
-"""Everything that ``load`` takes."""
+"""The types that ``load`` accepts."""
 
 
 @checks_arguments
@@ -381,7 +379,7 @@ def load(model: ModelSource) -> TaggedModel:
 
     A model without tags is read with torch's own module scopes, if it has them: node metadata from
     the dynamo exporter, node names from the TorchScript exporter. They are not exact: a warning is
-    logged, once for a model, and whatever needs exact tags raises an `UntaggedModelError`.
+    logged, once for a model, and functions that need exact tags raise an `UntaggedModelError`.
 
     Thread-safe, also for calls on the same model.
 
@@ -422,7 +420,7 @@ def load(model: ModelSource) -> TaggedModel:
 
 
 def name_of(source: ModelSource, otherwise: str) -> str:
-    """What a model is called in messages: its file, or ``otherwise`` for one in memory.
+    """The name of a model in messages: its file, or ``otherwise`` for a model in memory.
 
     Examples:
         >>> name_of("a.onnx", "the ONNX model"), name_of(onnx.ModelProto(), "the ONNX model")
@@ -432,7 +430,7 @@ def name_of(source: ModelSource, otherwise: str) -> str:
 
 
 def model_of(source: ModelSource) -> ir.Model:
-    """The model alone, whatever is known of its modules; a model in memory as it is.
+    """Return the model without its modules; a model in memory is not copied.
 
     Raises:
         FileError: If the file is missing, is not ONNX, or names external data outside its folder.
@@ -452,10 +450,11 @@ def model_of(source: ModelSource) -> ir.Model:
 
 
 def _tagged(model: ir.Model, name: str) -> TaggedModel:
-    declared = model.metadata_props.get(tags.MODULES)
+    """Read the modules and owners of a model; ``name`` is for messages."""
+    text = model.metadata_props.get(tags.MODULES)
     newer = _newer_version(model)
     try:
-        known = None if declared is None else Hierarchy.from_json(declared)
+        known = None if text is None else Hierarchy.from_json(text)
     except ValueError as error:
         raise ValueError(
             f"{error}; {newer}, so that it needs a newer htp_export" if newer else str(error)
@@ -463,22 +462,17 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     if newer:
         _log.warning("%s: %s; what that adds is passed over", name, newer)
     hierarchy = known or Hierarchy([ModuleInfo("", "", 1)])
-    calls: dict[str, int] = {}
-    for node in all_nodes(model):
-        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
-        for owner in owners:
-            number = number_in(call) if owner == owners[-1] else None
-            calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
+    calls = _calls_of_owners(model)
     tags.check_paths({*hierarchy, *calls})
-    # a model without nodes lost no tags
+    # A model without nodes has not lost its tags.
     if calls or (known and next(all_nodes(model), None) is None):
-        above = dict.fromkeys(tags.all_above(calls), 1)  # what ran inside them says that they ran
+        above = dict.fromkeys(tags.all_above(calls), 1)  # a module ran if one inside it ran
         return TaggedModel(model, hierarchy.including({**above, **calls}), "htp")
     classes = dict(scope for node in all_nodes(model) for scope in scopes_of(node))
     tags.check_paths(classes)
     if not classes:
         return TaggedModel(model, hierarchy, "none")
-    if declared is None:
+    if text is None:
         hierarchy = Hierarchy([ModuleInfo("", classes.get("", ""), 1)])
     if not model.meta.get(_WARNED):
         model.meta[_WARNED] = True
@@ -490,8 +484,19 @@ def _tagged(model: ir.Model, name: str) -> TaggedModel:
     return TaggedModel(model, hierarchy.including(dict.fromkeys(classes, 1), classes), "torch")
 
 
+def _calls_of_owners(model: ir.Model) -> dict[str, int]:
+    """Owner of a node → its number of calls, at least: the number on a node is that of the last owner."""
+    calls: dict[str, int] = {}
+    for node in all_nodes(model):
+        owners, call = tags.owners_of(node.metadata_props), node.metadata_props.get(tags.CALL, "0")
+        for owner in owners:
+            number = number_in(call) if owner == owners[-1] else None
+            calls[owner] = max(calls.get(owner, 1), (number or 0) + 1)
+    return calls
+
+
 def _newer_version(model: ir.Model) -> str:
-    """That a model is of a later version of the file format than is known here; ``""`` where it is not."""
+    """A message if the model has a later version of the file format than this package; or ``""``."""
     version = model.metadata_props.get(tags.FORMAT, tags.VERSION)
     number = number_in(version)
     if number is not None and number <= int(tags.VERSION):

@@ -1,8 +1,8 @@
-"""Names of tensors and nodes: free ones, new ones, and those that say a node's module.
+"""Names of tensors and nodes: unused ones, separate ones, and those of a node's module.
 
-The latter, ``/encoder/layer.0/query/MatMul_output_0``, are made of the tags and of the graph alone.
-Names that nodes and tensors have now make no difference, except for those that stay: inputs and
-outputs of the model, and parameters of the PyTorch model.
+The last kind, ``/encoder/layer.0/query/MatMul_output_0``, depends only on tags and on the graph,
+not on present names. Only inputs and outputs of the model and PyTorch's parameters keep their
+names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from htp_export.shapes.operator_kinds import subgraphs
 
 
 class UsedNames:
-    """Names that are in use. It grows, and finds names that are not in it.
+    """A growing set of used names, which finds unused ones.
 
-    The second tensor or node that wants a name gets it with the number ``first``.
+    The second tensor or node of a name has the suffix ``first``, a number.
 
     Examples:
         >>> used = UsedNames(["input"])
@@ -38,11 +38,11 @@ class UsedNames:
 
     def __init__(self, names: Iterable[str] = (), first: int = 2) -> None:
         self._names, self._before = set(names), first - 1
-        # a name → the last number after it; all before it are in use
+        # name → its last suffix; all lower numbers are in use
         self._numbers: dict[str, int] = {}
 
     def unused(self, wanted: str) -> str:
-        """The name, or it with the first number that makes it new; noted as used."""
+        """Return the name, or it with the first number that makes it unused; record it as used."""
         name, number = wanted, self._numbers.get(wanted, self._before)
         while name in self._names:
             number += 1
@@ -53,7 +53,7 @@ class UsedNames:
 
 
 class Names:
-    """The names of a model that is being changed: of its tensors and of its nodes."""
+    """The used names of a model during changes: of its tensors and of its nodes."""
 
     def __init__(self, model: ir.Model) -> None:
         graphs = list(_wholes(model))
@@ -66,7 +66,10 @@ class Names:
 
 
 def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
-    """The tensors and nodes of a model, in subgraphs and functions too, with their names, for `separate_names`."""
+    """The tensors and nodes of a model with their names, for `separate_names`.
+
+    Those of subgraphs and functions are included.
+    """
     found: dict[ir.Value | ir.Node, str | None] = {}
     for graph in _wholes(model):
         found.update((value, value.name) for value in all_values(graph))
@@ -75,10 +78,10 @@ def names_now(model: ir.Model) -> dict[ir.Value | ir.Node, str | None]:
 
 
 def separate_names(model: ir.Model, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
-    """Rename what was added or renamed after `names_now` and has the name of another tensor or node.
+    """Rename new or renamed tensors and nodes if another one has the same name.
 
-    Inputs and outputs of the model keep their names. Subgraphs of one node may have equal names, as
-    ONNX allows it.
+    ``before``: The result of `names_now`. Inputs and outputs of the model keep their names.
+    Subgraphs of one node may have equal names, as ONNX permits.
 
     Examples:
         >>> x, old, new = ir.val("x"), ir.val("x_scale"), ir.val("x_scale")
@@ -95,7 +98,7 @@ def separate_names(model: ir.Model, before: Mapping[ir.Value | ir.Node, str | No
 
 
 class _Separation:
-    """The tensors and nodes of a graph with subgraphs, and which of them keep their names."""
+    """The tensors and nodes of a graph with its subgraphs, and the subset that keeps its names."""
 
     def __init__(self, graph: ir.Graph, before: Mapping[ir.Value | ir.Node, str | None]) -> None:
         self._graph, self._before = graph, before
@@ -103,7 +106,7 @@ class _Separation:
         self._nodes = list(graph.all_nodes())
 
     def run(self) -> None:
-        """Rename what has the name of another tensor or node."""
+        """Rename tensors and nodes with the name of another one."""
         kept = {value.name for value in all_values(self._graph) if self._keeps(value)}
         if shared := list(self._shared(self._graph, set(), kept)):
             names = UsedNames(value.name for value in all_values(self._graph) if value.name)
@@ -117,13 +120,12 @@ class _Separation:
     def _shared(
         self, graph: ir.Graph, visible: set[str | None], kept: set[str | None]
     ) -> Iterator[ir.Value]:
-        """The values to rename: each has the name of one that keeps it, or of one before it in reach of it."""
+        """The values to rename: their names are kept by others, or used before in a visible graph."""
         own: set[str | None] = set()
         results = [value for node in graph for value in node.outputs if value.name]
         for value in dict.fromkeys((*graph.inputs, *graph.initializers.values(), *results)):
-            if not self._keeps(value) and any(
-                value.name in names for names in (kept, own, visible)
-            ):
+            is_used = any(value.name in names for names in (kept, own, visible))
+            if is_used and not self._keeps(value):
                 yield value
             own.add(value.name)
         new = own - visible
@@ -146,13 +148,13 @@ class _Separation:
 
 
 def _wholes(model: ir.Model) -> Iterator[ir.Graph]:
-    """The graphs that are in no other one."""
+    """The main graph and the bodies of functions."""
     yield model.graph
     yield from (function.graph for function in model.functions.values())
 
 
 def make_node_names_unique(graph: ir.Graph) -> bool:
-    """Give every node, in subgraphs too, a name of its own; returns whether any was changed."""
+    """Give every node a unique name, also in subgraphs; return whether a name changed."""
     used, changed = UsedNames(), False
     for node in graph.all_nodes():
         name = used.unused(node.name or node.op_type)
@@ -161,7 +163,7 @@ def make_node_names_unique(graph: ir.Graph) -> bool:
 
 
 def rename(value: ir.Value, name: str) -> None:
-    """Give a value another name, and leave its weights' name alone where other models hold them too.
+    """Rename a value without renaming its tensor in other models.
 
     Copies of models share their weights, and onnx_ir renames the tensor together with the value,
     and with the tensor the ``TensorProto`` that it is a view of.
@@ -181,20 +183,20 @@ def rename(value: ir.Value, name: str) -> None:
 
 
 _SEPARATORS = re.compile(r"[\s,:*'\"\x00-\x1f\x7f]")
-"""What separates names, or is a wildcard, on the command lines of tools; ``/``, ``;`` and ``%`` are escaped already."""
+"""Separators and wildcards of tools' command lines; ``/``, ``;`` and ``%`` are escaped before."""
 
 _QUANTIZATION = "quant_parameter_tensor_names"
-"""Key in the ``meta`` of an ``ir.Value``: names of the tensors with its scale and zero point, as onnx_ir reads them."""
+"""Key in the ``meta`` of an ``ir.Value``: the names of its scale and zero point, as in onnx_ir."""
 
 STYLES = ("path",)
-"""The styles of names that there are."""
+"""The styles of names."""
 
 
 @dataclass(frozen=True)
 class Renamed:
-    """Old name → new name of what was renamed in a model, and how many there are; without what is in functions.
+    """Old name → new name of renamed nodes and tensors, and their total numbers; without functions.
 
-    Nodes without a name are left out; of several with one name, the first in the graph counts.
+    Nodes without a name are left out. If several nodes have one name, the first one counts.
     """
 
     nodes: Mapping[str, str]
@@ -204,7 +206,7 @@ class Renamed:
 
 
 def check_style(style: str) -> None:
-    """Raise an `InputError` for a style of names that there is not."""
+    """Raise an `InputError` for an unknown style of names."""
     if style not in STYLES:
         raise InputError(
             f"there is no style of names {style!r}; there is {', '.join(map(repr, STYLES))}"
@@ -212,15 +214,15 @@ def check_style(style: str) -> None:
 
 
 def check_tags(tagged: TaggedModel) -> None:
-    """Raise an `UntaggedModelError` for a model whose nodes have no tags of htp_export to make names of."""
+    """Raise an `UntaggedModelError` for a model whose nodes have no exact tags."""
     if tagged.nodes:
         tagged.require_exact_tags()
 
 
 def path_prefix(path: str, called: Collection[str]) -> str:
-    """What the names of a module's nodes begin with.
+    """The prefix of the names of a module's nodes.
 
-    Modules that did not run, such as ``nn.ModuleList``, are joined with what they hold.
+    Modules that did not run, such as ``nn.ModuleList``, are joined with their children.
 
     Examples:
         >>> path_prefix("layer.0.query", {"", "layer.0", "layer.0.query"}), path_prefix("", {""})
@@ -234,9 +236,9 @@ def path_prefix(path: str, called: Collection[str]) -> str:
 
 
 def give_path_names(tagged: TaggedModel) -> Renamed:
-    """Rename the nodes and tensors of a model, in place, and what its metadata says of them; then `refresh` it.
+    """Rename the nodes and tensors of a model, in place and in its metadata; then `refresh` it.
 
-    It has tags of htp_export, and no functions that were made of its modules.
+    The model has exact tags, and no functions that are modules.
     """
     graph, namer = tagged.model.graph, _Namer(tagged)
     node_names, tensor_names = namer.named()
@@ -268,7 +270,7 @@ class _Namer:
     _prefixes: dict[str, str] = field(default_factory=dict)
 
     def named(self) -> tuple[Mapping[ir.Node, str], Mapping[ir.Value, str]]:
-        """The names of all nodes and tensors; a function has names of its own."""
+        """The names of all nodes and tensors; each function has a name space of its own."""
         model = self.tagged.model
         for graph in _wholes(model):
             self._name_graph(graph)
@@ -277,10 +279,8 @@ class _Namer:
     def _name_graph(self, graph: ir.Graph) -> None:
         fixed = {*graph.inputs, *graph.outputs, *filter(self._is_kept, all_values(graph))}
         self._tensors |= {value: value.name for value in fixed if value.name}
-        used, used_by_nodes = (
-            UsedNames(filter(None, (value.name for value in fixed)), first=1),
-            UsedNames(first=1),
-        )
+        used = UsedNames(filter(None, (value.name for value in fixed)), first=1)
+        used_by_nodes = UsedNames(first=1)
         ordered = list(self._ordered(graph))
         for node in ordered:
             self._nodes[node] = used_by_nodes.unused(self._wanted(node))
@@ -296,12 +296,12 @@ class _Namer:
                 if read is not None and read.is_initializer():
                     self._name_tensor(read, f"{self._nodes[node]}_input_{place}", used)
         for value in all_values(graph):
-            self._name_tensor(value, "/Initializer", used)  # those that nothing reads
+            self._name_tensor(value, "/Initializer", used)  # those without a consumer
 
     def _is_kept(self, value: ir.Value) -> bool:
-        """Whether a tensor has the name of a parameter or buffer of the PyTorch model, or one that begins with it."""
+        """Whether a tensor has the name of a PyTorch parameter or buffer, maybe with a suffix."""
         name = value.name or ""
-        # of an initializer, or of an Identity in place of one that was equal
+        # an initializer, or an Identity that replaces an equal one
         if name in (self.tagged.declared or ()):
             return True
         return value.is_initializer() and any(map(self._is_weight, _beginnings(name)))
@@ -312,7 +312,7 @@ class _Namer:
         return is_of_module or name in (self.tagged.declared or ())
 
     def _name_tensor(self, value: ir.Value, wanted: str, used: UsedNames) -> None:
-        # an output without a name is one that is left out
+        # an output without a name is omitted
         if value.name and value not in self._tensors:
             self._tensors[value] = used.unused(wanted)
 
@@ -329,21 +329,19 @@ class _Namer:
         return f"{self._prefixes[path]}{call}{_SEPARATORS.sub(_percent, node.op_type).replace('/', '%2F')}"
 
     def _place(self, node: ir.Node) -> tuple[str, str]:
-        """The deepest module above all owners of a node, and which call of it, where it is one of several."""
-        owners, call = (
-            tags.owners_of(node.metadata_props),
-            number_in(node.metadata_props.get(tags.CALL, "")),
-        )
+        """The innermost module around all owners of a node, and its call if there are several."""
+        owners = tags.owners_of(node.metadata_props)
+        call = number_in(node.metadata_props.get(tags.CALL, ""))
         if len(owners) != 1:
             return tags.common_ancestor(owners), ""
         return owners[0], "" if call is None else f"@{call}/"
 
 
-_MOST_ENDS = 256  # of a name that are tried: a file may have a name of any length
+_MOST_ENDS = 256  # prefixes that are tried, at most: a file may have a name of any length
 
 
 def _beginnings(name: str) -> Iterator[str]:
-    """A name, and what comes before each part that a tool may have added: ``fc.weight_quantized``."""
+    """A name, and its prefixes before each suffix of a tool: ``fc.weight_quantized``."""
     yield name
     ends = itertools.islice(re.finditer(r"[^\w.]|_", name), _MOST_ENDS)
     yield from (name[: match.start()] for match in ends)
@@ -354,7 +352,7 @@ def _percent(match: re.Match[str]) -> str:
 
 
 def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
-    """Rename tensors; initializers all at once, because one may get the name that another one has."""
+    """Rename tensors; initializers all at once, because one may get the old name of another."""
     graphs = [graph for whole in _wholes(model) for graph in (whole, *whole.subgraphs())]
     stored = {graph: list(graph.initializers.values()) for graph in graphs}
     for graph in stored:
@@ -368,7 +366,10 @@ def _rename_tensors(model: ir.Model, names: Mapping[ir.Value, str]) -> None:
 
 
 def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None:
-    """Rename tensors in signatures, contamination and notes on quantization; others are not in the graph any more."""
+    """Rename tensors in signatures, contamination and quantization metadata.
+
+    Tensors without a new name are not in the graph any more.
+    """
     props = tagged.model.metadata_props
     signatures = {
         path: [call.renamed(renamed.get) for call in calls]
@@ -384,22 +385,20 @@ def _rename_in_metadata(tagged: TaggedModel, renamed: Mapping[str, str]) -> None
         props, tagged.hierarchy, signatures=signatures, contamination=contamination
     )
     for value in all_values(tagged.model.graph):
-        if _QUANTIZATION in value.meta:
-            value.meta[_QUANTIZATION] = {
-                key: renamed.get(name, name) for key, name in value.meta[_QUANTIZATION].items()
-            }
+        names = value.meta.get(_QUANTIZATION)
+        if names is not None:
+            value.meta[_QUANTIZATION] = {key: renamed.get(n, n) for key, n in names.items()}
 
 
-# --- an order of nodes that depends on the graph alone: not on names, and not on the order in the file ---
+# --- an order of nodes that depends on the graph alone: not on names, and not on the file's order ---
 
 
 def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
-    """The nodes of a graph, each after those that it reads; those inside subgraphs are left out.
+    """The nodes of a graph, producers before consumers; without nodes in subgraphs.
 
-    From the outputs of the graph, every node is reached through its inputs, and follows the last of
-    its producers: the order is the same whatever nodes and tensors are called, and wherever
-    independent nodes are in the file. Nodes whose results nothing needs come last, as they are in
-    the file.
+    A search from the outputs of the graph through inputs reaches every node; it follows the last of
+    its producers. So the order does not depend on names, or on the order of independent nodes in
+    the file. Nodes that no output needs are last, in the order of the file.
     """
     order: dict[ir.Node, None] = {}
     for value in graph.outputs:
@@ -410,7 +409,7 @@ def _canonical_order(graph: ir.Graph) -> list[ir.Node]:
 
 
 def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
-    """The subgraphs of a node, each with the name of its attribute, by these names."""
+    """The subgraphs of a node, each with the name of its attribute, sorted by these names."""
     for name in sorted(node.attributes):
         attribute = node.attributes[name]
         if attribute.is_ref():
@@ -424,7 +423,7 @@ def bodies_of(node: ir.Node) -> Iterator[tuple[str, ir.Graph]]:
 
 
 def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -> None:
-    """Add a node, after everything that it needs and that is not there yet."""
+    """Add a node, after all nodes on which it depends."""
     if start is None or start.graph is not graph or start in order:
         return
     entered, waiting = {start}, [(start, iter(_producers(start, graph)))]
@@ -441,7 +440,7 @@ def _reach(start: ir.Node | None, graph: ir.Graph, order: dict[ir.Node, None]) -
 
 
 def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
-    """The nodes of a graph that one of its nodes reads, those that its subgraphs read last."""
+    """The producers of a node's inputs in its graph; those of its subgraphs' inputs are last."""
     read: Iterable[ir.Value | None] = node.inputs
     if subgraphs(node):
         read = (*node.inputs, *(value for _, body in bodies_of(node) for value in _read_in(body)))
@@ -450,7 +449,7 @@ def _producers(node: ir.Node, graph: ir.Graph) -> Sequence[ir.Node]:
 
 
 def _read_in(body: ir.Graph) -> Iterator[ir.Value]:
-    """What a subgraph reads, in its canonical order: also what is its own, or lies several graphs above."""
+    """The values that a subgraph reads, in its canonical order, also its own and outer ones."""
     for node in _canonical_order(body):
         yield from (value for value in node.inputs if value is not None)
         for _, inner in bodies_of(node):

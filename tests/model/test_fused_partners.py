@@ -135,7 +135,7 @@ def test_where_that_goes_far_the_innermost_known_module_around_it_is_named():
 class Told(FateEvidence[str]):
     """What is said of ``m``, which reads ``x`` and makes ``y``, beside ``up`` and ``down``.
 
-    ``said``: what the methods ``settled``, ``without_work`` and ``partners`` give back; None as a rule.
+    ``said``: what the methods ``predetermined``, ``without_work`` and ``partners`` give back; None as a rule.
     """
 
     def __init__(self, known: str = "x y", *, has_nodes: bool = True, **said: Any) -> None:
@@ -149,8 +149,8 @@ class Told(FateEvidence[str]):
         super().__init__(Boundaries(nodes, works, {"in", "x", "y", "out"}.__contains__, {"out"}))
         self._known, self._said = known, said
 
-    def settled(self, path: str) -> Any:
-        return self._said.get("settled")
+    def predetermined(self, path: str) -> Any:
+        return self._said.get("predetermined")
 
     def without_work(self, path: str) -> Any:
         return self._said.get("without_work")
@@ -207,8 +207,8 @@ def test_modules_without_a_node_take_the_nearest_that_has_one():
     [
         (Told(), Outcome(Fate.COMPUTED), []),
         (Told("x"), Outcome(Fate.COMPUTED), [("m", "y", True)]),  # nothing is lost, but said
-        (Told(settled=Outcome(Fate.DEAD)), Outcome(Fate.DEAD), []),
-        (Told("", settled=Outcome(Fate.COMPUTED)), Outcome(Fate.COMPUTED), []),
+        (Told(predetermined=Outcome(Fate.DEAD)), Outcome(Fate.DEAD), []),
+        (Told("", predetermined=Outcome(Fate.COMPUTED)), Outcome(Fate.COMPUTED), []),
         (Told(has_nodes=False, without_work=Fate.IDENTITY), Outcome(Fate.IDENTITY), []),
         # it has nodes, so that it did some
         (Told(without_work=Fate.IDENTITY), Outcome(Fate.COMPUTED), []),
