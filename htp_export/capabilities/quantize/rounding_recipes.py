@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from htp_export.capabilities.quantize.static_biases import is_bias
 from htp_export.format import tags
-from htp_export.format.recipes import CONSTANT, Recipe, step
+from htp_export.format.recipes import CONSTANT, NO_AXIS, Recipe, step
 from htp_export.model.recipes import recipe_of, recorded
 from htp_export.runtime.arrays import Array
 from htp_export.weights.rounding import linear_schemes, rounded
@@ -69,7 +69,7 @@ def _record(parts: Mapping[str, ir.Value], recipe: Recipe, scheme: list[Any], ar
         assert tensor is not None
         made = step("round", recipe, [part, *scheme])
         shape = tuple(tensor.shape.numpy())
-        if rounded(array, [part, *scheme]).shape != shape:
+        if shape != _shape_of(part, array, scheme):
             made = step("reshape", made, list(shape))
         value.const_value = recorded(tensor, made)
 
@@ -133,27 +133,45 @@ def _parts(graph: ir.Graph, name: str) -> Iterator[tuple[str, ir.Value]]:
             yield part, value
 
 
+def _shape_of(part: str, array: Array, scheme: list[Any]) -> tuple[int, ...]:
+    """The shape in which a part of a weight is rounded."""
+    if part == "levels":
+        return array.shape
+    axis = scheme[2]
+    return () if axis == NO_AXIS else (array.shape[axis],)
+
+
+_SAMPLED = 4
+"""Channels of a weight that are rounded again: the quantizer rounds all of them in the same way."""
+
+
 def _scheme(array: Array, parts: Mapping[str, ir.Value]) -> list[Any] | None:
-    """The way of rounding that gives a weight the scales and zero points that it has."""
+    """The way of rounding that gives a weight the levels, scales and zero points that it has."""
     tensors = {part: value.const_value for part, value in parts.items()}
     levels, scales = tensors["levels"], tensors["scales"]
     assert levels is not None
     assert scales is not None
     if tuple(levels.shape.numpy()) != array.shape or not array.size:
         return None
+    found = {part: np.asarray(tensor.numpy()) for part, tensor in tensors.items() if tensor}
     for scheme in linear_schemes(array, levels.dtype.name.lower(), scales.size):
-        others = [part for part in tensors if part != "levels"]
-        if not all(_is_same(rounded(array, [part, *scheme]), tensors[part]) for part in others):
-            continue
-        return scheme if _is_same(rounded(array, ["levels", *scheme]), levels) else None
+        axis = scheme[2]
+        if axis == NO_AXIS:
+            sample, expected = array, found
+        else:  # a few channels with their levels, scales and zero points
+            channels = np.linspace(0, array.shape[axis] - 1, _SAMPLED).astype(int)
+            sample = array.take(channels, axis)
+            expected = {
+                part: each.take(channels, axis) if part == "levels" else each.reshape(-1)[channels]
+                for part, each in found.items()
+            }
+        if all(_is_same(rounded(sample, [part, *scheme]), each) for part, each in expected.items()):
+            return scheme
     return None
 
 
-def _is_same(array: Array, tensor: ir.TensorProtocol | None) -> bool:
-    """Whether a tensor has these numbers, whatever its shape."""
-    if tensor is None:
-        return False
-    other = np.asarray(tensor.numpy())
+def _is_same(array: Array, other: Array) -> bool:
+    """Whether two arrays have the same numbers, whatever their shapes."""
     if array.size != other.size or array.dtype != other.dtype:
         return False
     return bool((array.reshape(-1) == other.reshape(-1)).all())
