@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record, last_in_place
 from htp_export.exporter.capture.decomposition import Decomposition
-from htp_export.exporter.capture.fx_calls import FxCalls, Result
+from htp_export.exporter.capture.fx_calls import FxCalls, NodeResult
 from htp_export.exporter.capture.made_weights import MadeWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.onnx_graph import (
@@ -171,7 +171,7 @@ class DynamoCapture(Guarded):
                         # outlives inlining, which copies nodes
                         inner.metadata_props[STAMP] = f"{call} {evidence}"
 
-    def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
+    def _value_of(self, result: NodeResult | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
         value = self._values.get(self.decomposition.name_of(result, read=read) or "")
         return None if isinstance(value, (list, tuple)) else value
