@@ -116,7 +116,8 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
         for path, _, module in module_paths(model)
         if path in steps and not _is_plain(module)
     }
-    exact, keep_kernel = PackedProjection.__name__ in classes, KernelPart.__name__ in classes
+    exact = PackedProjection.__name__ in classes
+    keep_kernel = KernelPart.__name__ in classes
     with _in_steps(model, exact=exact, keep_kernel=keep_kernel, callers=callers):
         yield
 
@@ -251,7 +252,8 @@ class _StepsOfCalls(TorchFunctionMode):
         # functions that Dynamo compiles stay unchanged
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        call, stack = AttentionCall(func, args, kwargs or {}), self._stack
+        call = AttentionCall(func, args, kwargs or {})
+        stack = self._stack
         if not stack or isinstance(stack[-1].module, Step):
             return call()
         if func is functional.scaled_dot_product_attention:
@@ -321,7 +323,8 @@ class _StepsOfCalls(TorchFunctionMode):
 
     def _name(self, module: nn.Module, steps: Mapping[str, Step], word: str) -> None:
         """Choose the names of steps in a module, with a prefix if they are names of attributes."""
-        prefix, number = "", 1
+        prefix = ""
+        number = 1
         while any(hasattr(module, prefix + name) for name in steps):
             prefix = f"{word}_" if number == 1 else f"{word}_{number}_"
             number += 1

@@ -20,7 +20,9 @@ from htp_export.errors import InputError
 
 def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str, Step]:
     """Create the projections of an ``nn.MultiheadAttention``, by the names of their modules."""
-    width, weight, bias = attention.embed_dim, attention.in_proj_weight, attention.in_proj_bias
+    width = attention.embed_dim
+    weight = attention.in_proj_weight
+    bias = attention.in_proj_bias
     if weight is None:
         weights = [attention.q_proj_weight, attention.k_proj_weight, attention.v_proj_weight]
     else:
@@ -75,8 +77,11 @@ class _Call:
     def __init__(
         self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool
     ) -> None:
-        self.attention, self.steps, self.exact = attention, steps, exact
-        self.batched, self.need_weights = batched, need_weights
+        self.attention = attention
+        self.steps = steps
+        self.exact = exact
+        self.batched = batched
+        self.need_weights = need_weights
         # The original works on (length, batch, features); so does `exact`. Without a batch, nothing
         # needs to be transposed.
         self.batch_first = attention.batch_first and batched and not exact
@@ -84,7 +89,8 @@ class _Call:
     def projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         """Query, key and value by head, ``(batch, heads, length, features)``."""
         attention = self.attention
-        same_key, same_value = query is key, key is value
+        same_key = query is key
+        same_value = key is value
         query = self._oriented(query)
         key = query if same_key else self._oriented(key)
         value = key if same_value else self._oriented(value)
@@ -179,7 +185,8 @@ class _Call:
         return torch.cat([tensor, bias.expand(*sizes)], dim)
 
     def _by_head(self, tensor: Tensor) -> Tensor:
-        heads, features = self.attention.num_heads, self.attention.head_dim
+        heads = self.attention.num_heads
+        features = self.attention.head_dim
         # sizes and `view`, because TorchScript exports `unflatten` as six nodes
         first, second = tensor.shape[:2]
         if self.exact:

@@ -291,7 +291,8 @@ def _may_be_random(function: Callable[..., Any]) -> bool:
 
 def _between(last: _Operation) -> set[_Operation]:
     """An operation and the operations that its result depends on, up to the nearest products."""
-    found, waiting = {last}, [last]
+    found = {last}
+    waiting = [last]
     while waiting:
         operation = waiting.pop()
         if operation.product:

@@ -94,7 +94,8 @@ class Scores(Step):
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
         if arithmetic is _Arithmetic.BADDBMM:
-            scaled, transposed = query * scale, key.transpose(-2, -1)
+            scaled = query * scale
+            transposed = key.transpose(-2, -1)
             if mask is None:
                 return torch.bmm(scaled, transposed)
             return torch.baddbmm(mask, scaled, transposed)
@@ -159,7 +160,9 @@ class SeparateSteps:
 
     def __init__(self, exact: bool) -> None:
         self._exact = exact
-        self.scores, self.softmax, self.context = Scores(), Softmax(), Context()
+        self.scores = Scores()
+        self.softmax = Softmax()
+        self.context = Context()
 
     @property
     def modules(self) -> dict[str, Step]:
@@ -173,7 +176,8 @@ class SeparateSteps:
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         if grouped:
             groups = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+            key = key.repeat_interleave(groups, -3)
+            value = value.repeat_interleave(groups, -3)
         arithmetic = _Arithmetic.SDPA if self._exact else _Arithmetic.SHORT
         scores = self.scores(query, key, mask, _scale(call), arithmetic, causal)
         empty_rows = mask is not None and (mask.dtype == torch.bool or not _is_exporting())

@@ -62,7 +62,8 @@ class _ChangedPrograms:
     """An exporter under ``dynamo=True`` whose programs are changed."""
 
     def __init__(self, exporter: Any, step: AfterExport) -> None:
-        self._exporter, self._step = exporter, step
+        self._exporter = exporter
+        self._step = step
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         program = self._exporter.dynamo(export, model)

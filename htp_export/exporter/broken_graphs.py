@@ -22,7 +22,8 @@ from htp_export.process.restoring import (
     turn_attention_fast_path_off,
 )
 
-_VALUES, _SIZES = "capture_scalar_outputs", "capture_dynamic_output_shape_ops"
+_VALUES = "capture_scalar_outputs"
+_SIZES = "capture_dynamic_output_shape_ops"
 _SYMBOLS_FOR_DATA: tuple[dict[str, Any], ...] = (
     {_VALUES: True, _SIZES: True},
     {_VALUES: False, _SIZES: True},
@@ -203,7 +204,8 @@ class _RetryingTracer:
     def __init__(
         self, convert: Callable[..., Any], lost: Callable[[Any, GraphBreak], None]
     ) -> None:
-        self._convert, self._lost = convert, lost
+        self._convert = convert
+        self._lost = lost
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._convert, name)

@@ -82,7 +82,9 @@ class Rewriting:
     _KEY = "htp.rewriting"  # in the model's ``meta``, so that it has the lifetime of the model
 
     def __init__(self, known: Captured, model: ir.Model) -> None:
-        self._known, self._capture, self._model = known, known.capture, model
+        self._known = known
+        self._capture = known.capture
+        self._model = model
         self._capture.follow(model)
         self._tagged = _state(model)
         model.meta[self._KEY] = self
@@ -103,7 +105,8 @@ class Rewriting:
         self._tagged = now
         if capture.fault is not None:
             _untag(self._model)
-            fault, capture.fault = capture.fault, None
+            fault = capture.fault
+            capture.fault = None
             self.end()
             if capture.strict:
                 raise fault
@@ -144,7 +147,9 @@ class Dynamo:
     def __init__(
         self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes
     ) -> None:
-        self._changes, self._model, self._follow = changes, model, follow
+        self._changes = changes
+        self._model = model
+        self._follow = follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
         self.modules = captured or ModuleNames(model)
         self.capture = captured.capture.resumed() if captured else DynamoCapture.of(self.modules)  # type: ignore[arg-type]
@@ -172,7 +177,8 @@ class Program:
     patches = (patches.MODULE_CALLS,)
 
     def __init__(self, model: Any, changes: Changes) -> None:
-        self._changes, self._model = changes, model
+        self._changes = changes
+        self._model = model
         self.names = ModuleNames(model)
         self.capture = DynamoCapture.of(self.names)
 
@@ -224,7 +230,9 @@ class TorchScript:
 
     def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
         self._changes = changes
-        self.model, self.args, self.names_inputs = model, args, names_inputs
+        self.model = model
+        self.args = args
+        self.names_inputs = names_inputs
         self.capture = self._new_capture()
 
     def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
@@ -242,7 +250,8 @@ class TorchScript:
         except (Warning, CaptureError):  # warnings as errors, or an error of the capture
             raise
         except Exception as error:
-            refusal, before = error, self.capture.root.before
+            refusal = error
+            before = self.capture.root.before
             if before is None:
                 raise
         before.put_back()

@@ -91,9 +91,11 @@ def model_and_call(program: Any) -> tuple[torch.nn.Module, Call]:
 
 def call_of(model: torch.nn.Module, onnx: Any) -> Call | None:
     """The example inputs with which this process exported a model to a file or program, or None."""
-    export, name = None, "this program"
+    export = None
+    name = "this program"
     if isinstance(onnx, str | os.PathLike):
-        export, name = _files.get(model, {}).get(_path_of(onnx)), os.fspath(onnx)
+        export = _files.get(model, {}).get(_path_of(onnx))
+        name = os.fspath(onnx)
     elif isinstance(onnx, torch.onnx.ONNXProgram):
         export = _programs.get(onnx)
     if export is None or export.model() is not model:

@@ -230,7 +230,8 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    exporter, changes = _Exporter(strict, follow=True), Changes()
+    exporter = _Exporter(strict, follow=True)
+    changes = Changes()
     try:
         try:
             for entry in (patches.DYNAMO_ENTRY, patches.REPLACEMENTS, patches.TORCHSCRIPT_ENTRY):

@@ -196,7 +196,9 @@ class Origins:
         self.unneeded: dict[Key, set[int]] = {}
         self._first: dict[Key, int] = {}  # exported tensor → the first operation that produced it
         self._producer: dict[Key, int] = {}  # captured tensor → operation
-        self._operations, self._final, self._live = record.operations, record.final, flow.live
+        self._operations = record.operations
+        self._final = record.final
+        self._live = flow.live
         self._captured = set(record.final.values())
         self._nodes = {key: node for node in record.nodes for key in node.outputs}
         self._relocated = relocate_operations(record, flow)
@@ -307,7 +309,8 @@ class Origins:
     def _sources(self, node: Node) -> set[Key]:
         """The captured tensors that a node depends on, also through tensors not captured."""
         sources: set[Key] = set()
-        waiting, seen = [*node.inputs], set[Key]()
+        waiting = [*node.inputs]
+        seen = set[Key]()
         while waiting:
             key = waiting.pop()
             if key in self._captured:
@@ -322,7 +325,8 @@ class Origins:
 
         Empty if it depends on other tensors.
         """
-        waiting, producers = [key], dict[int, None]()
+        waiting = [key]
+        producers = dict[int, None]()
         while waiting:
             producer = self._producer.get(waiting.pop())
             if producer is None or len(producers) > _LOOK_BACK:
@@ -398,7 +402,8 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
         calls = _NO_CALLS.union(*(entry.works for entry in near)) - {NO_CALL}
         reason = Reason.FLOW
         if not calls:
-            calls, reason = _calls_of(node, origins.unneeded), Reason.SCOPE
+            calls = _calls_of(node, origins.unneeded)
+            reason = Reason.SCOPE
         if not calls:
             return None
         return _Entry(calls, reason, calls | _calls_of(node, origins.absorbed))

@@ -92,7 +92,8 @@ def contamination(model: ModelSource) -> Contamination:
     """
     tagged = load(model)
     tagged.require_exact_tags()
-    nodes, whole_model = tagged.nodes, tagged.calls.work(("",))
+    nodes = tagged.nodes
+    whole_model = tagged.calls.work(("",))
     by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes have no calls
 
     def torch_owner(node: ir.Node) -> tuple[str, ...]:
@@ -140,7 +141,8 @@ def _findings(
     producers = {str(value.name): node for node in nodes for value in node.outputs}
     findings = []
     for (path, name, leaves), other in crossings.items():
-        here, beyond = path or "(root)", "model"
+        here = path or "(root)"
+        beyond = "model"
         if other != OUTSIDE:
             beyond = ", ".join(owners_of(nodes[other])) or "(root)"
         direction = f"{here} → {beyond}" if leaves else f"{beyond} → {here}"

@@ -50,7 +50,9 @@ def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
 
     The initializers share the memory of the program's parameters and buffers.
     """
-    body, inputs, initializers = _Body(program.graph_module, {}), list[ir.Value](), list[ir.Value]()
+    body = _Body(program.graph_module, {})
+    inputs = list[ir.Value]()
+    initializers = list[ir.Value]()
     stored = {**program.constants, **program.state_dict}
     targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
@@ -94,7 +96,8 @@ def drop_identities(
     for node in list(graph.all_nodes()):
         if (node.domain, node.op_type) not in _IDENTITIES or node.inputs[0] is None:
             continue
-        source, result = node.inputs[0], node.outputs[0]
+        source = node.inputs[0]
+        result = node.outputs[0]
         around = node.graph
         if around is None or (result.is_graph_output() and source.producer() is None):
             continue
@@ -112,7 +115,8 @@ class _Body:
     """
 
     def __init__(self, module: Any, values: _Values, prefix: str = "") -> None:
-        self._module, self._prefix = module, prefix
+        self._module = module
+        self._prefix = prefix
         self.values = values
         self.nodes: list[ir.Node] = []
         self.named: dict[str, Any] = {}
@@ -120,7 +124,8 @@ class _Body:
 
     def translate(self) -> list[ir.Value | None]:
         """Translate the nodes, and return the outputs of the graph."""
-        checks, returned = _checks(self._module.graph), list[Any]()
+        checks = _checks(self._module.graph)
+        returned = list[Any]()
         for node in self._module.graph.nodes:
             if node.op == "call_function" and node not in checks:
                 self._translate(node)

@@ -72,7 +72,8 @@ def _add_crossings(
     boundaries: dict[str, CallBoundary], log: CallLog, key: Key, source: int, reader: int
 ) -> None:
     """Add a tensor to the boundary of each call that contains only its producer, or consumer."""
-    reading, producing = log.chain(reader), log.chain(source)
+    reading = log.chain(reader)
+    producing = log.chain(source)
     for call in reading:
         if call not in producing:
             boundaries[log.calls[call].path].inputs.setdefault(key, set()).add(source)
@@ -145,7 +146,8 @@ class ExportEvidence(FateEvidence[Key]):
 
     def _modules_that_pass_on(self, wanted: list[bool]) -> frozenset[str]:
         """The modules whose wanted operations all return their inputs unchanged."""
-        passing, working = set[int](), set[int]()
+        passing = set[int]()
+        working = set[int]()
         for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
             if is_wanted and operation.passed_on is None:
                 working.add(operation.call)
@@ -199,7 +201,8 @@ class ExportEvidence(FateEvidence[Key]):
         passes_on = path in self._passes_on
         if self._moved(path) or (self._lost(path) and not passes_on):
             return None
-        boundary, final = self._passed[path], self._record.final
+        boundary = self._passed[path]
+        final = self._record.final
         if not boundary.outputs and not self._record.log.returned_inputs.get(path):
             return Fate.CONSTANT
         inputs = {final.get(key) for key in boundary.inputs}
@@ -215,7 +218,8 @@ class ExportEvidence(FateEvidence[Key]):
         return self._record.log.count(path) > 0
 
     def known(self, path: str) -> Collection[Key]:
-        final, passed = self._record.final, self._passed.get(path, CallBoundary())
+        final = self._record.final
+        passed = self._passed.get(path, CallBoundary())
         known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
         return known if path else known | self._record.graph_outputs
 

@@ -63,8 +63,10 @@ class AttentionReport(Result):
     @property
     def summary(self) -> str:
         """The numbers of nodes and operations, in one line."""
-        model, model_after = self.before[_MODEL], self.after[_MODEL]
-        attention, attention_after = self.before[_ATTENTION], self.after[_ATTENTION]
+        model = self.before[_MODEL]
+        model_after = self.after[_MODEL]
+        attention = self.before[_ATTENTION]
+        attention_after = self.after[_ATTENTION]
         return (
             f"{len(self.modules)} modules with attention; "
             f"ONNX nodes from {model.nodes} to {model_after.nodes}, "

@@ -79,7 +79,9 @@ class _Whole:
         copy = piece.model.clone()
         graph = copy.graph
         self._opsets = {**graph.opset_imports, **self._opsets}
-        nodes, inputs, outputs = list(graph), list(graph.inputs), list(graph.outputs)
+        nodes = list(graph)
+        inputs = list(graph.inputs)
+        outputs = list(graph.outputs)
         initializers = dict(graph.initializers)
         tensors: dict[str, ir.Value] = {}
         for node in nodes:
@@ -192,7 +194,9 @@ class _Part:
 
 class _Graphs:
     def __init__(self, model: torch.nn.Module, names: ModuleNames, broken: BrokenRun) -> None:
-        self._model, self._names, self._broken = model, names, broken
+        self._model = model
+        self._names = names
+        self._broken = broken
         tensors = (*model.named_parameters(), *model.named_buffers())
         self._weights = {
             id(tensor): (name, TorchTensor(tensor.detach(), name=name)) for name, tensor in tensors
@@ -209,7 +213,8 @@ class _Graphs:
             )
         owners = {owner for part in parts for owner in owners_in(part.model.graph)}
         tree = tree_of(self._model, run, owners, self._identities)
-        pieces, parameters = list(self._pieces(parts)), parameters_of(self._model)
+        pieces = list(self._pieces(parts))
+        parameters = parameters_of(self._model)
         graph = merged(pieces, tree, parameters)
         distinct: dict[Hashable, Piece] = {}
         for part, piece in zip(parts, pieces, strict=True):
@@ -310,9 +315,11 @@ def _kind(value: Any) -> Hashable:
 
 
 def _stop(graph_break: GraphBreak) -> Stop:
-    file, line = "", 0
+    file = ""
+    line = 0
     for frame_file, frame_line in reversed(graph_break.frames):
         if is_of_model(frame_file):
-            file, line = frame_file, frame_line
+            file = frame_file
+            line = frame_line
             break
     return Stop("dynamo", graph_break.reason, graph_break.module, file, line)

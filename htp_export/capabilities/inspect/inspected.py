@@ -118,9 +118,11 @@ def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> St
     errors = list(_chain(error))
     node = _traced_node(errors)
     if node is not None:
-        module, place = _module_of_node(node, path_by_id), _place_of_node(node)
+        module = _module_of_node(node, path_by_id)
+        place = _place_of_node(node)
     else:
-        module, place = _running_module(errors[-1], path_by_id), _place_in_model(errors[-1])
+        module = _running_module(errors[-1], path_by_id)
+        place = _place_in_model(errors[-1])
     file, line = place or ("", 0)
     return Stop(way, reason_of(error), module, file, line)
 

@@ -70,7 +70,8 @@ def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str,
     run = ModuleRun()
     with unchanged(model, (args, kwargs)), contextlib.ExitStack() as hooks, torch.no_grad():
         for path, _, module in module_paths(model):
-            enter, leave = functools.partial(run._enter, path), functools.partial(run._leave, path)
+            enter = functools.partial(run._enter, path)
+            leave = functools.partial(run._leave, path)
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         try:

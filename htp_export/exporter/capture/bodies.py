@@ -170,7 +170,9 @@ class _Reader:
     """Finds the calls of the nodes in the bodies of one run, with inner bodies, in order."""
 
     def __init__(self, run: Run, log: CallLog, path_by_id: Mapping[int, str]) -> None:
-        self._run, self._log, self._path_by_id = run, log, path_by_id
+        self._run = run
+        self._log = log
+        self._path_by_id = path_by_id
         # module path and parent → how often it ran so far
         self._counts = collections.Counter[tuple[str, int]]()
 
@@ -182,7 +184,8 @@ class _Reader:
         Only one branch of a ``torch.cond`` runs: a module that is called in several branches runs
         once.
         """
-        before, most = self._counts.copy(), self._counts.copy()
+        before = self._counts.copy()
+        most = self._counts.copy()
         for body in bodies:
             if is_choice(function):
                 self._counts = before.copy()
@@ -197,9 +200,11 @@ class _Reader:
         for node in body.graph.nodes:
             if not node.op.startswith("call"):
                 continue
-            innermost, scopes = call, scopes_of(node)
+            innermost = call
+            scopes = scopes_of(node)
             for scope in scopes:
-                path, module = self._path_by_id.get(scope.module), scope[:2]
+                path = self._path_by_id.get(scope.module)
+                module = scope[:2]
                 if path is None or module in above:
                     continue
                 if module not in calls_of_modules:

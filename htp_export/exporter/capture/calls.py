@@ -74,9 +74,11 @@ class CallLog:
 
     def copy(self) -> CallLog:
         """Return a copy to which calls can be added."""
-        tensors, returned = self.call_tensors.copy(), self.returned_inputs.copy()
+        tensors = self.call_tensors.copy()
+        returned = self.returned_inputs.copy()
         other = CallLog(self.calls.copy(), self.stack.copy(), returned, tensors)
-        other._counts, other._first = self._counts.copy(), self._first.copy()
+        other._counts = self._counts.copy()
+        other._first = self._first.copy()
         return other
 
     def enter(self, path: str) -> int:
@@ -99,7 +101,8 @@ class CallLog:
 
     def record_inputs(self, given: CallTensors, key: Callable[[Any], Any]) -> None:
         """Record the inputs of the innermost call; ``key`` returns a tensor's key in the graph."""
-        names, tensors = [name for name, _ in given.inputs], [tensor for _, tensor in given.inputs]
+        names = [name for name, _ in given.inputs]
+        tensors = [tensor for _, tensor in given.inputs]
         entering = replace(given, inputs=tuple(zip(names, keys_of(tensors, key), strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
@@ -171,7 +174,8 @@ def arguments_by_name(
         >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
         {'x': 1, 'rest.0': 2, 'rest.1': 3, 'mask': 4}
     """
-    function, is_bound = getattr(forward, "__func__", forward), hasattr(forward, "__self__")
+    function = getattr(forward, "__func__", forward)
+    is_bound = hasattr(forward, "__self__")
     positional, rest = _positional_names(function, is_bound)
     names = list(positional[: len(args)])
     names += [f"{rest}.{number}" for number in range(len(args) - len(positional))]

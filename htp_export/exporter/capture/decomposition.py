@@ -85,7 +85,8 @@ class RepeatedViews:
     """
 
     def __init__(self, calls: FxCalls, decomposed: NodeNumbers) -> None:
-        self._number_of, self._calls = decomposed.assign, calls
+        self._number_of = decomposed.assign
+        self._calls = calls
         # node of the exported graph → the views by which its tensor was first computed
         self._chains: dict[Any, ViewChain] = {}
         # Views repeated on a changed tensor that do not belong to the call that created them
@@ -102,7 +103,8 @@ class RepeatedViews:
         Returns, for each view that it changed: the node that returns the tensor afterwards → the
         node that computes its value before it is written back.
         """
-        traced, changed = set(executed.traced), {}
+        traced = set(executed.traced)
+        changed = {}
         for state in executed.read:
             chain = self._chains.get(state.node)
             if chain is None or not chain.steps or chain.producer is state.producer:
@@ -224,7 +226,8 @@ class RepeatedViews:
         repeated = self._repeated(chain, state.producer, traced)
         if repeated is None or repeated.base not in traced:
             return None
-        node, new_value = repeated.base, None
+        node = repeated.base
+        new_value = None
         change = call = self._calls.of_node(node)
         calls = []  # for each step, the innermost call around the change and the views so far
         for step in chain.steps:
@@ -265,7 +268,8 @@ class Decomposition:
         self.runs = False  # whether torch is decomposing the program
         # Call → other calls that its work was assigned to, because no node of it is left
         self.moved: dict[int, set[int]] = {}
-        self._calls, self._decomposed = calls, NodeNumbers("htp.decomposed")
+        self._calls = calls
+        self._decomposed = NodeNumbers("htp.decomposed")
         self._repeated_views = RepeatedViews(calls, self._decomposed)
         self._outputs: list[Any] = []
         # number of an exported node → changes of its result → numbers of traced nodes

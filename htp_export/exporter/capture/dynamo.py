@@ -117,7 +117,8 @@ class DynamoCapture(Guarded):
         call_tensors = {
             call: self._values_of(tensors) for call, tensors in self.calls.log.call_tensors.items()
         }
-        inputs, outputs = list(model.graph.inputs), list(model.graph.outputs)
+        inputs = list(model.graph.inputs)
+        outputs = list(model.graph.outputs)
         weights = MadeWeights(model.graph, nodes, frozenset(state))
         self._first = _FirstGraph(
             model.graph, operations, inputs, outputs, equal, call_tensors, weights
@@ -227,14 +228,16 @@ class DynamoCapture(Guarded):
         # copies, because `relocate_operations` modifies them
         record.operations = [replace(operation) for operation in first.operations]
         record.call_tensors = first.call_tensors
-        record.inputs, record.outputs = set(first.inputs), list(first.outputs)
+        record.inputs = set(first.inputs)
+        record.outputs = list(first.outputs)
         record.final = self._counterparts(first, model.graph)
         for node, described in zip(nodes, record.nodes, strict=True):
             node.meta.setdefault(STAMP, node.metadata_props.pop(STAMP, None))
             stamp = node.meta[STAMP]
             if stamp is not None:
                 call, _, evidence = stamp.partition(" ")
-                described.hint, described.evidence = int(call), Reason(evidence)
+                described.hint = int(call)
+                described.evidence = Reason(evidence)
         return record, nodes
 
     def write_recipes(self, model: ir.Model) -> None:

@@ -56,7 +56,8 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception:
             # a module that was registered after tracing began: torch has no scope for it
             name = None
-        calls, changes = [(called, name)], Changes()
+        calls = [(called, name)]
+        changes = Changes()
         inner = torch_internals.called_by_forward(called)
         if inner is not None:
             calls.append((inner, None))
@@ -198,7 +199,8 @@ def replace_all_uses_with(
 
 
 def _replaced(old: Any, new: Any) -> None:
-    capture, active = running.dynamo_capture.get(), running.wanted()
+    capture = running.dynamo_capture.get()
+    active = running.wanted()
     if capture is not None:
         capture.step(_REPLACED, capture.replaced, old, new)
     elif active is not None:

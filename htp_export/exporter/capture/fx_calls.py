@@ -75,7 +75,8 @@ class FxCalls:
     """The calls of one export."""
 
     def __init__(self, names: ModuleNames) -> None:
-        self.log, self.names = CallLog(), names
+        self.log = CallLog()
+        self.names = names
         # per capture, so that no capture reads the marks of another one in the ``meta`` of FX nodes
         capture = next(_captures)
         # key in the ``meta`` of an FX node of its call, if that is not the call of its scopes
@@ -96,9 +97,12 @@ class FxCalls:
 
     def resumed(self) -> FxCalls:
         """Return a copy of the calls, to which others can be added; it does not keep the model alive."""
-        other, trace = FxCalls(self.names.without_model()), self._trace
-        other.log, other.bodies = self.log.copy(), self.bodies.copy()
-        other.call_key, other.numbers = self.call_key, self.numbers
+        other = FxCalls(self.names.without_model())
+        trace = self._trace
+        other.log = self.log.copy()
+        other.bodies = self.bodies.copy()
+        other.call_key = self.call_key
+        other.numbers = self.numbers
         other.classes = self.classes.copy()
         other._trace = _Trace(
             None, trace.root_name, trace.scoped.copy(), with_nodes=trace.with_nodes.copy()
@@ -107,7 +111,8 @@ class FxCalls:
 
     def release(self) -> None:
         """Release the model, and data that only its capture needs."""
-        self.names, self.bodies = self.names.without_model(), Bodies({})
+        self.names = self.names.without_model()
+        self.bodies = Bodies({})
         self._trace.tracer = None
 
     # --- while the model runs ---------------------------------------------------------------------
@@ -123,7 +128,8 @@ class FxCalls:
             return False
         # a new attempt at tracing discards the earlier one
         if not self.log.stack or tracer is not self._trace.tracer:
-            self.log, self._trace = CallLog(), _Trace(tracer, name)
+            self.log = CallLog()
+            self._trace = _Trace(tracer, name)
             self.bodies.clear()
         self._mark(tracer)
         index = self.log.enter(path)
@@ -199,13 +205,15 @@ class FxCalls:
                 stack = node.meta["nn_module_stack"] = dict(outer_stack)
                 for index in reversed(self.log.chain(self.of_node(node))):
                     if index not in outer_calls:
-                        path, number = self.log.calls[index].path, numbers[index]
+                        path = self.log.calls[index].path
+                        number = numbers[index]
                         name = f"{path}@{number}" if number else path  # as torch writes it
                         stack[f"L__self___{name}"] = name, hierarchy[path].class_name
 
     def _numbers_of_unscoped(self) -> dict[int, int]:
         """For each call without a scope: its number among the calls of its module."""
-        numbers, counts = dict[int, int](), self._trace.scope_counts.copy()
+        numbers = dict[int, int]()
+        counts = self._trace.scope_counts.copy()
         scoped = set(self._trace.scoped.values())
         for index, call in enumerate(self.log.calls):
             if index not in scoped:
@@ -285,7 +293,8 @@ class FxCalls:
 
         torch writes the number as ``name@1``, in the key or in both.
         """
-        aliases, by_id = self.names.aliases, self.names.by_id
+        aliases = self.names.aliases
+        by_id = self.names.by_id
         if name not in aliases:
             name = without_export_root(name, self._trace.root_name)
         first, at, count = key.rpartition("@")

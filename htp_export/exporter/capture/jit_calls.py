@@ -82,7 +82,10 @@ class Trace:
         if name is None:
             return None
         if not self.log.stack:  # a new attempt
-            self.log, self._unscoped, self._between, self._numbers = CallLog(), set(), {}, set()
+            self.log = CallLog()
+            self._unscoped = set()
+            self._between = {}
+            self._numbers = set()
             self._has_root_scope = bool(name)
         elif not name:
             index = len(self.log.calls)
@@ -265,10 +268,12 @@ class Matching:
 
     def _computes_same(self, index: int, place: int) -> bool:
         """Whether a node and a traced node compute the same from inputs that are matched."""
-        waiting, seen = [(index, place)], set()
+        waiting = [(index, place)]
+        seen = set()
         while waiting:
             pair = waiting.pop()
-            step, node = self._steps[pair[0]], self._traced[pair[1]]
+            step = self._steps[pair[0]]
+            node = self._traced[pair[1]]
             if step.kind != node.kind or len(step.outputs) != len(node.outputs):
                 return False
             seen.add(pair)

@@ -44,7 +44,8 @@ class Parts:
         translated: Mapping[int, int],
         graph: Reading,
     ) -> None:
-        self._operations, self._steps = operations, graph.steps
+        self._operations = operations
+        self._steps = graph.steps
         self._before = _numbers_before(operations, before)
         self._numbers: dict[Key, int] = {
             key: translated[number] for key, number in self._before.items() if number in translated

@@ -60,7 +60,8 @@ class Versions:
 
     def _add_change(self, index: int, step: JitStep, reads: list[Key], results: list[Key]) -> None:
         """Add the state after a change in place to the keys that the step reads and produces."""
-        changed, result = step.inputs[step.writes], step.outputs[0]
+        changed = step.inputs[step.writes]
+        result = step.outputs[0]
         base = self._base.get(changed, changed)
         self._base[result] = base
         if changed == base or changed in self._whole:
@@ -115,7 +116,8 @@ class Versions:
             if any(isinstance(key, State) for key in operation.inputs) and step.outputs:
                 same = steps_after.get(step.outputs[0])
                 if same is not None and len(same.inputs) == count:
-                    own, added = operation.inputs[:count], operation.inputs[count:]
+                    own = operation.inputs[:count]
+                    added = operation.inputs[count:]
                     operation.inputs = (*self._read_by(step.inputs, same.inputs, own), *added)
             steps.append(step._replace(inputs=operation.inputs[:count], outputs=operation.outputs))
         outputs[:] = self._read_by(before.outputs, after.outputs, outputs)
@@ -154,7 +156,8 @@ class Stages:
         stage = {**numbers, **dict(zip(self.last.inputs, now.inputs, strict=True))}
         parts = Parts(operations, self.now, stage, now)
         self._add(stage, now)
-        self._after_translation, self._equal = len(self._stages), equal_transposed(now)
+        self._after_translation = len(self._stages)
+        self._equal = equal_transposed(now)
         return parts.split()
 
     def copied(self, copy: Reading) -> None:
@@ -200,7 +203,8 @@ def equal_transposed(graph: Reading) -> dict[int, list[int]]:
         order = dict(step.attributes).get("perm") if step.kind == "onnx::Transpose" else None
         if order is None:
             continue
-        result, before = step.outputs[0], step.inputs[0]
+        result = step.outputs[0]
+        before = step.inputs[0]
         if before in orders:
             order = tuple(orders[before][axis] for axis in order)
         inputs[result] = before
@@ -243,7 +247,8 @@ class _Rewriting:
     """
 
     def __init__(self, before: Reading, after: Reading) -> None:
-        self._before, self._after = before, after
+        self._before = before
+        self._after = after
         self._producers_before = _producers(before)
         self._producers_after = _producers(after)
         self._constant_inputs = {*after.parameters, *after.constants}
@@ -309,10 +314,8 @@ class _Rewriting:
         constants = self._before.constants | self._after.constants
         merged = set()
         for old, new in self._replaced.items():
-            producer, producer_after = (
-                self._producers_before.get(new),
-                self._producers_after.get(new),
-            )
+            producer = self._producers_before.get(new)
+            producer_after = self._producers_after.get(new)
             if producer is None or producer_after is None:
                 continue
             if new in self._producers_before[old].inputs and _is_changed(

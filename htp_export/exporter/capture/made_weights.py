@@ -42,7 +42,8 @@ class MadeWeights:
             value: str(value.name) if value.name in state else CONSTANT
             for value in graph.initializers.values()
         }
-        self._state, self._foldings = state, list[_Folding]()
+        self._state = state
+        self._foldings = list[_Folding]()
         follow(graph, nodes, self.known)
         for node in nodes:
             folding = self._folding(node) if is_standard(node, "BatchNormalization") else None
@@ -149,7 +150,8 @@ class JitWeights:
         self._returned = [self._norms.get(value.unique()) for value in graph.outputs()]
 
     def _add(self, node: Any) -> None:
-        kind, outputs = node.kind(), numbers_of_outputs(node)
+        kind = node.kind()
+        outputs = numbers_of_outputs(node)
         if kind in CONSTANTS:
             self._known.update(dict.fromkeys(outputs, CONSTANT))
             if node.hasAttribute("value") and node.kindOf("value") == "t":
@@ -265,7 +267,8 @@ def _reads_without_identities(
     same: dict[int, int] = {}
     nodes = []
     for node in nodes_of(graph):
-        outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
+        outputs = numbers_of_outputs(node)
+        inputs = numbers_of_inputs(node)
         if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:
             same[outputs[0]] = inputs[0]
         elif outputs:

@@ -292,7 +292,8 @@ def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iter
     """
 
     def make(changes: Changes) -> None:
-        state, written = ModelState(model, arguments), _WrittenParameters(model)
+        state = ModelState(model, arguments)
+        written = _WrittenParameters(model)
         changes.will_undo(written.put_back)
         changes.will_undo(state.put_back)  # first: parameters get the memory back that they had
         if not traced:

@@ -51,7 +51,8 @@ class ModuleNames:
     def without_model(self) -> ModuleNames:
         """The same names, without keeping the modules alive."""
         other = ModuleNames(None)
-        other.aliases, other.by_id = self.aliases, self.by_id
+        other.aliases = self.aliases
+        other.by_id = self.by_id
         return other
 
     def path_now(self, module: Any) -> str | None:

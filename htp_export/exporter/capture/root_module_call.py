@@ -167,7 +167,9 @@ class RootCalls:
         # the state before the call, if the user's own call may be tried after it
         self.before: ModelState | None = None
         self.runs = False  # whether the model runs: modules called meanwhile are called by it
-        self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
+        self._args = args
+        self._names_inputs = names_inputs
+        self._refusal = refusal
 
     def choose(self, model: Any, formatted: Any) -> Any:
         """Choose how to call the model, and return the arguments that become inputs of the trace.
@@ -176,7 +178,8 @@ class RootCalls:
         """
         given = GivenCall(model, self._args, in_signature_order=self._names_inputs)
         refusal = self._refusal
-        self.call, self.before = given, None
+        self.call = given
+        self.before = None
         if not refusal:
             call = FormattedCall(formatted, given)
             before = None
@@ -185,7 +188,8 @@ class RootCalls:
             if not call.same_values:
                 refusal = _changed_meaning(model, call, given)
             if not refusal:
-                self.call, self.before = call, before
+                self.call = call
+                self.before = before
                 return call.traced
         level = logging.WARNING if given.constants else logging.INFO
         constants = ", ".join(map(str, given.constants))

@@ -175,7 +175,9 @@ class _InParts(ir.Tensor):  # type: ignore[type-arg]
         super().__init__(
             tensor.raw, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, **about
         )
-        self._tensor, self._values, self._mapped = tensor, values, mapped
+        self._tensor = tensor
+        self._values = values
+        self._mapped = mapped
 
     def numpy(self) -> Any:
         return self._tensor.numpy()

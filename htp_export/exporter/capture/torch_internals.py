@@ -182,7 +182,8 @@ def needed_nodes(graph: Any) -> set[Any]:
     memory: dict[Any, Any] = {}  # node → the node that allocated the memory of its result
     for node in graph.nodes:
         memory[node] = memory[node.args[0]] if is_view(node) else node
-    needed, read = set[Any](), set[Any]()
+    needed = set[Any]()
+    read = set[Any]()
     for node in reversed(graph.nodes):
         changed = _changed_by(node)
         if changed:
@@ -398,7 +399,8 @@ def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any])
     """
     from torch.nn.modules import module as modules
 
-    hooks, key = module._forward_hooks, object()
+    hooks = module._forward_hooks
+    key = object()
     if not (hooks or modules._global_forward_hooks):
         return False
 

@@ -50,7 +50,8 @@ class TorchScriptCapture(Guarded):
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
         super().__init__()
         # the calls of its modules, and the way in which the model is called
-        self.trace, self.root = Trace(names), root
+        self.trace = Trace(names)
+        self.root = root
         # converts the file that torch serialized into the pieces of the file with tags
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
         self.kept: KeptWeights | None = None  # the weights that torch does not serialize
@@ -226,8 +227,10 @@ class TorchScriptCapture(Guarded):
         record.graph_outputs = set(file.outputs)
         first = self._first
         if first is not None:
-            record.operations, record.dead = self._operations, first.dead
-            record.inputs, record.outputs = set(first.reading.inputs), first.outputs
+            record.operations = self._operations
+            record.dead = first.dead
+            record.inputs = set(first.reading.inputs)
+            record.outputs = first.outputs
             record.call_tensors = self._call_tensors(first)
         in_file = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
         results = (key for operation in record.operations for key in operation.outputs)
@@ -275,12 +278,17 @@ class TorchScriptCapture(Guarded):
         in place assigned a new number; its input has the previous one. An operation with several
         results reads them in the same order: ``torch.broadcast_tensors``.
         """
-        producer, place, several = producers.get(number), 0, 1
+        producer = producers.get(number)
+        place = 0
+        several = 1
         while producer is not None and call in self.trace.log.chain(producer.call):
             if len(producer.outputs) > 1:
-                place, several = producer.outputs.index(number), len(producer.outputs)
+                place = producer.outputs.index(number)
+                several = len(producer.outputs)
             if len(producer.inputs) == several:
-                number, place, several = producer.inputs[place], 0, 1
+                number = producer.inputs[place]
+                place = 0
+                several = 1
             else:
                 number = producer.inputs[0] if producer.inputs else None
             producer = producers.get(number)

@@ -47,7 +47,8 @@ def usual_name(kind: str) -> str:
     if name == kind or not name.isidentifier():
         return kind
     for schema in torch._C._jit_get_schemas_for_operator(kind):
-        parameters, arguments = [], []
+        parameters = []
+        arguments = []
         for number, argument in enumerate(schema.arguments):
             parameters.append(f"a{number}: {argument.type.annotation_str}")
             keyword = f"{argument.name}=" if argument.kwarg_only else ""
@@ -198,7 +199,8 @@ def is_number(given: Container[int | None], *tensor: Any) -> bool:
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
-        node, number = value.node(), value.unique()
+        node = value.node()
+        number = value.unique()
         if number in given or number in seen or node.kind() == _NUMBER:
             continue
         if not node.kind().startswith("aten::"):
@@ -249,7 +251,8 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
 
     def remove(value: Any) -> None:
         node = value.node()
-        outputs, inputs = list(node.outputs()), [(each.unique(), each) for each in node.inputs()]
+        outputs = list(node.outputs())
+        inputs = [(each.unique(), each) for each in node.inputs()]
         if node.kind() == "prim::Param" or any(output.uses() for output in outputs):
             return
         removed.update(output.unique() for output in outputs)
@@ -321,7 +324,8 @@ def read(graph: Any, user_inputs: int) -> Reading:
     """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
     reading = Reading()
     numbers = [value.unique() for value in graph.inputs()]
-    reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
+    reading.inputs = numbers[:user_inputs]
+    reading.parameters = numbers[user_inputs:]
     _read_block(graph, reading, is_outermost=True)
     tuples = {
         step.outputs[0]: step.inputs
@@ -345,7 +349,8 @@ def _read_block(block: Any, reading: Reading, *, is_outermost: bool) -> None:
             reading.constants[node.output().unique()] = None
             continue
         before = len(reading.steps)
-        outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
+        outputs = numbers_of_outputs(node)
+        inputs = numbers_of_inputs(node)
         returned: list[int] = []
         if may_have_blocks(kind):
             for inner in node.blocks():

@@ -24,7 +24,8 @@ def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
         if active is None or script_capture.get() is not None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
-        run, named = functools.partial(original, *args, **kwargs), bool(bound.get("input_names"))
+        run = functools.partial(original, *args, **kwargs)
+        named = bool(bound.get("input_names"))
         return active.torchscript(run, bound["model"], bound["args"], named)
 
     return wrapper
@@ -51,7 +52,8 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         root = None if capture.root.runs else capture.root.call
         if root is not None:
             input, kwargs = root.arguments(input)
-        capture.root.runs, waits_for_hooks = True, False
+        waits_for_hooks = False
+        capture.root.runs = True
         try:
             if name is None:
                 result = original(self, *input, **kwargs)
