@@ -163,11 +163,15 @@ class _Call:
             output = attention.out_proj(joined.flatten(2))
         if not self.batched:
             return output.squeeze(1)
-        return output.transpose(0, 1) if attention.batch_first else output
+        if attention.batch_first:
+            return output.transpose(0, 1)
+        return output
 
     def returned(self, weights: Tensor, average: bool) -> Tensor:
         weights = weights.mean(dim=1) if average else weights
-        return weights if self.batched else weights.squeeze(0)
+        if self.batched:
+            return weights
+        return weights.squeeze(0)
 
     def _oriented(self, tensor: Tensor) -> Tensor:
         """``(batch, length, features)`` if `batch_first`, else ``(length, batch, features)``."""
@@ -193,11 +197,15 @@ class _Call:
             by_head = tensor.view(first, second * heads, features).transpose(0, 1)
             return by_head.view(second, heads, first, features)
         by_head = tensor.view(first, second, heads, features)
-        return by_head.transpose(1, 2) if self.batch_first else by_head.permute(1, 2, 0, 3)
+        if self.batch_first:
+            return by_head.transpose(1, 2)
+        return by_head.permute(1, 2, 0, 3)
 
     def _padded(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
         """A mask as numbers to add (True means masked), with visible keys that the module adds."""
         if mask.dtype == torch.bool:
             mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
         added = (self.attention.bias_k is not None) + bool(self.attention.add_zero_attn)
-        return functional.pad(mask, (0, added)) if added else mask
+        if added:
+            return functional.pad(mask, (0, added))
+        return mask

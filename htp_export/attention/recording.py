@@ -244,7 +244,9 @@ class Recording:
         return Replay(problem, tuple(inputs.values()), tuple(operations), origin)
 
     def _origin(self, tensor: Tensor) -> _Origin | None:
-        return self._origins[id(tensor)][1] if id(tensor) in self._origins else None
+        if id(tensor) in self._origins:
+            return self._origins[id(tensor)][1]
+        return None
 
     def _is_of_parameters(self, tensor: Tensor) -> bool:
         return isinstance(tensor, nn.Parameter) or id(tensor) in self._of_parameters

@@ -52,7 +52,9 @@ class Projection(Step):
 
     def forward(self, tensor: Tensor, packed: int | None = None) -> Tensor:
         """Project; with ``packed``, select that part of the result of a `PackedProjection`."""
-        return self.product(tensor) if packed is None else tensor[packed]
+        if packed is None:
+            return self.product(tensor)
+        return tensor[packed]
 
     def product(self, tensor: Tensor) -> Tensor:
         weight, bias = (self.weight, self.bias) if _is_exporting() else self._with_gradients
@@ -121,7 +123,9 @@ class Softmax(Step):
             weights = weights.masked_fill(weights.isnan(), 0.0)
         elif empty_rows:
             weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
-        return functional.dropout(weights, dropout) if dropout > 0 else weights
+        if dropout > 0:
+            return functional.dropout(weights, dropout)
+        return weights
 
 
 class Context(Step):
@@ -249,7 +253,9 @@ def _is_exporting() -> bool:
 
 
 def _scale(call: SdpaCall) -> float:
-    return 1 / math.sqrt(_fixed_size(call.query, -1)) if call.scale is None else call.scale
+    if call.scale is None:
+        return 1 / math.sqrt(_fixed_size(call.query, -1))
+    return call.scale
 
 
 def _fixed_size(tensor: Tensor, dim: int) -> int:

@@ -214,7 +214,9 @@ def captured_with(program: Any) -> Captured | None:
         captured = node.meta.get(_CAPTURED)
         if captured is not None:
             captures[id(captured)] = captured
-    return next(iter(captures.values())) if len(captures) == 1 else None
+    if len(captures) == 1:
+        return next(iter(captures.values()))
+    return None
 
 
 def _nodes(program: Any) -> Iterator[Any]:

@@ -43,9 +43,9 @@ class _Export:
 
     def _inputs_of_program(self) -> Any:
         program = self.program()
-        return (
-            None if program is None else getattr(program.exported_program, "example_inputs", None)
-        )
+        if program is None:
+            return None
+        return getattr(program.exported_program, "example_inputs", None)
 
 
 _programs: weakref.WeakKeyDictionary[Any, _Export] = weakref.WeakKeyDictionary()

@@ -82,7 +82,9 @@ def _assign_unscoped(record: Record, unscoped: set[int]) -> None:
     around: dict[Key, tuple[int, ...]] = dict.fromkeys(record.outputs, (outermost,))
 
     def common(first: tuple[int, ...] | None, second: tuple[int, ...]) -> tuple[int, ...]:
-        return second if first is None else tuple(call for call in first if call in second)
+        if first is None:
+            return second
+        return tuple(call for call in first if call in second)
 
     for index in range(len(record.operations) - 1, -1, -1):
         operation = record.operations[index]

@@ -232,7 +232,9 @@ class _Body:
 
     def _value(self, node: Any) -> ir.Value | None:
         value = self.values.get(node)
-        return value if isinstance(value, ir.Value) else None
+        if isinstance(value, ir.Value):
+            return value
+        return None
 
 
 def _checks(graph: Any) -> set[Any]:

@@ -209,7 +209,9 @@ class ExportEvidence(FateEvidence[Key]):
         if not passes_on and not all(final[key] in inputs for key in boundary.outputs):
             return None
         # Apart from its results, it may have computed tensors that no operation reads.
-        return Fate.DEAD if path in self._with_dead_calls else Fate.IDENTITY
+        if path in self._with_dead_calls:
+            return Fate.DEAD
+        return Fate.IDENTITY
 
     def partners(self, path: str) -> Collection[str] | None:
         return self._moved(path) or self._lost(path) or None
@@ -221,7 +223,9 @@ class ExportEvidence(FateEvidence[Key]):
         final = self._record.final
         passed = self._passed.get(path, CallBoundary())
         known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
-        return known if path else known | self._record.graph_outputs
+        if path:
+            return known
+        return known | self._record.graph_outputs
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
         boundaries = [self._passed[path] for path in group if path in self._passed]

@@ -311,7 +311,9 @@ def _kind(value: Any) -> Hashable:
     """The properties of an input that determine the graph: of a tensor, type and shape."""
     import torch
 
-    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape))
+    return repr(value)
 
 
 def _stop(graph_break: GraphBreak) -> Stop:

@@ -186,7 +186,9 @@ def _node_in(frame: types.FrameType) -> Any:
     import torch
 
     node = frame.f_locals.get("node")
-    return node if isinstance(node, torch.fx.Node) and node.op == "call_function" else None
+    if isinstance(node, torch.fx.Node) and node.op == "call_function":
+        return node
+    return None
 
 
 def _module_of_node(node: Any, path_by_id: Mapping[int, str]) -> str | None:

@@ -122,7 +122,9 @@ def tree_of(
             return Fate.COMPUTED
         if not run.counts.get(path):
             return Fate.UNCALLED
-        return Fate.IDENTITY if path in returned_input else Fate.COMPUTED
+        if path in returned_input:
+            return Fate.IDENTITY
+        return Fate.COMPUTED
 
     calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
     return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})

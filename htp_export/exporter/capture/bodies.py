@@ -68,7 +68,9 @@ def file_of_code(module: Any) -> str | None:
     if not isinstance(module, torch.fx.GraphModule) or not module.code:
         return None
     code = getattr(module.forward, "__code__", None)
-    return None if code is None else str(code.co_filename)
+    if code is None:
+        return None
+    return str(code.co_filename)
 
 
 def generated_lines(trace: str) -> list[tuple[str, str]]:

@@ -97,7 +97,9 @@ class CallLog:
     def near(self, path: str) -> int:
         """The first call of the nearest ancestor that ran: assumed caller of an unobserved call."""
         above = tags.nearest_above(path, self._first)
-        return NO_CALL if above is None else self._first[above]
+        if above is None:
+            return NO_CALL
+        return self._first[above]
 
     def record_inputs(self, given: CallTensors, key: Callable[[Any], Any]) -> None:
         """Record the inputs of the innermost call; ``key`` returns a tensor's key in the graph."""

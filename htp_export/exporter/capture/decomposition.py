@@ -333,7 +333,9 @@ class Decomposition:
 
     def _result(self, node: Any, changes: int | None) -> NodeResult | None:
         number = None if node is None else self._calls.numbers.read(node)
-        return None if number is None or changes is None else NodeResult(number, changes)
+        if number is None or changes is None:
+            return None
+        return NodeResult(number, changes)
 
     def finish(self, program: Any) -> None:
         """Record that the decomposed program is complete."""

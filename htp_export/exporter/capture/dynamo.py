@@ -179,7 +179,9 @@ class DynamoCapture(Guarded):
     def _value_of(self, result: NodeResult | None, *, read: bool = False) -> Any:
         """The value of the first ONNX graph for the result of a traced FX node, or None."""
         value = self._values.get(self.decomposition.name_of(result, read=read) or "")
-        return None if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return None
+        return value
 
     # --- optimisation --------------------------------------------------------------------
 

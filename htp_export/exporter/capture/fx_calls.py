@@ -161,7 +161,9 @@ class FxCalls:
 
     def _result_of(self, tracer: Any, tensor: Any) -> NodeResult | None:
         node = fx_node_of(tensor, tracer)
-        return None if node is None else NodeResult(self.numbers.assign(node), changes_of(tensor))
+        if node is None:
+            return None
+        return NodeResult(self.numbers.assign(node), changes_of(tensor))
 
     def _mark(self, tracer: Any) -> None:
         """Write the running call on the FX nodes traced since a module last began or returned.
@@ -244,7 +246,9 @@ class FxCalls:
         if fx_node is None:
             return NO_CALL
         call = fx_node.meta.get(self.call_key)
-        return self._of_stack(fx_node.meta.get("nn_module_stack")) if call is None else int(call)
+        if call is None:
+            return self._of_stack(fx_node.meta.get("nn_module_stack"))
+        return int(call)
 
     def assign(self, fx_node: Any, call: int) -> None:
         """Assign an FX node to a call, which takes precedence over its scopes."""

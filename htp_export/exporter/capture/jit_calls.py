@@ -361,7 +361,9 @@ class ScriptCalls:
         found = self._around(holders, above, name)
         if found is None and last is not None:
             found = self._next_after(last, above, name)
-        return self._nearest(above, name) if found is None else found
+        if found is None:
+            return self._nearest(above, name)
+        return found
 
     def _around(self, holders: Sequence[str], above: str, name: str) -> str | None:
         """The first module called ``name`` below ``above`` of the holders and their ancestors."""

@@ -93,7 +93,9 @@ class Versions:
         if number != base and number not in self._whole:
             return number
         current = self._current(base, index)
-        return current if isinstance(current, State) else number
+        if isinstance(current, State):
+            return current
+        return number
 
     def _current(self, base: int, index: int) -> Key:
         states = [key for at, key in self._states.get(base, ()) if at < index]

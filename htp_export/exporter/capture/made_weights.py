@@ -253,7 +253,9 @@ class JitWeights:
             return joined[output][position - 1]
         if (output, position) in self._read:
             return self._known[self._read[output, position]]
-        return ["computed", name, "torch's optimizer"] if name in self._state else None
+        if name in self._state:
+            return ["computed", name, "torch's optimizer"]
+        return None
 
 
 def _reads_without_identities(

@@ -118,7 +118,9 @@ class ModelState:
         self._undo.append(functools.partial(_put_container_back, value, contents))
         if len(contents) > _MOST_OBJECTS:
             return ()
-        return [each for _, each in contents] if isinstance(value, dict) else contents
+        if isinstance(value, dict):
+            return [each for _, each in contents]
+        return contents
 
 
 def _holds_state(value: Any) -> bool:

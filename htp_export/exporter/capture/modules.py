@@ -41,12 +41,16 @@ class ModuleNames:
     @property
     def hierarchy(self) -> Hierarchy | None:
         """The current module tree, in the order of ``named_modules()``; None without a module."""
-        return None if self._model is None else Hierarchy.from_module(self._model)
+        if self._model is None:
+            return None
+        return Hierarchy.from_module(self._model)
 
     @property
     def parameters(self) -> dict[str, ModuleParameters] | None:
         """Module path → its current parameters; None without an ``nn.Module``."""
-        return None if self._model is None else parameters_of(self._model)
+        if self._model is None:
+            return None
+        return parameters_of(self._model)
 
     def without_model(self) -> ModuleNames:
         """The same names, without keeping the modules alive."""

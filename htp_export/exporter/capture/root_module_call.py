@@ -89,7 +89,9 @@ class GivenCall:
     @staticmethod
     def result(result: Any) -> Any:
         """The result of the model, in a form that the tracer accepts."""
-        return result if _traceable(result) else tuple(_tensors(result))
+        if _traceable(result):
+            return result
+        return tuple(_tensors(result))
 
 
 class FormattedCall:
@@ -240,7 +242,9 @@ def _equal(theirs: list[Any], ours: list[Any]) -> bool:
     """Whether two results are equal except for types and rounding."""
 
     def wide(tensor: Any) -> Any:
-        return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
+        if tensor.is_quantized:
+            return tensor.dequantize()
+        return tensor.to(torch.complex128)
 
     if [tensor.shape for tensor in theirs] != [tensor.shape for tensor in ours]:
         return False

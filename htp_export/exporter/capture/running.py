@@ -42,7 +42,9 @@ wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_laye
 def wanted() -> Any:
     """The exporter that adds tags in this thread or task; None if tags are not wanted."""
     running = exporter.get()
-    return None if running is None or running.ended else running
+    if running is None or running.ended:
+        return None
+    return running
 
 
 class _OneAtATime:

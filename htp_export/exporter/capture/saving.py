@@ -140,7 +140,9 @@ def _values(tensor: Any) -> np.ndarray[Any, Any] | None:
         raw = raw.detach().view(_SAME_SIZE[raw.dtype.itemsize]).numpy()
     if not isinstance(raw, np.ndarray) or sys.byteorder != "little" or not raw.dtype.isnative:
         return None
-    return raw if raw.ndim > 0 and raw.nbytes == tensor.nbytes >= _LARGE_BYTES else None
+    if raw.ndim > 0 and raw.nbytes == tensor.nbytes >= _LARGE_BYTES:
+        return raw
+    return None
 
 
 def _is_plain(weight: Any) -> bool:

@@ -247,7 +247,9 @@ def reversed_view(node: Any) -> Any:
         view = node.args[0]
     else:
         return None
-    return view if isinstance(view, torch.fx.Node) else None
+    if isinstance(view, torch.fx.Node):
+        return view
+    return None
 
 
 def changes_of(tensor: Any) -> int:
@@ -339,7 +341,9 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
             return 0
         if spec.type is dict:
             return dict(zip(spec.context, parts, strict=True))
-        return tuple(parts) if spec.type is tuple else parts
+        if spec.type is tuple:
+            return tuple(parts)
+        return parts
 
     def has_other_containers(spec: Any) -> bool:
         if not spec.is_leaf() and spec.type not in (list, tuple, dict):
@@ -446,7 +450,9 @@ def called_by_export(module: Any) -> Any:
 
     # ``_modules`` of a traced module is not a dictionary
     inner = dict(module._modules.items()).get("_export_root")
-    return inner if isinstance(inner, torch.fx.GraphModule) else module
+    if isinstance(inner, torch.fx.GraphModule):
+        return inner
+    return module
 
 
 def called_by_forward(module: Any) -> Any:
@@ -460,7 +466,9 @@ def called_by_forward(module: Any) -> Any:
     forward = inspect.unwrap(module.forward)
     inner = getattr(forward, "__self__", None)
     is_call = getattr(forward, "__func__", None) is torch.nn.Module._wrapped_call_impl
-    return inner if is_call and inner is not module else None
+    if is_call and inner is not module:
+        return inner
+    return None
 
 
 def call_uncompiled(changes: Changes, module: Any) -> None:
@@ -488,7 +496,9 @@ def without_export_root(name: str, root: str | None) -> str:
     observed.
     """
     root = "_export_root" if root is None else root
-    return "" if name == root else name.removeprefix(f"{root}.")
+    if name == root:
+        return ""
+    return name.removeprefix(f"{root}.")
 
 
 def outputs_of(output: Any) -> list[Any]:

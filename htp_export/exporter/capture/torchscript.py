@@ -111,7 +111,9 @@ class TorchScriptCapture(Guarded):
             self.step(
                 "noting that a module returns", self.trace.leave, state, given, returned, changed
             )
-            return None if changed is None else changed(returned)
+            if changed is None:
+                return None
+            return changed(returned)
 
         if not run_after_hooks(self.changes, module, after_hooks):
             self.trace.leave(state, given, result, changed)
@@ -213,7 +215,9 @@ class TorchScriptCapture(Guarded):
         """The file with tags, in pieces to be written one after the other."""
         self.root.call = self.root.before = None
         file = SerializedModel(model_bytes, {} if self.kept is None else self.kept.weights)
-        return self.tag(file) if self.tag else file.chunks()
+        if self.tag:
+            return self.tag(file)
+        return file.chunks()
 
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """Return the record of the export, and the nodes in the order of ``Record.nodes``."""

@@ -384,7 +384,9 @@ def attributes_of(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
 
 
 def _hashable(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def numbers_of_inputs(node: Any) -> tuple[int, ...]:

@@ -77,7 +77,9 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 )
         finally:
             capture.root.runs = root is None
-        return result if root is None or waits_for_hooks else root.result(result)
+        if root is None or waits_for_hooks:
+            return result
+        return root.result(result)
 
     return wrapper
 
@@ -167,7 +169,9 @@ class ScriptPasses:
 
     def __getattr__(self, name: str) -> Any:
         wanted_pass = getattr(self._passes, name)
-        return functools.partial(_folding, wanted_pass) if name in _FOLDING else wanted_pass
+        if name in _FOLDING:
+            return functools.partial(_folding, wanted_pass)
+        return wanted_pass
 
     def _jit_pass_onnx(self, graph: Any, *args: Any) -> Any:
         capture = script_capture.get()
