@@ -50,7 +50,10 @@ _WATCHED: weakref.WeakKeyDictionary[nn.Module, _StepsOfCalls] = weakref.WeakKeyD
 @checks_arguments
 @contextlib.contextmanager
 def decomposed_attention(
-    model: nn.Module, *, exact: bool = False, keep_kernel: bool = False
+    model: nn.Module,
+    *,
+    exact: bool = False,
+    keep_kernel: bool = False,
 ) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.
 
@@ -149,7 +152,10 @@ def _in_steps(
 
 
 def _install(
-    changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool
+    changes: Changes,
+    model: nn.Module,
+    make_steps: Callable[[], AttentionSteps],
+    exact: bool,
 ) -> None:
     for path, _, attention in module_paths(model):
         if not _is_plain(attention):
@@ -309,7 +315,12 @@ class _StepsOfCalls(TorchFunctionMode):
             self._put_in_place(step)
         return self._steps[module]
 
-    def _observe(self, module: nn.Module, kind: str, name: str | None = None) -> ObservedStep:
+    def _observe(
+        self,
+        module: nn.Module,
+        kind: str,
+        name: str | None = None,
+    ) -> ObservedStep:
         """One step of a module that computes attention from products, created at its first call."""
         step = self._observed.get((module, kind))
         if step is None:

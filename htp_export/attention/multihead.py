@@ -38,7 +38,11 @@ def projections_of(attention: nn.MultiheadAttention, *, exact: bool) -> dict[str
 
 
 def forward_in_steps(
-    attention: nn.MultiheadAttention, steps: AttentionSteps, path: str, *, exact: bool
+    attention: nn.MultiheadAttention,
+    steps: AttentionSteps,
+    path: str,
+    *,
+    exact: bool,
 ) -> Callable[..., Any]:
     """The function that replaces the ``forward`` of a module at ``path`` with registered steps."""
 
@@ -75,7 +79,12 @@ class _Call:
     """One call of an attention; returning the weights or not decides the order of operations."""
 
     def __init__(
-        self, attention: Any, steps: AttentionSteps, exact: bool, batched: bool, need_weights: bool
+        self,
+        attention: Any,
+        steps: AttentionSteps,
+        exact: bool,
+        batched: bool,
+        need_weights: bool,
     ) -> None:
         self.attention = attention
         self.steps = steps
@@ -123,7 +132,11 @@ class _Call:
         return heads
 
     def mask(
-        self, query: Tensor, key: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        attn_mask: Tensor | None,
+        key_padding_mask: Tensor | None,
     ) -> Tensor | None:
         """The mask to add to the scores, of a shape that broadcasts to theirs; None without one."""
         batch, heads, queries, keys = *query.shape[:-1], key.shape[-2]
@@ -137,7 +150,12 @@ class _Call:
         return mask
 
     def attended(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        causal: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """The context of each head, and the weights, ``(batch, heads, queries, ...)``."""
         scale = math.sqrt(1.0 / float(self.attention.head_dim))

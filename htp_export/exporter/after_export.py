@@ -35,7 +35,11 @@ class AfterExport(Protocol):
     """A change of a tagged model that is a part of its export."""
 
     def made_of(
-        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+        self,
+        model: ModelSource,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool,
     ) -> HoldsModel | TaggedModel | None:
         """Return a changed model, and write it to ``output``; None if nothing was changed.
 
@@ -43,7 +47,13 @@ class AfterExport(Protocol):
         """
 
 
-def around(step: AfterExport, exporter: Any, run: Run, *, dynamo: bool) -> tuple[Any, Run]:
+def around(
+    step: AfterExport,
+    exporter: Any,
+    run: Run,
+    *,
+    dynamo: bool,
+) -> tuple[Any, Run]:
     """The exporter and ``torch.onnx.export``, followed by a change of the model.
 
     The TorchScript exporter returns no model, so its file is read.
@@ -51,7 +61,12 @@ def around(step: AfterExport, exporter: Any, run: Run, *, dynamo: bool) -> tuple
     if dynamo:
         return _ChangedPrograms(exporter, step), run
 
-    def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
+    def exported(
+        model: Any,
+        args: Any,
+        f: Any,
+        **options: Any,
+    ) -> torch.onnx.ONNXProgram | None:
         with _written_to(step, f, strict=exporter.strict) as file:
             return run(model, args, file, **options)
 
@@ -119,7 +134,11 @@ class NamesOfModules:
         check_style(style)
 
     def made_of(
-        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+        self,
+        model: ModelSource,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool,
     ) -> TaggedModel | None:
         """Rename the nodes and tensors of a copy."""
         tagged = load(model)

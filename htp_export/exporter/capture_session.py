@@ -145,7 +145,10 @@ class Dynamo:
     patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
 
     def __init__(
-        self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes
+        self,
+        model: Any,
+        follow: Callable[[Rewriting], None] | None,
+        changes: Changes,
     ) -> None:
         self._changes = changes
         self._model = model
@@ -230,7 +233,13 @@ class TorchScript:
 
     patches = (patches.TORCHSCRIPT,)
 
-    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        names_inputs: bool,
+        changes: Changes,
+    ) -> None:
         self._changes = changes
         self.model = model
         self.args = args
@@ -300,7 +309,10 @@ class TorchScript:
 
 
 def _captured(
-    export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]
+    export: Callable[[], Any],
+    model: Any,
+    changes: Changes,
+    *captures: tuple[ContextVar[Any], Any],
 ) -> Any:
     """Run an export while captures observe it.
 

@@ -15,7 +15,11 @@ from htp_export.exporter.capture import torch_internals
 from htp_export.format.leaves import caches_in, is_cache
 
 
-def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
+def prepare_caches(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Any:
     """Register the caches among the arguments; return the dynamic shapes in torch's structure.
 
     For a keyword argument that is a cache, they may have one entry for all of its keys and values,

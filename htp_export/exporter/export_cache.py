@@ -54,7 +54,13 @@ _files: weakref.WeakKeyDictionary[torch.nn.Module, dict[str, _Export]] = weakref
 """Model → file that was exported from it → the export."""
 
 
-def remember(model: Any, args: Any, kwargs: Mapping[str, Any] | None, f: Any, program: Any) -> None:
+def remember(
+    model: Any,
+    args: Any,
+    kwargs: Mapping[str, Any] | None,
+    f: Any,
+    program: Any,
+) -> None:
     """Cache an export that has ended, as long as the model and the returned program are alive."""
     if not isinstance(model, torch.nn.Module):
         return

@@ -188,7 +188,11 @@ def export(
     return program
 
 
-def _steps_after(model: Any, names: str | None, functions: ModulesAsFunctions) -> list[AfterExport]:
+def _steps_after(
+    model: Any,
+    names: str | None,
+    functions: ModulesAsFunctions,
+) -> list[AfterExport]:
     """The changes of the tagged model that are requested as options of the export."""
     steps: list[AfterExport] = []
     if names is not None:
@@ -286,7 +290,11 @@ class _Exporter:
         return self._run(export, functools.partial(Program, model))
 
     def torchscript(
-        self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool
+        self,
+        export: Callable[[], Any],
+        model: Any,
+        args: Any,
+        names_inputs: bool,
     ) -> Any:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 

@@ -24,7 +24,10 @@ def varying(steps: list[Operation] | list[Node], inputs: set[Key]) -> set[Key]:
 
 
 def needed(
-    operations: list[Operation], outputs: list[Key], *, values_only: bool = False
+    operations: list[Operation],
+    outputs: list[Key],
+    *,
+    values_only: bool = False,
 ) -> list[bool]:
     """For each operation, whether the outputs depend on it.
 
@@ -243,7 +246,11 @@ class Origins:
         return _NO_CALLS if operation.shape_only else calls, reads
 
     def _add_exported(
-        self, index: int, operation: Operation, counterpart: Key, lost_calls: Calls
+        self,
+        index: int,
+        operation: Operation,
+        counterpart: Key,
+        lost_calls: Calls,
     ) -> None:
         """Record an operation that produced an exported tensor, and the calls that it absorbed."""
         self._first.setdefault(counterpart, index)

@@ -136,7 +136,9 @@ def _crossings(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> 
 
 
 def _findings(
-    crossings: _Crossings, nodes: Sequence[ir.Node], owners_of: Callable[[ir.Node], Iterable[str]]
+    crossings: _Crossings,
+    nodes: Sequence[ir.Node],
+    owners_of: Callable[[ir.Node], Iterable[str]],
 ) -> list[Finding]:
     producers = {str(value.name): node for node in nodes for value in node.outputs}
     findings = []

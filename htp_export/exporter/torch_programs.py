@@ -312,7 +312,9 @@ class LoweredGraph:
 
 
 def lowered_graph(
-    module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
+    module: torch.fx.GraphModule,
+    inputs: tuple[Any, ...],
+    named: Mapping[str, Any] | None = None,
 ) -> LoweredGraph:
     """Translate an FX graph without breaks into torch's operators."""
     with torch.no_grad():
@@ -336,7 +338,9 @@ def lowered_graph(
 
 
 def exported_graph(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> ir.Model:
     """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`).
 
@@ -355,7 +359,11 @@ def exported_graph(
 
 
 def _attempt(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> ir.Model:
     names = ModuleNames(model)
     capture = DynamoCapture.of(names)

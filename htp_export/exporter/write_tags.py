@@ -69,7 +69,11 @@ def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
 
 
 def _add_crossings(
-    boundaries: dict[str, CallBoundary], log: CallLog, key: Key, source: int, reader: int
+    boundaries: dict[str, CallBoundary],
+    log: CallLog,
+    key: Key,
+    source: int,
+    reader: int,
 ) -> None:
     """Add a tensor to the boundary of each call that contains only its producer, or consumer."""
     reading = log.chain(reader)
@@ -90,7 +94,11 @@ class ExportEvidence(FateEvidence[Key]):
     """
 
     def __init__(
-        self, record: Record, works: Sequence[NodeCalls], flow: Flow, fused: Collection[int]
+        self,
+        record: Record,
+        works: Sequence[NodeCalls],
+        flow: Flow,
+        fused: Collection[int],
     ) -> None:
         live = varying(record.nodes, record.graph_inputs)
         nodes = [(node.inputs, node.outputs) for node in record.nodes]
@@ -289,7 +297,9 @@ class Tags:
 
 
 def make_tags(
-    record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None
+    record: Record,
+    hierarchy: Hierarchy,
+    parameters: Mapping[str, ModuleParameters] | None = None,
 ) -> Tags:
     """Find the owners and fates of a record, and encode them in the file format.
 
@@ -323,7 +333,9 @@ def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
 
 
 def _works_of(
-    log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy
+    log: CallLog,
+    owners: Sequence[Ownership],
+    hierarchy: Hierarchy,
 ) -> tuple[CallTree, list[NodeCalls]]:
     """The tree of the model's calls, and the work of each node."""
     instances = [Instance(call.path, call.nth) for call in log.calls]
@@ -340,7 +352,11 @@ def _works_of(
     return tree, [work(owner.paths, owner.calls) for owner in owners]
 
 
-def _owned(owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree) -> list[Owned]:
+def _owned(
+    owners: Sequence[Ownership],
+    works: Sequence[NodeCalls],
+    calls: CallTree,
+) -> list[Owned]:
     """The owners of each node, with their calls as encoded in the file."""
 
     @cache
@@ -369,7 +385,10 @@ def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Sign
 
 
 def _named_inputs(
-    record: Record, path: str, tensors: CallTensors, read: Collection[Key]
+    record: Record,
+    path: str,
+    tensors: CallTensors,
+    read: Collection[Key],
 ) -> dict[str, str | None]:
     """Name of an argument → name of its tensor in the file.
 

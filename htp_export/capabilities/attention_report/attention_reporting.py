@@ -164,7 +164,9 @@ def _children_by_name(tagged: TaggedModel, paths: Sequence[str]) -> dict[str, li
 
 
 def _exported(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> tuple[TaggedModel, list[frozenset[str]]]:
     """The export, and the module scopes of each operation of its FX graph."""
     with unchanged(model, (args, kwargs), traced=True):
@@ -176,7 +178,9 @@ def _exported(
 
 
 def _rows(
-    tagged: TaggedModel, scopes: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
+    tagged: TaggedModel,
+    scopes: Sequence[frozenset[str]],
+    groups: Mapping[str, Collection[str]],
 ) -> dict[str, AttentionRow]:
     """The rows of an export: the whole model, then groups of modules."""
     from htp_export.costs.memory import cost_of_fusing

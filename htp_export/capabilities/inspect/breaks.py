@@ -166,7 +166,9 @@ _MOST_NODES = 20_000  # further runs of graphs are omitted; a larger graph canno
 
 
 def graphs_with_breaks(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Inspected:
     """Merge all graphs into which Dynamo breaks a model; a RuntimeError without any.
 
@@ -193,7 +195,12 @@ class _Part:
 
 
 class _Graphs:
-    def __init__(self, model: torch.nn.Module, names: ModuleNames, broken: BrokenRun) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: ModuleNames,
+        broken: BrokenRun,
+    ) -> None:
         self._model = model
         self._names = names
         self._broken = broken

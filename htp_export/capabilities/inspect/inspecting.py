@@ -44,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 @checks_arguments
 def inspect(
-    model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None
+    model: torch.nn.Module,
+    args: Any = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Inspected:
     """Trace a PyTorch model into a graph with its module tree, even if it does not export to ONNX.
 
@@ -112,20 +115,30 @@ def _quietly(trace: Callable[..., Inspected], *args: Any) -> Inspected:
         _log.debug("%s", stderr.getvalue())
 
 
-def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+def _exported(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ir.Model:
     with unchanged(model, (args, kwargs), traced=True):
         program = export(model, args, kwargs=kwargs, verbose=False)
     assert program is not None  # dynamo=True returns one
     return program.model
 
 
-def _program(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+def _program(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ir.Model:
     with unchanged(model, (args, kwargs), traced=True):
         return exported_graph(model, args, kwargs)
 
 
 def _by_symbolic_tracing(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Inspected:
     """Trace a model symbolically, remove dead code, and lower the rest to torch's operators.
 
@@ -168,7 +181,10 @@ def _by_symbolic_tracing(
 
 
 def _by_parts(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: Sequence[Stop]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stopped: Sequence[Stop],
 ) -> Inspected:
     """The largest modules that can be exported alone, side by side; a RuntimeError without any.
 

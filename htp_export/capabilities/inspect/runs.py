@@ -45,13 +45,24 @@ class ModuleRun:
         """The modules that returned their inputs."""
         return {path for path, returned in self.returned_inputs.items() if returned}
 
-    def _enter(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self,
+        path: str,
+        _: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.given.setdefault(path, (args, kwargs))
         self.counts[path] += 1
         self._entered[path] = _states((args, kwargs))
 
     def _leave(
-        self, path: str, _module: object, _args: object, _kwargs: object, returned: Any
+        self,
+        path: str,
+        _module: object,
+        _args: object,
+        _kwargs: object,
+        returned: Any,
     ) -> None:
         results = _states(returned)
         same = bool(results) and results.items() <= self._entered[path].items()
@@ -63,7 +74,11 @@ def _states(tree: Any) -> dict[int, int]:
     return {id(tensor): changes_of(tensor) for tensor in tensors_in(tree)}
 
 
-def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleRun:
+def run_once(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> ModuleRun:
     """Run a model once, without gradients, and record the calls of its modules."""
     import torch
 
@@ -105,7 +120,10 @@ def owners_in(graph: ir.Graph) -> set[str]:
 
 
 def tree_of(
-    model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]
+    model: torch.nn.Module,
+    run: ModuleRun,
+    owners: Collection[str],
+    identities: Collection[str],
 ) -> Hierarchy:
     """The module tree of a model, with fates.
 

@@ -179,7 +179,11 @@ class _Reader:
         self._counts = collections.Counter[tuple[str, int]]()
 
     def read_operator(
-        self, function: Any, bodies: Iterable[Any], call: int, above: frozenset[_ModuleScope]
+        self,
+        function: Any,
+        bodies: Iterable[Any],
+        call: int,
+        above: frozenset[_ModuleScope],
     ) -> None:
         """Read the bodies of an operator that runs in a call; scopes inside also contain ``above``.
 
@@ -231,7 +235,9 @@ class _Reader:
 
 
 def watch_bodies(
-    changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]
+    changes: Changes,
+    module: Any,
+    watched: Callable[[Callable[[], Any], Any, Any], Any],
 ) -> None:
     """Observe the nodes of bodies that torch inlines, without their scopes, during decomposition.
 

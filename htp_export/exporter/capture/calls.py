@@ -45,7 +45,12 @@ class CallTensors:
     numbers: frozenset[str] = frozenset()
 
     @classmethod
-    def given(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallTensors:
+    def given(
+        cls,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> CallTensors:
         """The input tensors of a call of ``forward``, before it may change a cache in place."""
         arguments = arguments_by_name(forward, args, kwargs)
         return cls(tuple(named_tensors_in(arguments)), (), tuple(containers_in(arguments)))
@@ -149,7 +154,11 @@ class CallLog:
         return tuple(self.calls[index].path for index in self.stack)
 
 
-def last_in_place(key: _Key, became: Mapping[_Key, _Key], stop: Container[_Key]) -> _Key:
+def last_in_place(
+    key: _Key,
+    became: Mapping[_Key, _Key],
+    stop: Container[_Key],
+) -> _Key:
     """The end of a chain of replacements: a key in ``stop``, or one that was not replaced."""
     seen: set[_Key] = set()
     while key not in stop and key in became and key not in seen:
@@ -168,7 +177,9 @@ def keys_of(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
 
 
 def arguments_by_name(
-    forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    forward: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
 

@@ -175,7 +175,11 @@ class RepeatedViews:
         return ViewChain(producer, tuple(steps))
 
     @staticmethod
-    def _repeated(chain: ViewChain, last: Any, traced: Collection[Any]) -> RepeatedChain | None:
+    def _repeated(
+        chain: ViewChain,
+        last: Any,
+        traced: Collection[Any],
+    ) -> RepeatedChain | None:
         """The nodes among ``traced`` that end in ``last`` and repeat a chain; None if they do not."""
         repeated = RepeatedChain([], last)
         for step in chain.steps:
@@ -189,7 +193,12 @@ class RepeatedViews:
             repeated = RepeatedChain([*repeated.steps, nodes], below)
         return repeated if repeated.steps else None
 
-    def _assign_repeated(self, chain: ViewChain, last: Any, traced: Collection[Any]) -> None:
+    def _assign_repeated(
+        self,
+        chain: ViewChain,
+        last: Any,
+        traced: Collection[Any],
+    ) -> None:
         """Assign the nodes that repeat a chain, if they do."""
         repeated = self._repeated(chain, last, traced)
         if repeated is None:
@@ -218,7 +227,12 @@ class RepeatedViews:
                 return node
         return None
 
-    def _assign_written_back(self, chain: ViewChain, state: State, traced: Collection[Any]) -> Any:
+    def _assign_written_back(
+        self,
+        chain: ViewChain,
+        state: State,
+        traced: Collection[Any],
+    ) -> Any:
         """Assign the nodes that write a changed view into the tensor below.
 
         Returns the node that computes the new value of the view, or None.

@@ -161,7 +161,11 @@ class DynamoCapture(Guarded):
                         inner.metadata_props[STAMP] = f"{call} {evidence}"
 
     def _call_in_body(
-        self, node: ir.Node, body: BodyFunction, holder: int, call_by_trace: Mapping[str, int]
+        self,
+        node: ir.Node,
+        body: BodyFunction,
+        holder: int,
+        call_by_trace: Mapping[str, int],
     ) -> tuple[int, Reason]:
         """The call of a node in a body, with its evidence: stack trace, scope, parameters, flow."""
         call = call_by_trace.get(node.metadata_props.get(_STACK_TRACE) or "", NO_CALL)

@@ -18,7 +18,12 @@ _REPLACED = "following a value that the optimiser replaced"
 
 
 @replacing
-def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+def core_export(
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Pass an export to the exporter that adds tags in this thread, if there is one."""
     active = running.wanted()
     if active is None or running.dynamo_capture.get() is not None:
@@ -27,7 +32,12 @@ def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 @replacing
-def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
+def export_program(
+    original: Callable[..., Any],
+    mod: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """If tags are wanted, capture the modules that run while ``torch.export`` exports a program."""
     active = running.wanted()
     if (
@@ -79,7 +89,12 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @replacing
-def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
+def call_region(
+    original: Callable[..., Any],
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Run a function marked by ``torch.compiler.nested_compile_region`` as if it were not marked.
 
     torch lets Dynamo trace such a region, and runs its graph, in which no call of a module can be
@@ -109,7 +124,12 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @replacing
-def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare(
+    original: Callable[..., Any],
+    exported_program: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Observe the decomposition of the exported program, node by node."""
     capture = running.dynamo_capture.get()
     if capture is None:
@@ -129,7 +149,12 @@ def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **k
     return prepared
 
 
-def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
+def _decomposed(
+    capture: Any,
+    decompose: Callable[[], Any],
+    program: Any,
+    changes: Changes,
+) -> Any:
     """Decompose a program; if torch fails at containers of other libraries, again without them."""
     try:
         return decompose()
@@ -157,7 +182,12 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
+def _run_watched(
+    capture: Any,
+    run: Callable[[], Any],
+    interpreter: Any,
+    node: Any,
+) -> Any:
     """Execute a node of an FX graph, and record the nodes of another graph traced meanwhile."""
     before = capture.step(
         "looking for the FX trace that runs", torch_internals.fx_tracing, interpreter, node
@@ -182,7 +212,12 @@ def optimize(original: Callable[..., Any], self: Any) -> Any:
 
 
 @replacing
-def replace_input_with(original: Callable[..., Any], self: Any, index: int, value: Any) -> Any:
+def replace_input_with(
+    original: Callable[..., Any],
+    self: Any,
+    index: int,
+    value: Any,
+) -> Any:
     """Record the value that replaces another one at one of its consumers."""
     if 0 <= index < len(self.inputs):
         _replaced(self.inputs[index], value)
@@ -191,7 +226,12 @@ def replace_input_with(original: Callable[..., Any], self: Any, index: int, valu
 
 @replacing
 def replace_all_uses_with(
-    original: Callable[..., Any], self: Any, replacement: Any, /, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    replacement: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     """Record the value that replaces another one."""
     _replaced(self, replacement)
@@ -217,7 +257,12 @@ def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @replacing
-def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any) -> Any:
+def skips_frame(
+    original: Callable[..., Any],
+    obj: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
     """Let Dynamo trace torch's own layers if they are called from code that it cannot trace.
 
     By default it skips them there, as functions of torch, and the graphs of such a model lack them.

@@ -117,7 +117,14 @@ class FxCalls:
 
     # --- while the model runs ---------------------------------------------------------------------
 
-    def enter(self, tracer: Any, module: Any, name: str | None, args: Any, kwargs: Any) -> bool:
+    def enter(
+        self,
+        tracer: Any,
+        module: Any,
+        name: str | None,
+        args: Any,
+        kwargs: Any,
+    ) -> bool:
         """Record that a module's ``forward`` begins.
 
         Returns whether it is a module of the model; only then, `leave` is called. ``name`` is the

@@ -99,7 +99,11 @@ class Trace:
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
     def leave(
-        self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
+        self,
+        state: Any,
+        given: CallTensors,
+        result: Any,
+        changed: Callable[[Any], Any] | None,
     ) -> None:
         """Record that the innermost running module returns ``result``.
 
@@ -149,7 +153,12 @@ class Trace:
     def _is_number(self, *tensor: Any) -> bool:
         return is_number(self._numbers, *tensor)
 
-    def _traced_nodes(self, nodes: Any, call: int, later: list[int]) -> Iterator[TracedNode]:
+    def _traced_nodes(
+        self,
+        nodes: Any,
+        call: int,
+        later: list[int],
+    ) -> Iterator[TracedNode]:
         """Every traced node except constants, in order; ``later`` are the calls of blocks to come.
 
         The node of a module's block has the module's scope name. A block belongs to the first later
@@ -204,7 +213,12 @@ class Matching:
     inlined; ``inputs`` has the numbers of its inputs: while tracing → in the graph.
     """
 
-    def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        reading: Reading,
+        inputs: Mapping[int, int],
+    ) -> None:
         self._traced = traced = _with_usual_names(trace.nodes, reading)
         self._steps = reading.outermost
         self._traced_producer = {
@@ -316,7 +330,10 @@ class ScriptCalls:
         log.stack.pop()
 
     def of_graph(
-        self, graph: Any, reading: Reading, parameters: Mapping[int, str]
+        self,
+        graph: Any,
+        reading: Reading,
+        parameters: Mapping[int, str],
     ) -> Iterator[int]:
         """The call of each step of a graph; ``parameters`` names the inputs that are parameters."""
         nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
@@ -352,7 +369,13 @@ class ScriptCalls:
             return True
         return any(tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders)
 
-    def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
+    def _resolve(
+        self,
+        above: str,
+        name: str,
+        holders: Sequence[str],
+        last: str | None,
+    ) -> str:
         """The module called ``name`` below ``above``: by parameters, by order, or the nearest.
 
         ``holders`` are the modules whose parameters are read; ``last`` is the module that ran

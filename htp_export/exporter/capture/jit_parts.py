@@ -143,7 +143,10 @@ class Parts:
         return _without_lists(operation.inputs, self._lists)
 
     def _nodes(
-        self, index: int, places: Sequence[int], lost: tuple[Key, ...]
+        self,
+        index: int,
+        places: Sequence[int],
+        lost: tuple[Key, ...],
     ) -> Iterator[Operation]:
         """One operation for each node of an operation, and one for results without a node."""
         operation = self._operations[index]

@@ -48,7 +48,13 @@ class Versions:
         """Whether any tensor was changed."""
         return bool(self._states)
 
-    def operation(self, index: int, step: JitStep, call: int, shape_only: bool) -> Operation:
+    def operation(
+        self,
+        index: int,
+        step: JitStep,
+        call: int,
+        shape_only: bool,
+    ) -> Operation:
         """Add a step, and return it as an operation that reads and produces states."""
         reads: list[Key] = [self.state(number, index) for number in step.inputs]
         results: list[Key] = list(step.outputs)
@@ -58,7 +64,13 @@ class Versions:
             self._add_view(step)
         return Operation(call, tuple(reads), tuple(results), shape_only)
 
-    def _add_change(self, index: int, step: JitStep, reads: list[Key], results: list[Key]) -> None:
+    def _add_change(
+        self,
+        index: int,
+        step: JitStep,
+        reads: list[Key],
+        results: list[Key],
+    ) -> None:
         """Add the state after a change in place to the keys that the step reads and produces."""
         changed = step.inputs[step.writes]
         result = step.outputs[0]
@@ -102,7 +114,11 @@ class Versions:
         return states[-1] if states else base
 
     def settle(
-        self, operations: Sequence[Operation], outputs: list[Key], before: Reading, after: Reading
+        self,
+        operations: Sequence[Operation],
+        outputs: list[Key],
+        before: Reading,
+        after: Reading,
     ) -> Reading:
         """Remove states that no operation reads, once changes in place are operations (``after``).
 
@@ -126,7 +142,11 @@ class Versions:
         return replace(before, steps=steps, outputs=outputs)
 
     @staticmethod
-    def _read_by(before: Sequence[int], after: Sequence[int], states: Sequence[Key]) -> list[Key]:
+    def _read_by(
+        before: Sequence[int],
+        after: Sequence[int],
+        states: Sequence[Key],
+    ) -> list[Key]:
         """The key of each input: a state only if the rewritten graph reads another tensor there."""
         return [
             number if number == number_after else state
@@ -149,7 +169,10 @@ class Stages:
         self._add(follow(self.last, now), now)
 
     def translated(
-        self, numbers: Mapping[int, int], now: Reading, operations: Sequence[Operation]
+        self,
+        numbers: Mapping[int, int],
+        now: Reading,
+        operations: Sequence[Operation],
     ) -> list[Operation]:
         """Record the graph that it was translated into; ``numbers``: old → new, for node outputs.
 
@@ -331,7 +354,11 @@ def _producers(reading: Reading) -> dict[int, JitStep]:
     return {number: step for step in reading.steps for number in step.outputs}
 
 
-def _recomputed(before: Reading, after: Reading, counterparts: Mapping[Any, Any]) -> dict[int, int]:
+def _recomputed(
+    before: Reading,
+    after: Reading,
+    counterparts: Mapping[Any, Any],
+) -> dict[int, int]:
     """The counterparts, and tensors that new operations compute from the same inputs as before.
 
     The search backwards misses them if the operations that read them were replaced by operations of
@@ -359,7 +386,9 @@ def _recomputed(before: Reading, after: Reading, counterparts: Mapping[Any, Any]
 
 
 def _by_computation(
-    before: Reading, after: Reading, taken: Collection[int]
+    before: Reading,
+    after: Reading,
+    taken: Collection[int],
 ) -> Mapping[Any, deque[JitStep]]:
     """The operations of the rewritten graph by kind, attributes and inputs.
 
@@ -392,7 +421,9 @@ def _constant_tensors(reading: Reading) -> set[int]:
 
 
 def _replaced_pairs(
-    old: JitStep, new: JitStep, constant_inputs: Collection[int]
+    old: JitStep,
+    new: JitStep,
+    constant_inputs: Collection[int],
 ) -> Iterable[tuple[int, int]]:
     """The inputs of an operation, each with the input of the new operation that replaces it.
 
@@ -420,7 +451,10 @@ def _is_used_alike(old: JitStep, new: JitStep, position: int) -> bool:
 
 
 def _is_changed(
-    before: JitStep, after: JitStep, replaced: Mapping[int, int], constants: Collection[int]
+    before: JitStep,
+    after: JitStep,
+    replaced: Mapping[int, int],
+    constants: Collection[int],
 ) -> bool:
     """Whether a node reads other tensors than before, or is another operation."""
     if before.kind != after.kind or len(before.inputs) != len(after.inputs):

@@ -37,7 +37,12 @@ class MadeWeights:
     ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
     """
 
-    def __init__(self, graph: ir.Graph, nodes: Sequence[ir.Node], state: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: ir.Graph,
+        nodes: Sequence[ir.Node],
+        state: Collection[str],
+    ) -> None:
         self.known: dict[ir.Value, Recipe] = {
             value: str(value.name) if value.name in state else CONSTANT
             for value in graph.initializers.values()
@@ -130,7 +135,12 @@ class JitWeights:
     ``state`` has the names in the model's ``state_dict``.
     """
 
-    def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: Any,
+        parameters: Mapping[str, Any],
+        state: Collection[str],
+    ) -> None:
         self._known: dict[int, Recipe] = {}
         for value in graph.inputs():
             name = value.debugName()
@@ -245,7 +255,11 @@ class JitWeights:
         return joined
 
     def _recipe(
-        self, output: int, position: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]
+        self,
+        output: int,
+        position: int,
+        name: str,
+        joined: Mapping[int, tuple[Recipe, Recipe]],
     ) -> Recipe | None:
         """The recipe of an initializer that a node reads; None if unknown."""
         # 1 and 2 are the positions of the weight and the bias of a convolution

@@ -286,7 +286,12 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iterator[None]:
+def unchanged(
+    model: nn.Module,
+    arguments: Any,
+    *,
+    traced: bool = False,
+) -> Iterator[None]:
     """Restore the state that runs of a model change in a ``with`` block, on errors too.
 
     That is `ModelState`, and parameters. Writes to parameters are not observed if the runs are

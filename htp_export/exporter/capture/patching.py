@@ -57,7 +57,12 @@ def replacing(instead: Callable[..., Any]) -> Wrap:
     return wrap
 
 
-def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
+def noting(
+    running: ContextVar[Any],
+    seam: str,
+    method: str,
+    place: int | None = None,
+) -> Wrap:
     """Create the wrapper of a function whose result is passed to a method of the running capture.
 
     ``seam`` names the step, for an error; ``place`` is the position of the argument that is passed

@@ -136,7 +136,12 @@ class Guarded:
         # changes outside the capture, undone at the end of the export
         self.changes = Changes()
 
-    def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
+    def step(
+        self,
+        name: str,
+        do: Callable[..., _Result],
+        *args: Any,
+    ) -> _Result | None:
         """Run a step and return its result; None after an error, also of an earlier step.
 
         ``name`` is as of `seam`.

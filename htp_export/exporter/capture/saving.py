@@ -172,7 +172,12 @@ class _InParts(ir.Tensor):  # type: ignore[type-arg]
 
     __slots__ = ("_mapped", "_tensor", "_values")
 
-    def __init__(self, tensor: Any, values: np.ndarray[Any, Any], mapped: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        tensor: Any,
+        values: np.ndarray[Any, Any],
+        mapped: tuple[int, int],
+    ) -> None:
         about = {"doc_string": tensor.doc_string, "metadata_props": dict(tensor.metadata_props)}
         super().__init__(
             tensor.raw, dtype=tensor.dtype, shape=tensor.shape, name=tensor.name, **about
@@ -223,7 +228,9 @@ def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
 
 
 def kept_weights(
-    weights: Mapping[str, Any], empty: Iterable[str], copied: Mapping[str, bytes]
+    weights: Mapping[str, Any],
+    empty: Iterable[str],
+    copied: Mapping[str, bytes],
 ) -> dict[str, Weight]:
     """Name → contents, of weights that were replaced by empty tensors, or copied by torch."""
     kept = {name: Weight.of(data) for name, data in copied.items()}

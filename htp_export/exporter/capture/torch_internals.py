@@ -276,7 +276,11 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
             return True
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
             for tensor in tensors_in(_maybe_written(func, args, kwargs or {})):
                 note(tensor)
@@ -396,7 +400,11 @@ def keep_autocast_cache(changes: Changes) -> None:
     changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, before), of_thread=True)
 
 
-def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
+def run_after_hooks(
+    changes: Changes,
+    module: Any,
+    finish: Callable[[Any], Any],
+) -> bool:
     """Apply ``finish`` to a module's result after its forward hooks; return whether it has any.
 
     Without hooks, nothing is changed.

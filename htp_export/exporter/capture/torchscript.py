@@ -275,7 +275,12 @@ class TorchScriptCapture(Guarded):
             by_call[call] = CallTensors(tuple(inputs), outputs, tensors.containers, tensors.numbers)
         return by_call
 
-    def _number_before(self, number: Any, call: int, producers: Mapping[Any, Operation]) -> Any:
+    def _number_before(
+        self,
+        number: Any,
+        call: int,
+        producers: Mapping[Any, Operation],
+    ) -> Any:
         """The number that an input tensor of a call had before; ``number`` is read after the call.
 
         An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it

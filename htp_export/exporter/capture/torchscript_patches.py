@@ -132,7 +132,11 @@ def serialize(
 
 
 @replacing
-def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opsets: Any) -> Any:
+def add_functions(
+    original: Callable[..., Any],
+    model_bytes: bytes,
+    custom_opsets: Any,
+) -> Any:
     """Add torch's functions also to the bytes with all weights, in case they are needed."""
     capture = script_capture.get()
     if capture is not None and (kept := capture.kept) is not None:
@@ -142,7 +146,12 @@ def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opset
 
 
 @replacing
-def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export_map: Any) -> Any:
+def export_file(
+    original: Callable[..., Any],
+    model_bytes: bytes,
+    f: Any,
+    export_map: Any,
+) -> Any:
     """Write the file with tags; without tags, if the capture failed and is not strict."""
     capture = script_capture.get()
     if capture is None:
