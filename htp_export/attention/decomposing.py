@@ -165,7 +165,8 @@ def _install(
         taken = [name for name in modules if hasattr(attention, name)]
         if taken:
             raise InputError(
-                f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of attention"
+                f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of "
+                "attention"
             )
         changes.will_undo(functools.partial(_remove, attention, tuple(modules)))
         for name, step in modules.items():

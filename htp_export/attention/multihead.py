@@ -58,7 +58,8 @@ def forward_in_steps(
     ) -> tuple[Tensor, Tensor | None]:
         if query.is_nested or key.is_nested or value.is_nested:
             raise InputError(
-                f"module {path!r}: attention in steps takes no nested tensors; pass padded ones and a mask"
+                f"module {path!r}: attention in steps takes no nested tensors; pass padded ones "
+                "and a mask"
             )
         if is_causal and attn_mask is None:
             # torch's own message

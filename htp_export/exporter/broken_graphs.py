@@ -263,11 +263,10 @@ class _CodeCache:
 
         self._trackers = trackers  # of the code that it read, and of the code that it generated
         self._seen = [set(tracker.seen_ids) for tracker in trackers]
-        self._entries = {
-            id(entry.code)
-            for code in _codes(trackers[0])
-            for entry in eval_frame._debug_get_cache_entry_list(code)
-        }
+        self._entries: set[int] = set()  # ids of the code of the cache entries
+        for code in _codes(trackers[0]):
+            entries = eval_frame._debug_get_cache_entry_list(code)
+            self._entries.update(id(entry.code) for entry in entries)
 
     def put_back(self) -> None:
         """Remove code and entries that were added since."""

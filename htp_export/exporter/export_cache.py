@@ -83,8 +83,8 @@ def model_and_call(program: Any) -> tuple[torch.nn.Module, Call]:
     export = _programs.get(program)
     if export is None:
         raise InputError(
-            "cannot find the nn.Module that this program was exported from: htp_export.export caches it for an "
-            "nn.Module only; give verify(model, program, args)"
+            "cannot find the nn.Module that this program was exported from: htp_export.export "
+            "remembers it for an nn.Module; give verify(model, program, args)"
         )
     model = export.model()
     if model is None:

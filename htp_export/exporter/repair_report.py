@@ -65,11 +65,11 @@ class Contamination(Result):
 
 @checks_arguments
 def contamination(model: ModelSource) -> Contamination:
-    """Compare torch's own module scopes with the tags of an exported model, at the boundaries of modules.
+    """Compare torch's module scopes with the tags of an exported model, at module boundaries.
 
-    A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input
-    or output of the module. Torch's scopes are those in the file (dynamo:
-    ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
+    A tensor at the boundary of a module is *contaminated* if it is not an input or output of the
+    module in PyTorch. Torch's scopes are those in the file (dynamo: ``pkg.torch.onnx.name_scopes``;
+    TorchScript: node names).
 
     Thread-safe, also for calls on the same model.
 
@@ -86,7 +86,8 @@ def contamination(model: ModelSource) -> Contamination:
 
     Examples:
         >>> import torch, htp_export
-        >>> program = htp_export.export(torch.nn.Linear(4, 3).eval(), (torch.randn(2, 4),), verbose=False)
+        >>> linear = torch.nn.Linear(4, 3).eval()
+        >>> program = htp_export.export(linear, (torch.randn(2, 4),), verbose=False)
         >>> contamination(program).after
         []
     """

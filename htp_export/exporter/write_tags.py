@@ -166,7 +166,10 @@ class ExportEvidence(FateEvidence[Key]):
     def _around(self, calls: Iterable[int]) -> frozenset[str]:
         """The modules of calls, and their callers."""
         log = self._record.log
-        return frozenset(log.calls[up].path for call in calls for up in log.chain(call))
+        paths: set[str] = set()
+        for call in calls:
+            paths.update(log.calls[caller].path for caller in log.chain(call))
+        return frozenset(paths)
 
     def read_by(self, path: str) -> Collection[Key]:
         """The captured tensors that calls of a module read and did not compute."""
@@ -236,9 +239,15 @@ class ExportEvidence(FateEvidence[Key]):
         return known | self._record.graph_outputs
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        boundaries = [self._passed[path] for path in group if path in self._passed]
-        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
-        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]
+        before: list[str] = []
+        after: list[str] = []
+        for path in group:
+            boundary = self._passed.get(path)
+            if boundary is not None:
+                before += self._beyond(boundary, boundary.inputs)
+                after += self._beyond(boundary, boundary.outputs)
+        yield before
+        yield after
 
     def _ran_in_dead_bodies(self, path: str) -> bool:
         """Whether a module ran only in bodies of dead modules, where its calls do not return."""
@@ -248,19 +257,29 @@ class ExportEvidence(FateEvidence[Key]):
 
     def _is_in_dead_module(self, call: int) -> bool:
         log = self._record.log
-        return any(self._useful.get(log.calls[up].path) is False for up in log.chain(call))
+        paths = (log.calls[caller].path for caller in log.chain(call))
+        return any(self._useful.get(path) is False for path in paths)
 
     def _moved(self, path: str) -> dict[str, None]:
         """Owners of a module's work that was assigned to other calls, in order of execution."""
         moved = self._record.moved
-        calls = {owner for call in self._calls_of.get(path, ()) for owner in moved.get(call, ())}
-        owners = (owner for call in sorted(calls) for owner in self._record.log.owners(call))
-        return dict.fromkeys(owner for owner in owners if owner != path)
+        calls: set[int] = set()
+        for call in self._calls_of.get(path, ()):
+            calls |= moved.get(call, set())
+        owners: dict[str, None] = {}
+        for call in sorted(calls):
+            owners.update(dict.fromkeys(self._record.log.owners(call)))
+        owners.pop(path, None)
+        return owners
 
     def _returned(self, path: str) -> list[Key]:
         """The captured tensors that calls of a module returned, in the file or not."""
-        passed = (self._record.call_tensors.get(index) for index in self._calls_of[path])
-        return [key for tensors in passed if tensors is not None for key in tensors.outputs]
+        returned: list[Key] = []
+        for call in self._calls_of[path]:
+            tensors = self._record.call_tensors.get(call)
+            if tensors is not None:
+                returned += tensors.outputs
+        return returned
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
         boundary = self._passed[path]
@@ -274,14 +293,12 @@ class ExportEvidence(FateEvidence[Key]):
 
         Modules that do work, or have nodes, take precedence.
         """
-        calls = {
-            call
-            for key in keys
-            for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))
-        }
-        paths = [
-            path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",))
-        ]
+        calls: set[int] = set()
+        for key in keys:
+            calls.update(boundary.inputs.get(key, ()), boundary.outputs.get(key, ()))
+        paths: list[str] = []
+        for call in sorted(calls):
+            paths += self._record.log.owners(call) or ("",)
         working = [path for path in paths if path not in self._passes_on or self.has_nodes(path)]
         return dict.fromkeys(working or paths)
 

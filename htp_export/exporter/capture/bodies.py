@@ -39,14 +39,14 @@ def bodies_run_in_place(module: Any) -> Iterator[Any]:
 def bodies_of(module: Any) -> dict[Any, list[Any]]:
     """Node → the graph modules of its branches or loop bodies; empty for other modules."""
     bodies: dict[Any, list[Any]] = {}
-    for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-        if has_bodies(node.target):
-            arguments = [
-                getattr(module, argument.target, None)
-                for argument in node.all_input_nodes
-                if argument.op == "get_attr"
-            ]
-            bodies[node] = [body for body in arguments if isinstance(body, torch.fx.GraphModule)]
+    if not isinstance(module, torch.fx.GraphModule):
+        return bodies
+    for node in module.graph.nodes:
+        if not has_bodies(node.target):
+            continue
+        attributes = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
+        inner = [getattr(module, attribute.target, None) for attribute in attributes]
+        bodies[node] = [body for body in inner if isinstance(body, torch.fx.GraphModule)]
     return bodies
 
 
@@ -122,10 +122,10 @@ class Bodies:
         ``traced``: whether it runs in the model itself, and not while Dynamo tests its graphs.
         Returns whether it has bodies and is not inside another one; only then `leave` is called.
         """
-        bodies = [
-            each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)
-        ]
-        if self._inside or not bodies or not log.stack:
+        if self._inside or not log.stack or not has_bodies(function):
+            return False
+        bodies = [argument for argument in args if isinstance(argument, torch.fx.GraphModule)]
+        if not bodies:
             return False
         self._inside = True
         if traced:

@@ -34,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The tensors that enter and leave one call."""
+    """The input and output tensors of one call."""
 
     # argument of ``forward``, such as ``mask`` or ``states.1``, and key of each tensor
     inputs: tuple[tuple[str, Any], ...]
@@ -64,12 +64,12 @@ class CallTensors:
 class CallLog:
     """The list of calls so far, and the stack of running calls."""
 
-    # Every call, in the order in which they start; an index into it identifies a call
+    # every call, in the order in which they start; an index into it identifies a call
     calls: list[Call] = field(default_factory=list)
     stack: list[int] = field(default_factory=list)  # indices of the running calls, outermost first
-    # Module path → whether every call so far returned only input tensors
+    # module path → whether every call so far returned only input tensors
     returned_inputs: dict[str, bool] = field(default_factory=dict)
-    # Call → the tensors that enter and leave it, if they were captured
+    # call → its input and output tensors, if they were captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -110,13 +110,15 @@ class CallLog:
         """Record the inputs of the innermost call; ``key`` returns a tensor's key in the graph."""
         names = [name for name, _ in given.inputs]
         tensors = [tensor for _, tensor in given.inputs]
-        entering = replace(given, inputs=tuple(zip(names, keys_of(tensors, key), strict=True)))
+        keys = keys_of(tensors, key)
+        entering = replace(given, inputs=tuple(zip(names, keys, strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
         """Record the outputs and the end of the innermost call; ``key``: see `record_inputs`."""
         index = self.stack.pop()
-        path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
+        path = self.calls[index].path
+        input_ids, entered = self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
         self.call_tensors[index] = replace(entered, outputs=keys_of(results, key))

@@ -15,7 +15,7 @@ the operation that reads or changes the view:
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
@@ -30,7 +30,7 @@ from htp_export.exporter.capture.torch_internals import (
 
 
 class ViewStep(NamedTuple):
-    """One view operator between a tensor and its base, as first executed; torch may erase its nodes later."""
+    """One view operator between a tensor and its base; torch may erase its nodes later."""
 
     # None for an operator with several results, because functionalization may repeat it as another
     # one: ``slice`` for ``split``
@@ -69,8 +69,8 @@ class RepeatedViews:
     """Assigns the nodes that functionalization adds to calls.
 
     A view repeated on the same tensor belongs to the call that created it. A view repeated on a
-    changed tensor, and a change that is written back, belong to the innermost call around the change
-    and the view::
+    changed tensor, and a change that is written back, belong to the innermost call around the
+    change and the view::
 
         model                      decomposed graph              call
         v = x[0]      in call A    v = select(x, 0)              A
@@ -154,7 +154,7 @@ class RepeatedViews:
         ]
 
     def _innermost_with_readers(self, node: Any, change: int, call: int) -> int:
-        """The innermost call, inside ``call``, that contains the change and a consumer of the node."""
+        """The innermost call, inside ``call``, that contains the change and a consumer."""
         log = self._calls.log
         for reader in node.users:
             # both this and `call` contain the change: one of them is inside the other
@@ -180,7 +180,7 @@ class RepeatedViews:
         last: Any,
         traced: Collection[Any],
     ) -> RepeatedChain | None:
-        """The nodes among ``traced`` that end in ``last`` and repeat a chain; None if they do not."""
+        """The nodes among ``traced`` that end in ``last`` and repeat a chain, or None."""
         repeated = RepeatedChain([], last)
         for step in chain.steps:
             if repeated.base not in traced:
@@ -322,20 +322,23 @@ class Decomposition:
         if executed.traced:
             return
         for state in executed.returned:
+            number = self._calls.numbers.read(state.node)
             same = [
-                read
+                self._calls.numbers.read(read.node)
                 for read in executed.read
                 if (read.producer, read.changes) == (state.producer, state.changes)
             ]
-            number, *sources = (self._calls.numbers.read(each.node) for each in (state, *same))
-            if number is not None and len(sources) == 1 and sources[0] is not None:
-                self._results.setdefault(number, self._results.setdefault(sources[0], {}))
+            if number is None or len(same) != 1 or same[0] is None:
+                continue
+            # both nodes share one entry from here on
+            states = self._results.setdefault(same[0], {})
+            self._results.setdefault(number, states)
 
     def _add_producer(self, result: NodeResult, producer: Any) -> None:
         """Record the producer of a result.
 
-        torch computes a view after a change only when it is read: until then, its producer is the one
-        from before the change, which does not count for the new state.
+        torch repeats a view after a change only when it is read. Until then, its producer is the
+        one before the change, which does not count for the new state.
         """
         states = self._results.setdefault(result.number, {})
         number = self._decomposed.assign(producer)
@@ -384,13 +387,14 @@ class Decomposition:
         if len(states) == 1:
             # Operators that torch executes differently while decomposing may count changes
             # differently, too.
-            numbers: Iterable[int] = next(iter(states.values()))
+            numbers: Sequence[int] = next(iter(states.values()))
         else:
             numbers = states.get(result.changes, ())
         again = self._repeated_views.again
         names = self._named(numbers)
         if not names:
-            names = self._named(copy for number in numbers for copy in again.get(number, ()))
+            for number in numbers:
+                names += self._named(again.get(number, ()))
         if not names:
             return None
         return names[-1] if read else names[0]

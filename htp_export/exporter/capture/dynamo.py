@@ -149,9 +149,9 @@ class DynamoCapture(Guarded):
             if not bodies:
                 continue
             holder = self.calls.of_node(node.meta.get("node"))
-            traces = [
-                inner.metadata_props.get(_STACK_TRACE) for body in bodies for inner in body.nodes
-            ]
+            traces: list[str | None] = []
+            for body in bodies:
+                traces += [inner.metadata_props.get(_STACK_TRACE) for inner in body.nodes]
             call_by_trace = self.calls.bodies.calls(holder, traces)
             for body in bodies:
                 for inner in body.nodes:

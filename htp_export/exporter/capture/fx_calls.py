@@ -30,7 +30,7 @@ _captures = itertools.count()
 
 
 class NodeNumbers:
-    """Numbers for the nodes of one FX graph, under a key in their ``meta``; copies of a node keep its number."""
+    """Numbers of the nodes of one FX graph, stored in their ``meta``; copies have the same."""
 
     def __init__(self, key: str) -> None:
         self._key = key
@@ -96,7 +96,7 @@ class FxCalls:
         return self._trace.with_nodes - self.needed
 
     def resumed(self) -> FxCalls:
-        """Return a copy of the calls, to which others can be added; it does not keep the model alive."""
+        """A copy to which calls can be added; it does not keep the model alive."""
         other = FxCalls(self.names.without_model())
         trace = self._trace
         other.log = self.log.copy()
@@ -187,7 +187,7 @@ class FxCalls:
     # --- the FX graph -----------------------------------------------------------------------------
 
     def mark_bodies(self, program: Any) -> None:
-        """Write the call on each node of the branches and loop bodies of a program that was just exported."""
+        """Write the call on each node of the bodies in a program that was just exported."""
         for holder, inner in nodes_in_bodies(program.graph_module).items():
             call_of_holder = self.of_node(holder)
             traces = [node.meta.get("stack_trace") for node in inner]
@@ -199,10 +199,10 @@ class FxCalls:
                 node.meta.setdefault(self.call_key, call_of_holder if call == NO_CALL else call)
 
     def write_stacks(self, program: Any, hierarchy: Hierarchy) -> None:
-        """Write module stacks on the nodes of bodies, for exporters that read the program without this capture.
+        """Write module stacks on the nodes of bodies, for exporters without this capture.
 
-        Without strict mode, torch writes none on these nodes. Calls in bodies are numbered after those
-        outside.
+        Without strict mode, torch writes none on these nodes. Calls in bodies are numbered after
+        calls outside.
         """
         numbers = self._numbers_of_unscoped()
         for holder, inner in nodes_in_bodies(program.graph_module).items():
@@ -231,7 +231,7 @@ class FxCalls:
         return numbers
 
     def exported(self, program: Any) -> None:
-        """Record which calls the model's outputs depend on, before decomposition removes anything."""
+        """Record which calls the model's outputs depend on, before the decomposition."""
         self._parameters = frozenset(program.state_dict)
         modules = [program.graph_module, *bodies_run_in_place(program.graph_module)]
         graphs = [module.graph for module in modules]
@@ -265,8 +265,8 @@ class FxCalls:
     def by_parameters(self, names: Iterable[str]) -> int:
         """The call of a node without scopes in a body, from the parameters that it reads.
 
-        It is the first call of the module that holds all of them, which is added if the module was not
-        called; `NO_CALL` if several modules hold them.
+        It is the first call of the module that holds all of them, which is added if the module was
+        not called; `NO_CALL` if several modules hold them.
         """
         aliases = self.names.aliases
         holders = {name.rpartition(".")[0] for name in names if name in self._parameters}

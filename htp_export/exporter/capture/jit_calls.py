@@ -20,6 +20,7 @@ from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, key
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torchscript_internals import (
     CONSTANTS,
+    JitStep,
     Reading,
     flattened,
     is_listed,
@@ -221,12 +222,8 @@ class Matching:
     ) -> None:
         self._traced = traced = _with_usual_names(trace.nodes, reading)
         self._steps = reading.outermost
-        self._traced_producer = {
-            number: place for place, node in enumerate(traced) for number in node.outputs
-        }
-        self._producer = {
-            number: index for index, step in enumerate(self._steps) for number in step.outputs
-        }
+        self._traced_producer = _places_of_outputs(traced)
+        self._producer = _places_of_outputs(self._steps)
         # number in the graph → number while tracing
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}
         # for each node of the graph, the place of its traced node
@@ -234,6 +231,7 @@ class Matching:
         if len(trace.outputs) == len(reading.outputs):
             pairs = zip(reading.outputs, trace.outputs, strict=True)
             self._was.update((number, old) for number, old in pairs if old is not None)
+        # first with the evidence that is certain, then with the rest
         for find in (self._by_consumers, self._by_inputs):
             for index in reversed(range(len(self._steps))):
                 if self._places[index] is None:
@@ -273,8 +271,8 @@ class Matching:
         place = self._by_consumers(index)  # if all its consumers are such nodes
         if place is not None:
             return place
-        begin = next((at for at in reversed(self._places[:index]) if at is not None), -1)
-        end = next((at for at in self._places[index + 1 :] if at is not None), len(self._traced))
+        begin = _first_known(reversed(self._places[:index]), -1)
+        end = _first_known(self._places[index + 1 :], len(self._traced))
         for candidate in range(end - 1, begin, -1):
             if self._computes_same(index, candidate):
                 return candidate
@@ -305,6 +303,17 @@ class Matching:
                 if (producer, traced_producer) not in seen:
                     waiting.append((producer, traced_producer))
         return True
+
+
+def _places_of_outputs(nodes: Iterable[TracedNode | JitStep]) -> dict[int, int]:
+    places: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        places.update(dict.fromkeys(node.outputs, place))
+    return places
+
+
+def _first_known(places: Iterable[int | None], default: int) -> int:
+    return next((place for place in places if place is not None), default)
 
 
 class ScriptCalls:
@@ -390,11 +399,13 @@ class ScriptCalls:
 
     def _around(self, holders: Sequence[str], above: str, name: str) -> str | None:
         """The first module called ``name`` below ``above`` of the holders and their ancestors."""
-        around = {
-            path for holder in holders for path in tags.ancestors(holder) if path in self._order
-        }
-        named = [path for path in around if _last_part(path) == name and _is_below(path, above)]
-        return min(named, key=self._order.__getitem__, default=None)
+        found: set[str] = set()
+        for holder in holders:
+            for path in tags.ancestors(holder):
+                is_named = path in self._order and _last_part(path) == name
+                if is_named and _is_below(path, above):
+                    found.add(path)
+        return min(found, key=self._order.__getitem__, default=None)
 
     def _next_after(self, last: str, above: str, name: str) -> str | None:
         """The first module called ``name`` below ``above`` that comes after another one."""
@@ -413,8 +424,12 @@ class ScriptCalls:
             begin = bisect.bisect_left(named, f"{above}.")
             end = bisect.bisect_left(named, f"{above}/")
             named = named[begin:end]
+
+        def depth_and_order(path: str) -> tuple[int, int]:
+            return path.count("."), self._order[path]
+
         below = (path for path in named if path != above)
-        return min(below, key=lambda path: (path.count("."), self._order[path]), default=above)
+        return min(below, key=depth_and_order, default=above)
 
 
 class _RunningModule(NamedTuple):

@@ -135,6 +135,10 @@ class Parts:
     def _known_before(self, keys: Iterable[Key]) -> frozenset[int]:
         return frozenset(self._before[key] for key in keys if key in self._before)
 
+    def _keys_by_number(self, keys: Iterable[Key]) -> dict[int, Key]:
+        """Number in the translated graph → key, for keys that are in it."""
+        return {self._numbers[key]: key for key in keys if key in self._numbers}
+
     def _is_gone(self, key: Key) -> bool:
         return self._numbers.get(key) not in self._remaining
 
@@ -150,12 +154,12 @@ class Parts:
     ) -> Iterator[Operation]:
         """One operation for each node of an operation, and one for results without a node."""
         operation = self._operations[index]
-        results = {self._numbers[key]: key for key in operation.outputs if key in self._numbers}
+        results = self._keys_by_number(operation.outputs)
         produced: dict[int, Any] = {}
         for place in places:
             for number in self._steps[place].outputs:
                 produced[number] = results.get(number, Inner(index, number))
-        own = {self._numbers[key]: key for key in self._read_by(operation) if key in self._numbers}
+        own = self._keys_by_number(self._read_by(operation))
         keys = ChainMap(produced, own, self._captured)
         for place in places:
             step = self._steps[place]

@@ -62,12 +62,14 @@ class MadeWeights:
         if layer.op_type == "ConvTranspose" and layer.attributes.get_int("group", 1) != 1:
             return None
         # weight and bias, if any, of the layer; scale, bias, mean and variance of the normalization
-        inputs = [value for value in (*layer.inputs[1:3], *norm.inputs[1:5]) if value is not None]
+        all_inputs = (*layer.inputs[1:3], *norm.inputs[1:5])
+        inputs = [value for value in all_inputs if value is not None]
         weight = inputs[0].const_value
-        if weight is None or any(value not in self.known for value in inputs):
+        recipes_of_inputs = [self.known[value] for value in inputs if value in self.known]
+        if weight is None or len(recipes_of_inputs) < len(inputs):
             return None
-        of_weight, *of_bias = (self.known[value] for value in inputs[:-4])
-        of_norm = [self.known[value] for value in inputs[-4:]]
+        of_weight, *of_bias = recipes_of_inputs[:-4]
+        of_norm = recipes_of_inputs[-4:]
         zeros = of_bias == [CONSTANT]
         recipes = batchnorm_folded(
             of_weight,
@@ -206,7 +208,8 @@ class JitWeights:
         return folded(step.kind, dict(step.attributes), operands, contents, sizes, place)
 
     def _fold(self, layer: JitStep, norm: JitStep) -> None:
-        if any(number not in self._known for number in (*layer.inputs[1:3], *norm.inputs[1:5])):
+        inputs = (*layer.inputs[1:3], *norm.inputs[1:5])
+        if not self._known.keys() >= set(inputs):
             return
         of_weight, *of_bias = (self._known[number] for number in layer.inputs[1:3])
         of_norm = [self._known[number] for number in norm.inputs[1:5]]

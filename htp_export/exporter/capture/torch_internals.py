@@ -20,7 +20,7 @@ from htp_export.process.restoring import Changes, SharedSetting, set_item
 
 
 def has_module_stacks(model: Any) -> bool:
-    """Whether a model is a graph module whose operations have the module stacks of an earlier export."""
+    """Whether a model is a graph module with the module stacks of an earlier export."""
     import torch
 
     nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
@@ -81,7 +81,7 @@ class Tracing(NamedTuple):
 
 
 def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
-    """The running trace, before an interpreter executes a node of another graph; None without one."""
+    """The running trace, before an interpreter executes a node of another graph, or None."""
     import torch
 
     tracer = fx_tracer()
@@ -261,7 +261,7 @@ def changes_of(tensor: Any) -> int:
 
 
 def noting_writes(note: Callable[[Any], None]) -> Any:
-    """Return a context manager that calls a function with each tensor an operator is about to write to.
+    """Return a context manager that observes writes: it calls ``note`` with the tensor before each.
 
     Operators in the bodies of ``torch.cond`` and of loops are not observed: all their input tensors
     may be written to.
@@ -438,7 +438,7 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
 
 
 def computes_a_size(fx_node: Any) -> bool:
-    """Whether an FX node computes a size from sizes; one that reads a size from a tensor does not."""
+    """Whether an FX node computes a size from sizes, and not from a tensor."""
     import torch
 
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -510,7 +510,7 @@ def without_export_root(name: str, root: str | None) -> str:
 
 
 def outputs_of(output: Any) -> list[Any]:
-    """The leaves of the ``output`` node of an FX graph, in order: nodes, or None for other values."""
+    """The leaves of the ``output`` node of an FX graph, in order; None for other than nodes."""
     import torch
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])

@@ -209,7 +209,7 @@ class TorchScriptCapture(Guarded):
             self._stages.rewritten(read(graph, self._user_inputs))
             self._graph = graph
 
-    # --- the file -----------------------------------------------------------------------------------
+    # --- the file ---------------------------------------------------------------------------------
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""

@@ -321,7 +321,7 @@ class Reading:
 
 
 def read(graph: Any, user_inputs: int) -> Reading:
-    """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
+    """Read a JIT graph; its first ``user_inputs`` inputs are the user's, the others parameters."""
     reading = Reading()
     numbers = [value.unique() for value in graph.inputs()]
     reading.inputs = numbers[:user_inputs]
