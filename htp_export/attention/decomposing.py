@@ -58,7 +58,7 @@ def decomposed_attention(
     """Run the attention of a model as named steps, each a module with a path of its own.
 
     These are ``scores``, ``softmax`` and ``context``, and of an ``nn.MultiheadAttention``
-    ``q_proj``, ``k_proj`` and ``v_proj`` too; ``docs/attention.md`` says which code becomes which.
+    ``q_proj``, ``k_proj`` and ``v_proj`` too; ``docs/attention.md`` lists the code of each.
     Afterwards the model is as before, also on errors.
 
     Results differ from the original's by rounding. For a query whose keys are all masked, they are
@@ -107,7 +107,7 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
     """Run the attention of a model in the steps of a file's module tree, if it has any."""
     steps: defaultdict[str | None, dict[str, str]] = defaultdict(dict)
     for path, info in hierarchy.items():
-        # other synthetic modules are those of LoRA
+        # LoRA has synthetic modules, too
         if info.synthetic and info.class_name.startswith(f"{Step.__module__}."):
             steps[hierarchy.parent(path)][path.rpartition(".")[2]] = info.simple_class
     if not steps:

@@ -129,7 +129,7 @@ class Replay:
         return outcomes[self._result.operation][self._result.place]
 
     def _take_over(self, outcomes: Mapping[_Operation, Sequence[Tensor]]) -> None:
-        """Substitute the new tensors for those of the first run in a trace."""
+        """Substitute the new tensors for the tensors of the first run in a trace."""
         pairs: dict[int, tuple[Tensor, Tensor]] = {}
         for operation, tensors in outcomes.items():
             for place in operation.places:
@@ -161,13 +161,13 @@ class Recording:
         return len(factors) == 2 and not any(map(self._is_of_parameters, factors))
 
     def reads(self, call: AttentionCall) -> bool:
-        """Whether a call reads a tensor that depends on a product or on weights."""
+        """Whether a call depends on a product or on weights."""
         return self.reads_weights(call) or any(
             id(tensor) in self._origins for tensor in call.tensors
         )
 
     def reads_weights(self, call: AttentionCall) -> bool:
-        """Whether a call reads a tensor that depends on a softmax, see `note_weights`."""
+        """Whether a call depends on a softmax, see `note_weights`."""
         return any(id(tensor) in self._weights for tensor in call.tensors)
 
     def note_weights(self, weights: Tensor) -> None:
@@ -175,7 +175,7 @@ class Recording:
         self._weights[id(weights)] = weights
 
     def note_parameters(self, call: AttentionCall, result: Any) -> None:
-        """Record the results of a call if it reads parameters alone."""
+        """Record the results of a call if it depends on parameters alone."""
         tensors = call.tensors
         if tensors and all(map(self._is_of_parameters, tensors)):
             self._of_parameters.update((id(tensor), tensor) for tensor in _tensors(result))

@@ -232,7 +232,7 @@ class Origins:
             self._lost[key] = _LostTensor(own_calls, frozenset(reads))
 
     def _lost_before(self, operation: Operation) -> tuple[Calls, set[Key]]:
-        """The calls behind lost inputs of an operation, and the exported tensors that it reads."""
+        """The calls behind lost inputs of an operation, and the exported tensors it depends on."""
         calls = _NO_CALLS
         reads: set[Key] = set()
         for key in operation.inputs:
@@ -294,7 +294,7 @@ class Origins:
     def _done_again(self, operation: Operation, counterpart: Key) -> Calls:
         """The calls of earlier operations whose work is repeated by the node of an operation.
 
-        The node reads their inputs instead of their result, which other nodes still read. For
+        The node has their inputs instead of their result, which still has other consumers. For
         example, torch merges two transpositions into one, and keeps the first one as well::
 
             captured     t = transpose(x)    u = transpose(t)     relu(t)

@@ -381,9 +381,9 @@ def _attempt(
         with torch.no_grad():
             program = torch.export.export(model, args, dict(kwargs), strict=strict)
             functional = prepare(lambda made: made.run_decompositions({}))(program)
-        capture.step("noting the calls in branches", capture.calls.mark_bodies, functional)
+        capture.step("recording the calls in branches", capture.calls.mark_bodies, functional)
         graph, values = graph_of_program(functional)
-        capture.step("noting the values of an FX graph", capture.translated_nodes, values)
+        capture.step("recording the values of an FX graph", capture.translated_nodes, values)
         capture.step("reading the graph as it was translated", capture.translated, graph)
         capture.step(
             "dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced

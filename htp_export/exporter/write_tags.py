@@ -129,7 +129,7 @@ class ExportEvidence(FateEvidence[Key]):
 
     @cached_property
     def _with_dead_calls(self) -> frozenset[str]:
-        """Modules in whose calls something was computed that no operation reads."""
+        """Modules in whose calls a tensor without consumers was computed."""
         return self._around(self._record.dead)
 
     @cached_property
@@ -192,7 +192,7 @@ class ExportEvidence(FateEvidence[Key]):
             return Outcome(Fate.DEAD)
         if is_lost or self._passed[path].outputs:
             return None
-        # no operation outside reads its results: is any of them in the file?
+        # no consumer outside: is any of its results in the file?
         returned = self._returned(path)
         if not returned or not self._record.final.keys().isdisjoint(returned):
             return None
@@ -219,7 +219,7 @@ class ExportEvidence(FateEvidence[Key]):
         inputs = {final.get(key) for key in boundary.inputs}
         if not passes_on and not all(final[key] in inputs for key in boundary.outputs):
             return None
-        # Apart from its results, it may have computed tensors that no operation reads.
+        # Apart from its results, it may have computed tensors without consumers.
         if path in self._with_dead_calls:
             return Fate.DEAD
         return Fate.IDENTITY
@@ -409,8 +409,8 @@ def _named_inputs(
 ) -> dict[str, str | None]:
     """Name of an argument → name of its tensor in the file.
 
-    Every layer is passed the whole cache: of its parts, only those that it reads or returns count.
-    A number among the arguments of the model counts if it is an input of the file.
+    Every layer is passed the whole cache: only the parts count that it uses or returns. A number
+    among the arguments of the model counts if it is an input of the file.
     """
     inputs: dict[str, str | None] = {}
     for name, key in tensors.inputs:

@@ -4,7 +4,7 @@ Each node of the exported graph is observed while torch executes it. Names canno
 because torch copies graphs and renames nodes; entries in a node's ``meta`` are copied with it.
 
 Where tensors that share memory are changed in place, functionalization adds nodes, in the scope of
-the operation that reads or changes the view:
+the operation that uses or changes the view:
 
 - A view of the changed tensor is repeated by the same chain of view operators when an operation
   reads it, or after the last operation if the model returns it.
@@ -134,7 +134,7 @@ class RepeatedViews:
                 self._assign_repeated(self._chains[node], again, late)
 
     def settle(self, nodes: Iterable[Any]) -> None:
-        """Reassign nodes added after a change to a call that makes the change and reads the result.
+        """Reassign nodes added after a change to a call that contains the change and a consumer.
 
         It is the innermost one. Otherwise nodes outside that call would consume its change and pass
         it back into it.

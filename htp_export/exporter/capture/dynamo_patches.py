@@ -72,7 +72,7 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if inner is not None:
             calls.append((inner, None))
         torch_internals.call_uncompiled(changes, called)
-        step = "noting that a module is called"
+        step = "recording that a module is called"
         entered = 0
         for entering, scope in calls:
             if capture.step(step, capture.calls.enter, self, entering, scope, args, kwargs):
@@ -82,7 +82,7 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             changes.take_back()
         for _ in range(entered):
-            capture.step("noting that a module returns", capture.calls.leave, self, result)
+            capture.step("recording that a module returns", capture.calls.leave, self, result)
         return result
 
     return wrapper
@@ -112,13 +112,15 @@ def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         capture = running.dynamo_capture.get()
         if capture is None or not capture.step(
-            "noting the bodies of an operator", capture.calls.enter_operator, self, args
+            "recording the bodies of an operator", capture.calls.enter_operator, self, args
         ):
             return original(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:
-            capture.step("noting that an operator with bodies returns", capture.calls.bodies.leave)
+            capture.step(
+                "recording that an operator with bodies returns", capture.calls.bodies.leave
+            )
 
     return wrapper
 
@@ -297,7 +299,7 @@ def _listed(find: Callable[[], Any], names: tuple[str, ...]) -> Any:
 
 
 def read_once(original: Callable[..., Any]) -> Any:
-    """Read torch's translations of operators once; torch reads them for every export, in 1 s."""
+    """Read torch's translations of operators once; torch needs a second for it in every export."""
 
     @functools.wraps(original)
     def from_torchlib(**options: Any) -> Any:

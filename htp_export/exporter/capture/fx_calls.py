@@ -77,7 +77,7 @@ class FxCalls:
     def __init__(self, names: ModuleNames) -> None:
         self.log = CallLog()
         self.names = names
-        # per capture, so that no capture reads the marks of another one in the ``meta`` of FX nodes
+        # the keys differ by capture, because programs keep the ``meta`` of their FX nodes
         capture = next(_captures)
         # key in the ``meta`` of an FX node of its call, if that is not the call of its scopes
         self.call_key = f"htp.call.{capture}"
@@ -263,7 +263,7 @@ class FxCalls:
             fx_node.meta[self.call_key] = call
 
     def by_parameters(self, names: Iterable[str]) -> int:
-        """The call of a node without scopes in a body, from the parameters that it reads.
+        """The call of a node without scopes in a body, from its parameters.
 
         It is the first call of the module that holds all of them, which is added if the module was
         not called; `NO_CALL` if several modules hold them.

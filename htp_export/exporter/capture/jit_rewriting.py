@@ -55,7 +55,7 @@ class Versions:
         call: int,
         shape_only: bool,
     ) -> Operation:
-        """Add a step, and return it as an operation that reads and produces states."""
+        """Add a step, and return it as an operation on states."""
         reads: list[Key] = [self.state(number, index) for number in step.inputs]
         results: list[Key] = list(step.outputs)
         if step.writes >= 0 and step.outputs:
@@ -71,7 +71,7 @@ class Versions:
         reads: list[Key],
         results: list[Key],
     ) -> None:
-        """Add the state after a change in place to the keys that the step reads and produces."""
+        """Add the state after a change in place to the keys of the step's inputs and outputs."""
         changed = step.inputs[step.writes]
         result = step.outputs[0]
         base = self._base.get(changed, changed)
@@ -147,7 +147,7 @@ class Versions:
         after: Sequence[int],
         states: Sequence[Key],
     ) -> list[Key]:
-        """The key of each input: a state only if the rewritten graph reads another tensor there."""
+        """The key of each input: a state only if the rewritten graph has another tensor there."""
         return [
             number if number == number_after else state
             for number, number_after, state in zip(before, after, states, strict=False)
@@ -186,7 +186,7 @@ class Stages:
         return parts.split()
 
     def copied(self, copy: Reading) -> None:
-        """Record a copy that was made node by node, with new numbers."""
+        """Record a copy of the graph, node by node with new numbers."""
         self._add(self.last.paired_with(copy), copy)
 
     def _add(self, stage: Mapping[Any, int], now: Reading) -> None:
@@ -247,8 +247,8 @@ def equal_transposed(graph: Reading) -> dict[int, list[int]]:
 def follow(before: Reading, after: Reading) -> dict[int, int]:
     """Tensor before a rewriting in place → the tensor that has its value afterwards, if any.
 
-    A node that is in both graphs and reads another tensor shows which tensor replaced its former
-    input. From there the search goes backwards (`_Rewriting`), then forwards (`_recomputed`).
+    A node of both graphs with another input shows which tensor replaced its former input. From
+    there the search goes backwards (`_Rewriting`), then forwards (`_recomputed`).
     """
     counterparts = _Rewriting(before, after).counterparts()
     return _recomputed(before, after, counterparts)
@@ -392,7 +392,7 @@ def _by_computation(
 ) -> Mapping[Any, deque[JitStep]]:
     """The operations of the rewritten graph by kind, attributes and inputs.
 
-    One that reads constants counts only if it is new, and its results are not in ``taken``.
+    One with constant inputs counts only if it is new, and its results are not in ``taken``.
     """
     constants = _constant_tensors(after)
     old_numbers = {number for step in before.steps for number in step.outputs}
@@ -456,7 +456,7 @@ def _is_changed(
     replaced: Mapping[int, int],
     constants: Collection[int],
 ) -> bool:
-    """Whether a node reads other tensors than before, or is another operation."""
+    """Whether a node has other inputs than before, or is another operation."""
     if before.kind != after.kind or len(before.inputs) != len(after.inputs):
         return True
     for a, b in zip(before.inputs, after.inputs, strict=True):
@@ -487,7 +487,7 @@ class Translation:
     def function(self, name: str, result: Any) -> None:
         """Record the translation of an ``autograd.Function`` that has its own one.
 
-        torch does not tell which node it was: they are translated in order.
+        torch does not report the node: they are translated in order.
         """
         for position, (known, outputs) in enumerate(self._functions):
             if known == name:

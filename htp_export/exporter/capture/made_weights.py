@@ -264,7 +264,7 @@ class JitWeights:
         name: str,
         joined: Mapping[int, tuple[Recipe, Recipe]],
     ) -> Recipe | None:
-        """The recipe of an initializer that a node reads; None if unknown."""
+        """The recipe of an initializer at an input of a node; None if unknown."""
         # 1 and 2 are the positions of the weight and the bias of a convolution
         if output in joined and output not in self._norms and position in (1, 2):
             return joined[output][position - 1]

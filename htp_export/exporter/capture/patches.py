@@ -26,7 +26,7 @@ _CORE = "torch.onnx._internal.exporter._core"
 _SCRIPT = "torch.onnx._internal.torchscript_exporter.utils"
 _SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
 
-_OF_FX_GRAPH = "noting the ONNX values of an FX graph"
+_OF_FX_GRAPH = "recording the ONNX values of an FX graph"
 _FIRST_GRAPH = "reading the ONNX graph as it was translated"
 _JIT_GRAPH = "reading the graph that is to be translated"
 _OPERATOR = "following the translation of an operator"

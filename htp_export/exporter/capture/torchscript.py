@@ -109,7 +109,7 @@ class TorchScriptCapture(Guarded):
 
         def after_hooks(returned: Any) -> Any:
             self.step(
-                "noting that a module returns", self.trace.leave, state, given, returned, changed
+                "recording that a module returns", self.trace.leave, state, given, returned, changed
             )
             if changed is None:
                 return None

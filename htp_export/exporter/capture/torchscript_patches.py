@@ -45,7 +45,7 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *input, **kwargs)
         tracing_state = torchscript_internals.tracing_state()
         name = capture.step(
-            "noting that a module is called", capture.trace.enter, self, tracing_state
+            "recording that a module is called", capture.trace.enter, self, tracing_state
         )
         if name is None and capture.fault is None:  # not a module of the model
             return original(self, *input, **kwargs)
@@ -59,10 +59,14 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 result = original(self, *input, **kwargs)
             else:
                 given = capture.step(
-                    "noting what a module is given", CallTensors.given, self.forward, input, kwargs
+                    "recording the arguments of a module",
+                    CallTensors.given,
+                    self.forward,
+                    input,
+                    kwargs,
                 )
                 if root is not None:
-                    capture.step("noting which arguments are numbers", capture.called, root, input)
+                    capture.step("finding which arguments are numbers", capture.called, root, input)
                 if name:
                     tracing_state.push_scope(name)
                 try:
@@ -73,7 +77,7 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 convert = None if root is None else root.result
                 arguments = (self, tracing_state, given, result, convert)
                 waits_for_hooks = bool(
-                    capture.step("noting that a module returns", capture.returns, *arguments)
+                    capture.step("recording that a module returns", capture.returns, *arguments)
                 )
         finally:
             capture.root.runs = root is None
