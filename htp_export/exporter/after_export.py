@@ -108,8 +108,12 @@ def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
     elif hasattr(f, "write"):
         stream = io.BytesIO()
         yield stream
-        made = step.made_of(onnx.load_model_from_string(stream.getvalue()), strict=strict)
-        f.write(stream.getvalue() if made is None else ir.to_proto(made.model).SerializeToString())
+        model = onnx.load_model_from_string(stream.getvalue())
+        changed = step.made_of(model, strict=strict)
+        if changed is None:
+            f.write(stream.getvalue())
+        else:
+            f.write(ir.to_proto(changed.model).SerializeToString())
     else:
         yield f
 

@@ -121,11 +121,13 @@ class Rewriting:
 def _state(model: ir.Model) -> list[Any]:
     """The state of a model that tags depend on: nodes, values (by identity) and their names."""
     boundary = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
-    nodes = [
-        (node, node.inputs, tuple(value.name for value in node.outputs))
-        for node in nodes_of_model(model)
-    ]
-    return [boundary, nodes]
+    nodes = list(nodes_of_model(model))
+    inputs = [node.inputs for node in nodes]
+    return [boundary, nodes, inputs, [_output_names(node) for node in nodes]]
+
+
+def _output_names(node: ir.Node) -> list[str | None]:
+    return [value.name for value in node.outputs]
 
 
 def _untag(model: ir.Model) -> None:

@@ -110,9 +110,11 @@ def _assign_sizes(record: Record, flow: Flow) -> set[int]:
     users = _users_of_measured(record, flow)
     assigned = set()
     for index, operation in enumerate(record.operations):
+        if not operation.shape_only:
+            continue
         measured = [key for key in operation.inputs if key in users]
         chain = log.chain(operation.call)
-        if not operation.shape_only or not measured or not chain:
+        if not measured or not chain:
             continue
         call = chain[-1]
         for caller in chain:

@@ -173,8 +173,12 @@ def _exported(
         program = export(model, args, kwargs=kwargs, verbose=False)
     if program is None or program.exported_program is None:
         raise InputError("the exporter returned no program")
-    nodes = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
-    return load(program), [frozenset(scope.name for scope in scopes_of(node)) for node in nodes]
+    scopes = []
+    for node in program.exported_program.graph.nodes:
+        if node.op == "call_function":
+            names = [scope.name for scope in scopes_of(node)]
+            scopes.append(frozenset(names))
+    return load(program), scopes
 
 
 def _rows(

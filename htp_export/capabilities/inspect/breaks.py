@@ -128,7 +128,10 @@ class _Whole:
     def _rename(self, node: ir.Node, piece: Piece) -> None:
         """Add the prefixes of a piece to the names of a node and its tensors, and to its owners."""
         node.name = f"{piece.name}/{node.name}"
-        for value in (*node.outputs, *(value for body in subgraphs(node) for value in body.inputs)):
+        values = list(node.outputs)
+        for body in subgraphs(node):
+            values += body.inputs
+        for value in values:
             if value.name:
                 value.name = f"{piece.name}/{value.name}"
         owned = Owned.of(node.metadata_props)
@@ -225,7 +228,8 @@ class _Graphs:
         graph = merged(pieces, tree, parameters)
         distinct: dict[Hashable, Piece] = {}
         for part, piece in zip(parts, pieces, strict=True):
-            distinct.setdefault((id(part.run.graph), part.run.path), replace(piece, inputs={}))
+            graph_in_module = (id(part.run.graph), part.run.path)
+            distinct.setdefault(graph_in_module, replace(piece, inputs={}))
         graphs = {
             piece.name: merged([piece], tree, parameters)
             for piece in sorted(distinct.values(), key=_rank)

@@ -258,7 +258,8 @@ def watch_bodies(
             if n.op == "call_function" and n.name in self._lines:
                 call = _calling_from(self._file, self._lines[n.name])
                 return watched(lambda: call(n.target, args, kwargs), self, n)
-            return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
+            run = getattr(self, n.op)
+            return watched(lambda: run(n.target, args, kwargs), self, n)
 
     for body in bodies_run_in_place(module):
         interpreter = Watched(body)

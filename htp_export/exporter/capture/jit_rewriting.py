@@ -178,7 +178,8 @@ class Stages:
 
         Returns the operations of the first graph, one for each node of the translation: `Parts`.
         """
-        stage = {**numbers, **dict(zip(self.last.inputs, now.inputs, strict=True))}
+        inputs = zip(self.last.inputs, now.inputs, strict=True)
+        stage = {**numbers, **dict(inputs)}
         parts = Parts(operations, self.now, stage, now)
         self._add(stage, now)
         self._after_translation = len(self._stages)
@@ -447,7 +448,9 @@ def _is_used_alike(old: JitStep, new: JitStep, position: int) -> bool:
     if names is None:
         return False
     name = names[position] if position < len(names) else ""
-    return bool(dict(old.attributes).get(name, 0) == dict(new.attributes).get(name, 0))
+    old_setting = dict(old.attributes).get(name, 0)
+    new_setting = dict(new.attributes).get(name, 0)
+    return bool(old_setting == new_setting)
 
 
 def _is_changed(

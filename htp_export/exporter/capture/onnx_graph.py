@@ -181,4 +181,6 @@ def _initializer(value: ir.Value | None, names: Mapping[Any, str] | None) -> str
     """The name of the initializer that a value is, or receives; empty without one."""
     if value is None:
         return ""
-    return (names or {}).get(value) or (str(value.name) if value.is_initializer() else "")
+    if names is not None and value in names:
+        return names[value]
+    return str(value.name) if value.is_initializer() else ""

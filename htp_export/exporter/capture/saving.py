@@ -158,9 +158,13 @@ def _is_plain(weight: Any) -> bool:
 
 def _memory(values: np.ndarray[Any, Any]) -> tuple[int, int]:
     """Address and length of the memory of an array, which may have negative strides."""
-    steps = [(size - 1) * stride for size, stride in zip(values.shape, values.strides, strict=True)]
-    before = sum(step for step in steps if step < 0)
-    behind = sum(step for step in steps if step > 0)
+    before = 0
+    behind = 0
+    for size, stride in zip(values.shape, values.strides, strict=True):
+        if stride < 0:
+            before += (size - 1) * stride
+        else:
+            behind += (size - 1) * stride
     return values.ctypes.data + before, behind - before + values.itemsize
 
 

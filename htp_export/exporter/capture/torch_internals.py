@@ -98,7 +98,9 @@ def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
 def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
     """The nodes into which a node was traced when it was executed and returned ``result``."""
     nodes = before.tracer.graph.nodes
-    traced = list(itertools.islice(reversed(nodes), len(nodes) - before.traced))[::-1]
+    # from the end, because the nodes are a linked list
+    traced = list(itertools.islice(reversed(nodes), len(nodes) - before.traced))
+    traced.reverse()
     read = []
     for producer, tensor, changes_before in before.read:
         changes = changes_of(tensor)

@@ -249,7 +249,8 @@ class TorchScriptCapture(Guarded):
         last = self._stages.last
         nodes = [proto for proto in protos if proto.op_type != "Constant"]
         names = dict(zip(last.inputs, inputs, strict=False))
-        if [len(step.outputs) for step in last.steps] == [len(node.output) for node in nodes]:
+        sizes = [len(step.outputs) for step in last.steps]
+        if sizes == [len(node.output) for node in nodes]:
             for step, node in zip(last.steps, nodes, strict=True):
                 names.update(zip(step.outputs, node.output, strict=True))
         elif self._graph is not None:

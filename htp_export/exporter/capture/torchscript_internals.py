@@ -313,8 +313,9 @@ class Reading:
 
     def paired_with(self, copy: Reading) -> dict[int, int]:
         """Old number → new, for the reading of a copy of this graph that was made node by node."""
-        old, new = ((*each.inputs, *each.parameters, *each.constants) for each in (self, copy))
-        numbers = dict(zip(old, new, strict=True))
+        before = (*self.inputs, *self.parameters, *self.constants)
+        after = (*copy.inputs, *copy.parameters, *copy.constants)
+        numbers = dict(zip(before, after, strict=True))
         for was, now in zip(self.steps, copy.steps, strict=True):
             numbers.update(zip(was.outputs, now.outputs, strict=True))
         return numbers
