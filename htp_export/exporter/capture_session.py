@@ -55,14 +55,14 @@ class Captured:
         return type(None), ()
 
 
-def write_tags(known: Captured, model: ir.Model) -> None:
+def write_tags(captured: Captured, model: ir.Model) -> None:
     """Tag a model in its current state; existing tags are replaced."""
-    capture = known.capture
+    capture = captured.capture
     with seam("matching the nodes of the ONNX graph with what the modules ran"):
         record, nodes = capture.finish(model)
     with seam("finding the owners of each node"):
-        hierarchy = known.hierarchy or Hierarchy.from_classes(capture.calls.classes)
-        new_tags = make_tags(record, hierarchy, known.parameters)
+        hierarchy = captured.hierarchy or Hierarchy.from_classes(capture.calls.classes)
+        new_tags = make_tags(record, hierarchy, captured.parameters)
     with seam("finding how the weights were made"):
         capture.write_recipes(model)
     write_owners(nodes, new_tags.owners, new_tags.called)
@@ -81,9 +81,9 @@ class Rewriting:
 
     _KEY = "htp.rewriting"  # in the model's ``meta``, so that it has the lifetime of the model
 
-    def __init__(self, known: Captured, model: ir.Model) -> None:
-        self._known = known
-        self._capture = known.capture
+    def __init__(self, captured: Captured, model: ir.Model) -> None:
+        self._captured = captured
+        self._capture = captured.capture
         self._model = model
         self._capture.follow(model)
         self._tagged = _state(model)
@@ -101,7 +101,7 @@ class Rewriting:
         if now == self._tagged:
             return
         capture = self._capture
-        capture.step("tagging a model that was rewritten", write_tags, self._known, self._model)
+        capture.step("tagging a model that was rewritten", write_tags, self._captured, self._model)
         self._tagged = now
         if capture.fault is not None:
             _untag(self._model)
@@ -164,15 +164,15 @@ class Dynamo:
         capture = self.capture
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
         hold_collection(self._changes, kept=True)
-        known = Captured(capture, self.modules.hierarchy, self.modules.parameters)
-        capture.step("tagging the nodes of the program", write_tags, known, program.model)
+        captured = Captured(capture, self.modules.hierarchy, self.modules.parameters)
+        capture.step("tagging the nodes of the program", write_tags, captured, program.model)
         if capture.fault is not None:
             capture.withdraw(program.model)
             capture.give_up()
         else:
             save_whole(program)
             if self._follow is not None:
-                self._follow(Rewriting(known, program.model))
+                self._follow(Rewriting(captured, program.model))
         return program
 
 

@@ -195,8 +195,8 @@ class Origins:
 
     def __init__(self, record: Record, flow: Flow) -> None:
         # exported tensor → calls of the operations that produced the same tensor
-        self.made: dict[Key, set[int]] = {}
-        self.placed: set[Key] = set()  # exported tensors whose calls are known by flow only
+        self.computed_by: dict[Key, set[int]] = {}
+        self.by_flow: set[Key] = set()  # exported tensors whose calls are known by flow only
         # exported tensor → calls of further operations whose own tensors are gone
         self.absorbed: dict[Key, set[int]] = {}
         # exported tensor → calls of operations that no output depends on
@@ -256,11 +256,11 @@ class Origins:
     ) -> None:
         """Record an operation that produced an exported tensor, and the calls that it absorbed."""
         self._first.setdefault(counterpart, index)
-        made = self.made.setdefault(counterpart, set())
-        made.add(operation.call)
-        made.update(self._shared.get(index, ()))
+        calls = self.computed_by.setdefault(counterpart, set())
+        calls.add(operation.call)
+        calls.update(self._shared.get(index, ()))
         if index in self._relocated:
-            self.placed.add(counterpart)
+            self.by_flow.add(counterpart)
         absorbed = lost_calls | self._done_again(operation, counterpart)
         if absorbed:
             self.absorbed.setdefault(counterpart, set()).update(absorbed)
@@ -420,7 +420,7 @@ def assign(record: Record, flow: Flow) -> list[Ownership]:
         return _Entry(calls, reason, calls | _calls_of(node, origins.absorbed))
 
     places = range(len(record.nodes))
-    graph = _ExportedGraph(record.nodes, origins.made.keys())
+    graph = _ExportedGraph(record.nodes, origins.computed_by.keys())
     complete(places, entries, graph, inherited)
     unowned = _Entry(_NO_CALLS, Reason.FLOW, _NO_CALLS)
     ordered = (entries.get(place, unowned) for place in places)
@@ -434,8 +434,8 @@ def _calls_of(node: Node, calls: Mapping[Key, set[int]]) -> Calls:
 
 def _captured_calls(node: Node, origins: Origins) -> tuple[Calls, Reason]:
     """The calls that computed the tensors of a node, or that its hint names; none if unknown."""
-    calls = _calls_of(node, origins.made)
-    by_flow = not origins.placed.isdisjoint(node.outputs)
+    calls = _calls_of(node, origins.computed_by)
+    by_flow = not origins.by_flow.isdisjoint(node.outputs)
     # other evidence takes precedence over flow
     if calls and not (by_flow and node.hint != NO_CALL):
         absorbed = _calls_of(node, origins.absorbed)
@@ -449,7 +449,7 @@ def _captured_calls(node: Node, origins: Origins) -> tuple[Calls, Reason]:
 
 def _differ(node: Node, origins: Origins) -> bool:
     """Whether different calls produced the outputs of a node, such as a sum and a normalization."""
-    by_output = [origins.made[key] for key in node.outputs if key in origins.made]
+    by_output = [origins.computed_by[key] for key in node.outputs if key in origins.computed_by]
     return any(calls != by_output[0] for calls in by_output)
 
 

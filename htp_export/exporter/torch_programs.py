@@ -254,20 +254,20 @@ def _names_of_parts(node: Any) -> dict[int, str]:
     return {user.args[1]: user.name for user in reversed(list(taken))}
 
 
-def _value(name: str, known: Any) -> ir.Value:
+def _value(name: str, traced: Any) -> ir.Value:
     """A value with the type and shape of a result as traced."""
-    if isinstance(known, torch.Tensor):
+    if isinstance(traced, torch.Tensor):
         return ir.Value(
             name=name,
-            type=_type(known.dtype),
-            shape=ir.Shape([_size(size) for size in known.shape]),
+            type=_type(traced.dtype),
+            shape=ir.Shape([_size(size) for size in traced.shape]),
         )
     kinds = {
         **dict.fromkeys((torch.SymInt, int), ir.DataType.INT64),
         **dict.fromkeys((torch.SymBool, bool), ir.DataType.BOOL),
         **dict.fromkeys((torch.SymFloat, float), ir.DataType.DOUBLE),
     }
-    kind = kinds.get(type(known))
+    kind = kinds.get(type(traced))
     if kind is None:
         return ir.Value(name=name)
     return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape([]))
@@ -380,7 +380,7 @@ def _attempt(
     with restored(make):
         with torch.no_grad():
             program = torch.export.export(model, args, dict(kwargs), strict=strict)
-            functional = prepare(lambda made: made.run_decompositions({}))(program)
+            functional = prepare(lambda exported: exported.run_decompositions({}))(program)
         capture.step("recording the calls in branches", capture.calls.mark_bodies, functional)
         graph, values = graph_of_program(functional)
         capture.step("recording the values of an FX graph", capture.translated_nodes, values)
@@ -388,7 +388,7 @@ def _attempt(
         capture.step(
             "dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced
         )
-        known = Captured(capture, names.hierarchy, names.parameters)
-        capture.step("tagging the nodes of the graph", write_tags, known, graph)
+        captured = Captured(capture, names.hierarchy, names.parameters)
+        capture.step("tagging the nodes of the graph", write_tags, captured, graph)
         capture.give_up()
         return graph

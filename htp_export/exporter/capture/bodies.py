@@ -88,7 +88,7 @@ class Run:
     # (id of a body, name of a node in it) → the node's call
     calls: dict[tuple[int, str], int] = field(default_factory=dict)
     # (module path, parent) → the calls that were added for this run, in order
-    made: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    added: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     # the bodies, with inner ones; kept alive, so that their ids stay unique
     bodies: list[Any] = field(default_factory=list)
     found: bool = False  # whether exported nodes were matched with this run
@@ -228,7 +228,7 @@ class _Reader:
         """
         place = self._counts[path, parent]
         self._counts[path, parent] += 1
-        calls = self._run.made.setdefault((path, parent), [])
+        calls = self._run.added.setdefault((path, parent), [])
         if place == len(calls):
             calls.append(self._log.add(path, parent))
         return calls[place]

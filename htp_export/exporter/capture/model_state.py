@@ -72,7 +72,7 @@ class ModelState:
         """Save objects, and the objects in them, at any depth."""
         most = len(self._seen) + len(values) + _MOST_OBJECTS
         while values and len(self._seen) < most:
-            values = [each for value in values for each in self._keep(value)]
+            values = [held for value in values for held in self._keep(value)]
 
     def _keep(self, value: Any) -> Iterable[Any]:
         """Save the contents of one object, and return the objects in it."""
@@ -119,7 +119,7 @@ class ModelState:
         if len(contents) > _MOST_OBJECTS:
             return ()
         if isinstance(value, dict):
-            return [each for _, each in contents]
+            return [item for _, item in contents]
         return contents
 
 

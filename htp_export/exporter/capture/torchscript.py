@@ -130,14 +130,14 @@ class TorchScriptCapture(Guarded):
         inputs = (*reading.inputs, *reading.parameters)
         self._set_first(reading, dict(zip(self.trace.inputs, inputs, strict=False)))
 
-    def created(self, made: tuple[Any, ...]) -> None:
+    def created(self, result: tuple[Any, ...]) -> None:
         """Record a graph (and its parameters) that torch created from a traced module.
 
         It does so for quantized models.
         """
         if self._first or not self.trace.nodes:
             return
-        graph, parameters, *_ = made
+        graph, parameters, *_ = result
         self._user_inputs = len(list(graph.inputs())) - len(parameters)
         reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.

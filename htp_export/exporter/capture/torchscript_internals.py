@@ -205,7 +205,7 @@ def is_number(given: Container[int | None], *tensor: Any) -> bool:
             continue
         if not node.kind().startswith("aten::"):
             return False
-        inputs = [each for each in node.inputs() if not _is_constant_number(each)]
+        inputs = [operand for operand in node.inputs() if not _is_constant_number(operand)]
         # a function that creates a tensor from numbers has integers or floats as inputs
         if not inputs or not all(map(_is_tensor, inputs)):
             return False
@@ -252,14 +252,14 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
     def remove(value: Any) -> None:
         node = value.node()
         outputs = list(node.outputs())
-        inputs = [(each.unique(), each) for each in node.inputs()]
+        inputs = [(operand.unique(), operand) for operand in node.inputs()]
         if node.kind() == "prim::Param" or any(output.uses() for output in outputs):
             return
         removed.update(output.unique() for output in outputs)
         node.destroy()
-        for number, each in inputs:
+        for number, operand in inputs:
             if number not in removed:
-                remove(each)
+                remove(operand)
 
     value_of = functools.partial(_value_of, torch._C._get_value_trace)  # type: ignore[attr-defined]
     values = [(first, value_of(first), value_of(second)) for first, second in pairs]
