@@ -6,7 +6,7 @@ because torch copies graphs and renames nodes; entries in a node's ``meta`` are 
 Where tensors that share memory are changed in place, functionalization adds nodes, in the scope of
 the operation that uses or changes the view:
 
-- A view of the changed tensor is repeated by the same chain of view operators when an operation
+- A view of the changed tensor is repeated by the same sequence of view operators when an operation
   reads it, or after the last operation if the model returns it.
 - If the changed tensor is itself a view, the change is written back into the tensor below: each
   view operator is reversed, ``slice_scatter`` for ``slice``, and then the view is repeated.
@@ -40,15 +40,15 @@ class ViewStep(NamedTuple):
     below: int  # number of the node that returns the tensor of which it is a view
 
 
-class ViewChain(NamedTuple):
+class ViewSequence(NamedTuple):
     """The views between a tensor, when it was first computed, and its base."""
 
     producer: Any  # the node of the decomposed graph that computed the tensor
     steps: tuple[ViewStep, ...]  # the last view first; empty for a tensor that is not a view
 
 
-class RepeatedChain(NamedTuple):
-    """Nodes that repeat a `ViewChain`, or its last steps."""
+class RepeatedSequence(NamedTuple):
+    """Nodes that repeat a `ViewSequence`, or its last steps."""
 
     # for each step, the last one first, its nodes: the one that selects a result of an operator
     # with several results, then the operator
@@ -88,7 +88,7 @@ class RepeatedViews:
         self._number_of = decomposed.assign
         self._calls = calls
         # node of the exported graph → the views by which its tensor was first computed
-        self._chains: dict[Any, ViewChain] = {}
+        self._sequences: dict[Any, ViewSequence] = {}
         # Views repeated on a changed tensor that do not belong to the call that created them
         self.moved: list[MovedView] = []
         # Number of the node that created a view → numbers of the nodes that repeat it unchanged
@@ -106,20 +106,20 @@ class RepeatedViews:
         traced = set(executed.traced)
         changed = {}
         for state in executed.read:
-            chain = self._chains.get(state.node)
-            if chain is None or not chain.steps or chain.producer is state.producer:
+            sequence = self._sequences.get(state.node)
+            if sequence is None or not sequence.steps or sequence.producer is state.producer:
                 continue
             if not state.changed:
-                self._assign_repeated(chain, state.producer, traced)
+                self._assign_repeated(sequence, state.producer, traced)
                 continue
-            before = self._repeated_before_change(chain, executed.traced)
-            self._assign_repeated(chain, before, traced)
-            new_value = self._assign_written_back(chain, state, traced)
+            before = self._repeated_before_change(sequence, executed.traced)
+            self._assign_repeated(sequence, before, traced)
+            new_value = self._assign_written_back(sequence, state, traced)
             if new_value is not None:
                 changed[state.producer] = new_value
         for state in (*executed.read, *executed.returned):
-            if state.producer is not None and state.node not in self._chains:
-                self._chains[state.node] = self._chain_of(state.producer)
+            if state.producer is not None and state.node not in self._sequences:
+                self._sequences[state.node] = self._sequence_of(state.producer)
         return changed
 
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
@@ -130,8 +130,8 @@ class RepeatedViews:
         ``late``: the nodes traced after the last node of the exported graph was executed.
         """
         for node, again in outputs:
-            if node in self._chains:
-                self._assign_repeated(self._chains[node], again, late)
+            if node in self._sequences:
+                self._assign_repeated(self._sequences[node], again, late)
 
     def settle(self, nodes: Iterable[Any]) -> None:
         """Reassign nodes added after a change to a call that contains the change and a consumer.
@@ -163,7 +163,7 @@ class RepeatedViews:
                 call = both
         return call
 
-    def _chain_of(self, producer: Any) -> ViewChain:
+    def _sequence_of(self, producer: Any) -> ViewSequence:
         steps = []
         node = producer
         while is_view(node) and node not in self._written:
@@ -172,17 +172,17 @@ class RepeatedViews:
             call = self._calls.of_node(node)
             steps.append(ViewStep(target, call, self._number_of(node), self._number_of(below)))
             node = below
-        return ViewChain(producer, tuple(steps))
+        return ViewSequence(producer, tuple(steps))
 
     @staticmethod
     def _repeated(
-        chain: ViewChain,
+        sequence: ViewSequence,
         last: Any,
         traced: Collection[Any],
-    ) -> RepeatedChain | None:
-        """The nodes among ``traced`` that end in ``last`` and repeat a chain, or None."""
-        repeated = RepeatedChain([], last)
-        for step in chain.steps:
+    ) -> RepeatedSequence | None:
+        """The nodes among ``traced`` that end in ``last`` and repeat a sequence, or None."""
+        repeated = RepeatedSequence([], last)
+        for step in sequence.steps:
             if repeated.base not in traced:
                 break
             if not is_view(repeated.base):
@@ -190,24 +190,24 @@ class RepeatedViews:
             nodes, below = _view_nodes(repeated.base)
             if step.operator is not None and [node.target for node in nodes] != [step.operator]:
                 return None
-            repeated = RepeatedChain([*repeated.steps, nodes], below)
+            repeated = RepeatedSequence([*repeated.steps, nodes], below)
         return repeated if repeated.steps else None
 
     def _assign_repeated(
         self,
-        chain: ViewChain,
+        sequence: ViewSequence,
         last: Any,
         traced: Collection[Any],
     ) -> None:
-        """Assign the nodes that repeat a chain, if they do."""
-        repeated = self._repeated(chain, last, traced)
+        """Assign the nodes that repeat a sequence, if they do."""
+        repeated = self._repeated(sequence, last, traced)
         if repeated is None:
             return
         base = self._number_of(repeated.base)
         base_call = self._calls.of_node(repeated.base)
-        unchanged = base == chain.steps[len(repeated.steps) - 1].below
+        unchanged = base == sequence.steps[len(repeated.steps) - 1].below
         change = self._change.get(base, base_call)
-        for nodes, step in zip(repeated.steps, chain.steps, strict=False):
+        for nodes, step in zip(repeated.steps, sequence.steps, strict=False):
             call = step.call if unchanged else self._calls.log.common(step.call, base_call)
             for node in nodes:
                 self._calls.assign(node, call)
@@ -219,17 +219,17 @@ class RepeatedViews:
             if call != step.call:
                 self.moved.append(MovedView(step.number, step.call, number, call))
 
-    def _repeated_before_change(self, chain: ViewChain, traced: list[Any]) -> Any:
+    def _repeated_before_change(self, sequence: ViewSequence, traced: list[Any]) -> Any:
         """The node that repeats a view before it is changed; None if the view was up to date."""
         for node in traced:
-            repeated = self._repeated(chain, node, traced)
+            repeated = self._repeated(sequence, node, traced)
             if repeated is not None and repeated.base not in traced:
                 return node
         return None
 
     def _assign_written_back(
         self,
-        chain: ViewChain,
+        sequence: ViewSequence,
         state: State,
         traced: Collection[Any],
     ) -> Any:
@@ -237,14 +237,14 @@ class RepeatedViews:
 
         Returns the node that computes the new value of the view, or None.
         """
-        repeated = self._repeated(chain, state.producer, traced)
+        repeated = self._repeated(sequence, state.producer, traced)
         if repeated is None or repeated.base not in traced:
             return None
         node = repeated.base
         new_value = None
         change = call = self._calls.of_node(node)
         calls = []  # for each step, the innermost call around the change and the views so far
-        for step in chain.steps:
+        for step in sequence.steps:
             call = self._calls.log.common(call, step.call)
             calls.append(call)
         for call in reversed(calls):
@@ -259,7 +259,7 @@ class RepeatedViews:
                 self._assign_after_change(below, call, change)
                 below = below.args[0]
             node = new_value
-        self._assign_repeated(chain, state.producer, traced)
+        self._assign_repeated(sequence, state.producer, traced)
         return new_value
 
     def _assign_after_change(self, node: Any, call: int, change: int) -> None:
