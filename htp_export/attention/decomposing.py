@@ -201,7 +201,7 @@ def _remove(attention: nn.Module, names: tuple[str, ...]) -> None:
 
 
 class _StepsOfCalls(TorchFunctionMode):
-    """Runs attention that a module computes itself in steps in this module, while it is active.
+    """While active, runs attention that the ``forward`` of a module computes in steps of the module.
 
     ``make_steps`` creates the steps that replace ``scaled_dot_product_attention`` in a module.
     """

@@ -251,7 +251,7 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
 
 
 def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
-    """Observe one of torch's exporters, if possible."""
+    """Apply the patches of one of torch's exporters, if possible."""
     try:
         entry.hold(changes)
     except TorchChangedError as fault:

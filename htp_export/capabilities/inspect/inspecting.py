@@ -49,7 +49,7 @@ def inspect(
     *,
     kwargs: Mapping[str, Any] | None = None,
 ) -> Inspected:
-    """Trace a PyTorch model into a graph with its module tree, even if it does not export to ONNX.
+    """Trace a PyTorch model into a graph with its modules, even if it does not export to ONNX.
 
     Several ways are tried in order: the export to ONNX; ``torch.export`` alone, whose operators
     need no translation; symbolic tracing by ``torch.fx``; Dynamo's graphs with breaks; the modules

@@ -138,7 +138,7 @@ class Bodies:
         return True
 
     def leave(self) -> None:
-        """Note that the operator returns."""
+        """Record that the operator returns."""
         self._inside = False
 
     def calls(self, parent: int, traces: Iterable[str | None]) -> Mapping[str, int]:
