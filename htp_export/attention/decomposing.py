@@ -201,7 +201,7 @@ def _remove(attention: nn.Module, names: tuple[str, ...]) -> None:
 
 
 class _StepsOfCalls(TorchFunctionMode):
-    """While active, runs attention that the ``forward`` of a module computes in steps of the module.
+    """While active, runs the attention that a module computes itself in steps of the module.
 
     ``make_steps`` creates the steps that replace ``scaled_dot_product_attention`` in a module.
     """

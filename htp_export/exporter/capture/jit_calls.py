@@ -254,7 +254,7 @@ class Matching:
             self._was.setdefault(number, old)
 
     def _by_consumers(self, index: int) -> int | None:
-        """The traced node whose outputs the matched consumers of a node read."""
+        """The traced node whose outputs are inputs of the matched consumers of a node."""
         step = self._steps[index]
         for number in step.outputs:
             if number in self._was:

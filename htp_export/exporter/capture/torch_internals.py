@@ -114,7 +114,7 @@ def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
 
 
 def is_view(node: Any) -> bool:
-    """Return whether the result of a node of a functional FX graph is a view of its first argument.
+    """Whether the result of a node of a functional FX graph is a view of its first argument.
 
     This includes a ``getitem`` that selects one of several results of such an operator.
     """
@@ -512,7 +512,7 @@ def without_export_root(name: str, root: str | None) -> str:
 
 
 def outputs_of(output: Any) -> list[Any]:
-    """The leaves of the ``output`` node of an FX graph, in order; None for other than nodes."""
+    """The leaves of the ``output`` node of an FX graph, in order; None for other leaves."""
     import torch
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])
