@@ -223,7 +223,7 @@ class KeptWeights:
     whole: Callable[[], bytes]  # serializes the model as torch does, with all weights
 
 
-def stand_ins(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def empty_weights(weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Name → an empty tensor, for weights whose bytes are available without torch's exporter."""
     plain = {name: weight for name, weight in weights.items() if _is_plain(weight)}
     if sys.byteorder != "little" or sum(weight.nbytes for weight in plain.values()) > _MOST:

@@ -320,7 +320,7 @@ def is_choice(function: Any) -> bool:
     return function is torch.ops.higher_order.cond
 
 
-def gives_what_a_body_gives(function: Any) -> bool:
+def returns_like_its_body(function: Any) -> bool:
     """Whether the last body of such an operator has the operator's inputs and kinds of results."""
     import torch
 

@@ -11,7 +11,7 @@ from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import CallTensors
 from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import script_capture, wanted
-from htp_export.exporter.capture.saving import KeptWeights, kept_weights, stand_ins, write
+from htp_export.exporter.capture.saving import KeptWeights, empty_weights, kept_weights, write
 
 
 def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +117,9 @@ def serialize(
 
     empty = None
     if capture is not None and not defer:
-        empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
+        empty = capture.step(
+            "looking for weights to leave out of the bytes", empty_weights, weights
+        )
     if capture is None or not empty:
         return plain()
     try:
