@@ -1,4 +1,4 @@
-"""Attention as named steps: ``nn.MultiheadAttention`` and ``scaled_dot_product_attention`` run as several modules."""
+"""Attention in named steps: its projections, scores, softmax and context run as modules."""
 
 from htp_export.attention.decomposing import decomposed_attention
 

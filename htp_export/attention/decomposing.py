@@ -1,14 +1,14 @@
-"""`decomposed_attention`: the modules of a model run attention in steps, until the context ends.
+"""`decomposed_attention`: inside the context, the modules of a model run attention in steps.
 
 ``nn.MultiheadAttention`` gets another ``forward``. In other modules,
-``scaled_dot_product_attention`` or its parts are found by watching the calls of torch's functions.
+``scaled_dot_product_attention``, or the operations of attention, are found by observing the calls
+of torch's functions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import threading
 import weakref
@@ -44,37 +44,40 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, _StepsOfCalls] = weakref.WeakKeyDictionary()
-"""Modules whose calls run in steps already, and what runs them, in a context around this one."""
+"""Module whose attention already runs in steps → the mode of the context that runs it."""
 
 
 @checks_arguments
 @contextlib.contextmanager
 def decomposed_attention(
-    model: nn.Module, *, exact: bool = False, keep_kernel: bool = False
+    model: nn.Module,
+    *,
+    exact: bool = False,
+    keep_kernel: bool = False,
 ) -> Iterator[None]:
     """Run the attention of a model as named steps, each a module with a path of its own.
 
     These are ``scores``, ``softmax`` and ``context``, and of an ``nn.MultiheadAttention``
-    ``q_proj``, ``k_proj`` and ``v_proj`` too; ``docs/attention.md`` says which code becomes which.
+    ``q_proj``, ``k_proj`` and ``v_proj`` too; ``docs/attention.md`` lists the code of each.
     Afterwards the model is as before, also on errors.
 
-    Results differ from the original's by rounding; of a query that may see no key, they are what
-    torch's operators define: zeros from ``scaled_dot_product_attention``, NaN where weights are
+    Results differ from the original's by rounding. For a query whose keys are all masked, they are
+    as torch's operators define: zeros from ``scaled_dot_product_attention``, NaN if weights are
     returned.
 
-    May be nested: modules whose attention runs in steps already stay as they are. Not thread-safe:
-    no other thread may use the model meanwhile.
+    May be nested: modules whose attention already runs in steps are unchanged. Not thread-safe: no
+    other thread may use the model meanwhile.
 
     Args:
         model: The model. Subclasses of ``nn.MultiheadAttention`` with a ``forward`` of their own
-            stay as they are.
-        exact: Whether query, key and value are projected in one product where the original does so
+            are unchanged.
+        exact: Whether query, key and value are projected in one product if the original does so
             (the step ``in_proj`` or ``kv_proj``, of which ``q_proj``, ``k_proj`` and ``v_proj``
-            take their parts), and everything is computed in the order of torch's slow path, so that
-            results are equal bit for bit.
+            select their parts), and everything is computed in the order of torch's slow path, so
+            that results are equal bit for bit.
         keep_kernel: Whether ``scores``, ``softmax`` and ``context`` are one call of
             ``scaled_dot_product_attention``, whose operator belongs to all three: at opset 23,
-            dynamo makes one ``Attention`` node of it. Attention that a module computes from
+            dynamo exports it as one ``Attention`` node. Attention that a module computes from
             products has no kernel to keep, and runs in steps.
 
     Returns:
@@ -101,10 +104,10 @@ def decomposed_attention(
 
 @contextlib.contextmanager
 def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
-    """Run the attention of a model in the steps that a file with these modules has; nothing changes if it has none."""
+    """Run the attention of a model in the steps of a file's module tree, if it has any."""
     steps: defaultdict[str | None, dict[str, str]] = defaultdict(dict)
     for path, info in hierarchy.items():
-        # not those of LoRA
+        # LoRA has synthetic modules, too
         if info.synthetic and info.class_name.startswith(f"{Step.__module__}."):
             steps[hierarchy.parent(path)][path.rpartition(".")[2]] = info.simple_class
     if not steps:
@@ -116,7 +119,8 @@ def attention_as_in(hierarchy: Hierarchy, model: nn.Module) -> Iterator[None]:
         for path, _, module in module_paths(model)
         if path in steps and not _is_plain(module)
     }
-    exact, keep_kernel = PackedProjection.__name__ in classes, KernelPart.__name__ in classes
+    exact = PackedProjection.__name__ in classes
+    keep_kernel = KernelPart.__name__ in classes
     with _in_steps(model, exact=exact, keep_kernel=keep_kernel, callers=callers):
         yield
 
@@ -129,7 +133,10 @@ def _in_steps(
     keep_kernel: bool,
     callers: Mapping[nn.Module, Mapping[str, str]] | None = None,
 ) -> Iterator[None]:
-    """As `decomposed_attention`; ``callers`` have steps before their first call, see `_StepsOfCalls.hold`."""
+    """As `decomposed_attention`; modules in ``callers`` get steps before their first call.
+
+    See `_StepsOfCalls.hold`.
+    """
     if exact and keep_kernel:
         raise InputError("exact and keep_kernel exclude each other: a kernel rounds in its own way")
     _refuse_foreign_kernels(model)
@@ -145,7 +152,10 @@ def _in_steps(
 
 
 def _install(
-    changes: Changes, model: nn.Module, make_steps: Callable[[], AttentionSteps], exact: bool
+    changes: Changes,
+    model: nn.Module,
+    make_steps: Callable[[], AttentionSteps],
+    exact: bool,
 ) -> None:
     for path, _, attention in module_paths(model):
         if not _is_plain(attention):
@@ -155,7 +165,8 @@ def _install(
         taken = [name for name in modules if hasattr(attention, name)]
         if taken:
             raise InputError(
-                f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of attention"
+                f"module {path!r} has an attribute {taken[0]!r} already, the name of a step of "
+                "attention"
             )
         changes.will_undo(functools.partial(_remove, attention, tuple(modules)))
         for name, step in modules.items():
@@ -164,7 +175,7 @@ def _install(
 
 
 def _refuse_foreign_kernels(model: nn.Module) -> None:
-    """Refuse a model of transformers whose attention is one call into another library."""
+    """Raise an `InputError` for a model of transformers that calls attention of another library."""
     for path, _, module in module_paths(model):
         name = getattr(getattr(module, "config", None), "_attn_implementation", None)
         # "owner/name" of a kernel
@@ -176,7 +187,7 @@ def _refuse_foreign_kernels(model: nn.Module) -> None:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
-    """Whether a module computes what ``nn.MultiheadAttention`` defines."""
+    """Whether a module is an ``nn.MultiheadAttention`` with the original ``forward``."""
     own_forward = (
         "forward" in vars(module) or type(module).forward is not nn.MultiheadAttention.forward
     )
@@ -190,9 +201,9 @@ def _remove(attention: nn.Module, names: tuple[str, ...]) -> None:
 
 
 class _StepsOfCalls(TorchFunctionMode):
-    """While it is held, attention that a module computes itself runs in steps in this module.
+    """While active, runs the attention that a module computes itself in steps of the module.
 
-    ``make_steps`` makes the steps that stand for ``scaled_dot_product_attention`` in a module.
+    ``make_steps`` creates the steps that replace ``scaled_dot_product_attention`` in a module.
     """
 
     def __init__(self, make_steps: Callable[[], AttentionSteps]) -> None:
@@ -211,15 +222,15 @@ class _StepsOfCalls(TorchFunctionMode):
         model: nn.Module,
         steps: Mapping[nn.Module, Mapping[str, str]] | None = None,
     ) -> None:
-        """Watch a model until the changes are taken back.
+        """Observe a model until the changes are undone.
 
-        Modules in ``steps`` get theirs now, with the classes of the steps by name; others when they
-        run.
+        Modules in ``steps`` get theirs now, from the classes of the steps by name; others during
+        their first call.
         """
         self._paths = {module: path for path, _, module in module_paths(model)}
         for module in list(model.modules()):
             if module in _WATCHED or isinstance(module, torch.jit.ScriptModule):
-                continue  # in steps already, or not to be watched
+                continue  # already in steps, or impossible to observe
             changes.will_undo(functools.partial(_WATCHED.pop, module, None))
             _WATCHED[module] = self
             handles: list[Any] = []
@@ -245,10 +256,11 @@ class _StepsOfCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # true where Dynamo traces this: what it compiles stays as it is
+        # functions that Dynamo compiles stay unchanged
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))
-        call, stack = AttentionCall(func, args, kwargs or {}), self._stack
+        call = AttentionCall(func, args, kwargs or {})
+        stack = self._stack
         if not stack or isinstance(stack[-1].module, Step):
             return call()
         if func is functional.scaled_dot_product_attention:
@@ -260,7 +272,7 @@ class _StepsOfCalls(TorchFunctionMode):
         return _recorded(call, stack)
 
     def _softmax(self, call: AttentionCall, recording: Recording) -> Any:
-        """A softmax, and what it is computed from if that is a product, in steps."""
+        """Run a softmax in steps with the operations from the product on, if there is one."""
         scores, *others = call.tensors
         replay = recording.replay(scores)
         if replay is None:
@@ -274,17 +286,17 @@ class _StepsOfCalls(TorchFunctionMode):
         return weights
 
     def _report(self, module: nn.Module, problem: str) -> None:
-        """Say once that the attention of a module does not run in steps."""
+        """Warn once that the attention of a module does not run in steps."""
         if module not in self._reported:
             self._reported.add(module)
             _log.warning(
-                "module %r: the softmax of a product stays as it is, not in steps of attention: between the two, %s",
+                "module %r: the softmax of a product does not run in steps: between the two, %s",
                 self._paths.get(module, type(module).__name__), problem,
             )  # fmt: skip
 
     @property
     def _stack(self) -> list[Recording]:
-        """The modules that run in this thread, outermost first."""
+        """The running modules of this thread, outermost first."""
         stack: list[Recording] = self._running.__dict__.setdefault("stack", [])
         return stack
 
@@ -296,7 +308,7 @@ class _StepsOfCalls(TorchFunctionMode):
             pass
 
     def _steps_in(self, module: nn.Module) -> AttentionSteps:
-        """The steps of a module for ``scaled_dot_product_attention``, made at its first call."""
+        """The steps of a module for ``scaled_dot_product_attention``, created at its first call."""
         if module not in self._steps:
             self._steps[module] = self._make_steps()
             self._name(module, self._steps[module].modules, "sdpa")
@@ -304,8 +316,13 @@ class _StepsOfCalls(TorchFunctionMode):
             self._put_in_place(step)
         return self._steps[module]
 
-    def _observe(self, module: nn.Module, kind: str, name: str | None = None) -> ObservedStep:
-        """One step of a module that computes the parts of attention itself, made at its first call."""
+    def _observe(
+        self,
+        module: nn.Module,
+        kind: str,
+        name: str | None = None,
+    ) -> ObservedStep:
+        """One step of a module that computes attention from products, created at its first call."""
         step = self._observed.get((module, kind))
         if step is None:
             step = self._observed[module, kind] = ObservedStep()
@@ -317,17 +334,16 @@ class _StepsOfCalls(TorchFunctionMode):
         return step
 
     def _name(self, module: nn.Module, steps: Mapping[str, Step], word: str) -> None:
-        """Give steps their names in a module; with a word before, if it has attributes of these names."""
-        prefixes = itertools.chain(
-            ["", f"{word}_"], (f"{word}_{number}_" for number in itertools.count(2))
-        )
-        prefix = next(
-            each for each in prefixes if not any(hasattr(module, each + name) for name in steps)
-        )
+        """Choose the names of steps in a module, with a prefix if they are names of attributes."""
+        prefix = ""
+        number = 1
+        while any(hasattr(module, prefix + name) for name in steps):
+            prefix = f"{word}_" if number == 1 else f"{word}_{number}_"
+            number += 1
         self._places.update((step, (module, prefix + name)) for name, step in steps.items())
 
     def _put_in_place(self, step: Step) -> None:
-        """Register a step; again if the module was put back into an earlier state since, as for a second try."""
+        """Register a step; again if the module was restored since, as for a second attempt."""
         module, name = self._places[step]
         if module._modules.get(name) is not step:
             module.add_module(name, step.train(module.training))
@@ -342,18 +358,18 @@ class _StepsOfCalls(TorchFunctionMode):
 
 
 def _recorded(call: AttentionCall, stack: Sequence[Recording]) -> Any:
-    """Call a function, and note what it computes from products in modules that run."""
-    innermost = stack[-1]
-    notes = [
+    """Call a function, and record results that depend on products, in all running modules."""
+    *outer, innermost = stack
+    record_results = [
         recording.watch(call, "a submodule computes")
-        for recording in stack[:-1]
+        for recording in outer
         if recording.reads(call)
     ]
     if innermost.reads(call) or innermost.is_attention_product(call):
-        notes.append(innermost.watch(call))
+        record_results.append(innermost.watch(call))
     result = call()
-    for note in notes:
-        note(result)
+    for record in record_results:
+        record(result)
     innermost.note_parameters(call, result)
     return result
 

@@ -1,4 +1,7 @@
-"""The steps of an attention, each a module: projections, scores, softmax, context; or the last three as one kernel."""
+"""The steps of an attention, each a module: projections, scores, softmax and context.
+
+The last three can be one kernel.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +18,20 @@ from torch.nn import functional
 
 
 class Step(nn.Module):
-    """A module that stands for a part of another module's ``forward``; the module tree marks it as synthetic."""
+    """A module for a part of another module's ``forward``; synthetic in the module tree."""
 
     htp_synthetic = True
 
 
 class _Arithmetic(Enum):
-    """In which order scores are computed, which decides how they are rounded."""
+    """The order of operations for scores, which determines how they are rounded."""
 
     SHORT = auto()
     """``(query * scale) @ key.T + mask``: the fewest operations."""
     SDPA = auto()
-    """As torch's reference kernel does: query and key each times the root of the scale."""
+    """As in torch's reference kernel: query and key are each scaled by the root of the scale."""
     BADDBMM = auto()
-    """As ``nn.MultiheadAttention`` does where it returns weights: the mask is added in the product."""
+    """As in ``nn.MultiheadAttention`` with weights: the product also adds the mask."""
 
 
 class Projection(Step):
@@ -39,8 +42,8 @@ class Projection(Step):
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        # Exporters take buffers for constants, which have no gradients; in training, the originals
-        # get theirs.
+        # Exporters treat buffers as constants, which have no gradients; in training, the originals
+        # are used.
         self.weight: Tensor
         self.bias: Tensor | None
         self.register_buffer("weight", weight.detach(), persistent=False)
@@ -48,8 +51,10 @@ class Projection(Step):
         self._with_gradients = (weight, bias)
 
     def forward(self, tensor: Tensor, packed: int | None = None) -> Tensor:
-        """Project; with ``packed``, take that part of what a `PackedProjection` computed."""
-        return self.product(tensor) if packed is None else tensor[packed]
+        """Project; with ``packed``, select that part of the result of a `PackedProjection`."""
+        if packed is None:
+            return self.product(tensor)
+        return tensor[packed]
 
     def product(self, tensor: Tensor) -> Tensor:
         weight, bias = (self.weight, self.bias) if _is_exporting() else self._with_gradients
@@ -57,7 +62,10 @@ class Projection(Step):
 
 
 class PackedProjection(Projection):
-    """Several projections of one tensor in one product, ``(..., in_features)`` → ``(parts, ..., out_features)``."""
+    """Several projections of one tensor in one product.
+
+    ``(..., in_features)`` → ``(parts, ..., out_features)``.
+    """
 
     def forward(self, tensor: Tensor, packed: int | None = None) -> Tensor:
         """Project; ``packed`` is the number of parts."""
@@ -67,7 +75,10 @@ class PackedProjection(Projection):
 
 
 class Scores(Step):
-    """How well each query fits each key, ``(..., queries, features)`` → ``(..., queries, keys)``, and the mask."""
+    """The similarity of each query and each key, with the mask added.
+
+    ``(..., queries, features)`` → ``(..., queries, keys)``.
+    """
 
     def forward(
         self,
@@ -85,10 +96,11 @@ class Scores(Step):
         if mask is not None and mask.dtype == torch.bool:
             mask = torch.where(mask, 0.0, -math.inf).to(query.dtype)
         if arithmetic is _Arithmetic.BADDBMM:
-            scaled, turned = query * scale, key.transpose(-2, -1)
-            return (
-                torch.bmm(scaled, turned) if mask is None else torch.baddbmm(mask, scaled, turned)
-            )
+            scaled = query * scale
+            transposed = key.transpose(-2, -1)
+            if mask is None:
+                return torch.bmm(scaled, transposed)
+            return torch.baddbmm(mask, scaled, transposed)
         if arithmetic is _Arithmetic.SDPA:
             root = math.sqrt(abs(scale))
             scores = torch.matmul(query * math.copysign(root, scale), key.transpose(-2, -1) * root)
@@ -98,31 +110,33 @@ class Scores(Step):
 
 
 class Softmax(Step):
-    """The weight of each key for each query, of the shape of the scores."""
+    """The weight of each key for each query, with the shape of the scores."""
 
     def forward(self, scores: Tensor, dropout: float, empty_rows: bool) -> Tensor:
-        """The weights of scores ``(..., queries, keys)``; ``dropout`` is the probability with which one becomes zero.
+        """The weights of scores ``(..., queries, keys)``; ``dropout`` is a probability.
 
-        With ``empty_rows``, queries that may see no key get zeros, as in
+        With ``empty_rows``, queries whose keys are all masked get zeros, as in
         ``scaled_dot_product_attention``, and not NaN.
         """
         weights = functional.softmax(scores, dim=-1)
-        if empty_rows and _is_exporting():  # the nodes that exporters write for a mask of flags
+        if empty_rows and _is_exporting():  # the nodes that exporters write for a boolean mask
             weights = weights.masked_fill(weights.isnan(), 0.0)
         elif empty_rows:
             weights = weights.masked_fill((scores == -math.inf).all(dim=-1, keepdim=True), 0.0)
-        return functional.dropout(weights, dropout) if dropout > 0 else weights
+        if dropout > 0:
+            return functional.dropout(weights, dropout)
+        return weights
 
 
 class Context(Step):
-    """The weighted sum of the values, ``(..., queries, keys)`` and ``(..., keys, features)``."""
+    """The weighted sum of the values: ``(..., queries, keys)`` @ ``(..., keys, features)``."""
 
     def forward(self, weights: Tensor, value: Tensor) -> Tensor:
         return torch.matmul(weights, value)
 
 
 class ObservedStep(Step):
-    """A step that runs operations of the ``forward`` of the module that it is in, on the tensors they read."""
+    """A step that runs operations of the ``forward`` of its parent module on their tensors."""
 
     def forward(self, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         return compute(*tensors)
@@ -142,15 +156,17 @@ class SdpaCall(NamedTuple):
 
 
 class SeparateSteps:
-    """Each step computes its part; with ``exact``, operations have torch's order.
+    """Each step computes its part; with ``exact``, in torch's order of operations.
 
-    ``attend_with_weights`` has the order of ``nn.MultiheadAttention``: a query that may see no key
-    gets NaN.
+    ``attend_with_weights`` has the order of ``nn.MultiheadAttention``: a query whose keys are all
+    masked gets NaN.
     """
 
     def __init__(self, exact: bool) -> None:
         self._exact = exact
-        self.scores, self.softmax, self.context = Scores(), Softmax(), Context()
+        self.scores = Scores()
+        self.softmax = Softmax()
+        self.context = Context()
 
     @property
     def modules(self) -> dict[str, Step]:
@@ -160,11 +176,12 @@ class SeparateSteps:
         """Source: the implementation in the documentation of ``scaled_dot_product_attention``."""
         query, key, value, mask, dropout, causal, _, grouped = call
         if causal and mask is not None:
-            # as torch says it
+            # torch's own message
             raise RuntimeError("Explicit attn_mask should not be set when is_causal=True")
         if grouped:
             groups = query.shape[-3] // key.shape[-3]
-            key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+            key = key.repeat_interleave(groups, -3)
+            value = value.repeat_interleave(groups, -3)
         arithmetic = _Arithmetic.SDPA if self._exact else _Arithmetic.SHORT
         scores = self.scores(query, key, mask, _scale(call), arithmetic, causal)
         empty_rows = mask is not None and (mask.dtype == torch.bool or not _is_exporting())
@@ -186,11 +203,11 @@ class SeparateSteps:
 
 
 class KernelPart(ObservedStep):
-    """A step that is computed together with others."""
+    """A step whose work is part of a kernel."""
 
 
 class KernelSteps:
-    """One call of ``scaled_dot_product_attention`` does the work of all three steps."""
+    """All three steps are one call of ``scaled_dot_product_attention``."""
 
     def __init__(self) -> None:
         self.modules: dict[str, Step] = {
@@ -205,7 +222,7 @@ class KernelSteps:
         )
 
     def attend_with_weights(self, call: SdpaCall) -> tuple[Tensor, Tensor]:
-        """The kernel returns no weights: what does the work of all steps is several operations."""
+        """The kernel returns no weights: all steps together are several operations."""
         weights: list[Tensor] = []
 
         def compute() -> Tensor:
@@ -220,7 +237,8 @@ class KernelSteps:
     def _in_all(self, kernel: Callable[[], Tensor]) -> Tensor:
         """Run a kernel in the last step, which runs inside the one before, and so on.
 
-        What a module computes that runs inside another one, not below it, belongs to both.
+        The operations of a module that runs inside another one, but is not registered below it,
+        belong to both.
         """
         for step in reversed(self.modules.values()):
             kernel = functools.partial(step, kernel)
@@ -235,11 +253,13 @@ def _is_exporting() -> bool:
 
 
 def _scale(call: SdpaCall) -> float:
-    return 1 / math.sqrt(_fixed_size(call.query, -1)) if call.scale is None else call.scale
+    if call.scale is None:
+        return 1 / math.sqrt(_fixed_size(call.query, -1))
+    return call.scale
 
 
 def _fixed_size(tensor: Tensor, dim: int) -> int:
-    """A size that is the same for all inputs; while TorchScript traces, sizes are tensors."""
+    """A size that is the same for all inputs; sizes are tensors while TorchScript traces."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torch.jit.TracerWarning)  # type: ignore[attr-defined]
         return int(tensor.shape[dim])

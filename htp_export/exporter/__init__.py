@@ -1,1 +1,1 @@
-"""``torch.onnx.export`` with module tags: what is captured while PyTorch exports, and the owners of nodes."""
+"""``torch.onnx.export`` with module tags: the capture of an export, and the owners of nodes."""

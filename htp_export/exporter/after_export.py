@@ -1,4 +1,4 @@
-"""What is made of the tagged graph of an export before its file is written: other names, functions."""
+"""Changes of the tagged graph of an export before its file is written: other names, functions."""
 
 from __future__ import annotations
 
@@ -35,52 +35,68 @@ class AfterExport(Protocol):
     """A change of a tagged model that is a part of its export."""
 
     def made_of(
-        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+        self,
+        model: ModelSource,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool,
     ) -> HoldsModel | TaggedModel | None:
-        """Make another model, and write it to ``output``; None if it stays as it is.
+        """Return a changed model, and write it to ``output``; None if nothing was changed.
 
-        With ``strict``, a model without tags is an error; else it stays as it is.
+        With ``strict``, a model without tags is an error; else it is left unchanged.
         """
 
 
-def around(step: AfterExport, exporter: Any, run: Run, *, dynamo: bool) -> tuple[Any, Run]:
-    """The same exporter and ``torch.onnx.export``, with a change of what they return or write.
+def around(
+    step: AfterExport,
+    exporter: Any,
+    run: Run,
+    *,
+    dynamo: bool,
+) -> tuple[Any, Run]:
+    """The exporter and ``torch.onnx.export``, followed by a change of the model.
 
-    The TorchScript exporter returns nothing, so that its file is read.
+    The TorchScript exporter returns no model, so its file is read.
     """
     if dynamo:
-        return _Changed(exporter, step), run
+        return _ChangedPrograms(exporter, step), run
 
-    def exported(model: Any, args: Any, f: Any, **options: Any) -> torch.onnx.ONNXProgram | None:
+    def exported(
+        model: Any,
+        args: Any,
+        f: Any,
+        **options: Any,
+    ) -> torch.onnx.ONNXProgram | None:
         with _written_to(step, f, strict=exporter.strict) as file:
             return run(model, args, file, **options)
 
     return exporter, exported
 
 
-class _Changed:
+class _ChangedPrograms:
     """An exporter under ``dynamo=True`` whose programs are changed."""
 
     def __init__(self, exporter: Any, step: AfterExport) -> None:
-        self._exporter, self._step = exporter, step
+        self._exporter = exporter
+        self._step = step
 
     def dynamo(self, export: Callable[[], Any], model: Any) -> Any:
         program = self._exporter.dynamo(export, model)
-        made = self._step.made_of(program, strict=self._exporter.strict)
-        if made is not None:
-            program.model = made.model
+        changed = self._step.made_of(program, strict=self._exporter.strict)
+        if changed is not None:
+            program.model = changed.model
         return program
 
     def __getattr__(self, name: str) -> Any:
-        """Everything else of the exporter."""
+        """Every other attribute of the exporter."""
         return getattr(self._exporter, name)
 
 
 @contextlib.contextmanager
 def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
-    """Provide a place for the file as torch writes it; at the end, the changed one is written to ``f``.
+    """Provide a target for torch's file; at the end, the changed model is written to ``f``.
 
-    For what is neither a path nor a binary stream, nothing is done.
+    Nothing is changed if ``f`` is neither a path nor a binary stream.
     """
     if isinstance(f, str | os.PathLike):
         with _folder_beside(Path(f)) as folder:
@@ -92,8 +108,12 @@ def _written_to(step: AfterExport, f: Any, *, strict: bool) -> Iterator[Any]:
     elif hasattr(f, "write"):
         stream = io.BytesIO()
         yield stream
-        made = step.made_of(onnx.load_model_from_string(stream.getvalue()), strict=strict)
-        f.write(stream.getvalue() if made is None else ir.to_proto(made.model).SerializeToString())
+        model = onnx.load_model_from_string(stream.getvalue())
+        changed = step.made_of(model, strict=strict)
+        if changed is None:
+            f.write(stream.getvalue())
+        else:
+            f.write(ir.to_proto(changed.model).SerializeToString())
     else:
         yield f
 
@@ -109,15 +129,22 @@ def _folder_beside(target: Path) -> Iterator[Path]:
 
 
 class NamesOfModules:
-    """``names`` of `export`: nodes and tensors are named after modules; an `InputError` if there is no such style."""
+    """``names`` of `export`: nodes and tensors are named after modules.
+
+    Raises an `InputError` for an unknown style.
+    """
 
     def __init__(self, style: str) -> None:
         check_style(style)
 
     def made_of(
-        self, model: ModelSource, output: str | os.PathLike[str] | None = None, *, strict: bool
+        self,
+        model: ModelSource,
+        output: str | os.PathLike[str] | None = None,
+        *,
+        strict: bool,
     ) -> TaggedModel | None:
-        """Name the nodes and tensors of a copy."""
+        """Rename the nodes and tensors of a copy."""
         tagged = load(model)
         if not strict and tagged.source != "htp":
             _log.warning("torch's names stay: the model was exported without module tags")

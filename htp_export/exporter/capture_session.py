@@ -1,4 +1,4 @@
-"""What runs in the place of torch's exporters while tags are wanted: the export itself, watched, then its tags."""
+"""One export with tags, in place of torch's exporters: it is captured, then tagged."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from htp_export.process.restoring import (
     turn_attention_fast_path_off,
 )
 
-IR_VERSION = 10  # the first with metadata on nodes
+IR_VERSION = 10  # the first one with metadata of nodes
 
 
 @dataclass(frozen=True)
 class Captured:
-    """What is known of one model for its tags; as of a capture that goes on later, it does not hold the model."""
+    """The data for the tags of one model; a resumed capture does not keep the model alive."""
 
     capture: DynamoCapture
     # the model's module tree; None if only the modules that ran are known
@@ -51,80 +51,83 @@ class Captured:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # a program that is pickled, and read elsewhere, is one that was made elsewhere
+        # a program that is pickled loses its capture
         return type(None), ()
 
 
-def write_tags(known: Captured, model: ir.Model) -> None:
-    """Tag a model as it is now, in place of tags that it has."""
-    capture = known.capture
+def write_tags(captured: Captured, model: ir.Model) -> None:
+    """Tag a model in its current state; existing tags are replaced."""
+    capture = captured.capture
     with seam("matching the nodes of the ONNX graph with what the modules ran"):
         record, nodes = capture.finish(model)
     with seam("finding the owners of each node"):
-        hierarchy = known.hierarchy or Hierarchy.from_classes(capture.calls.classes)
-        made = make_tags(record, hierarchy, known.parameters)
+        hierarchy = captured.hierarchy or Hierarchy.from_classes(capture.calls.classes)
+        new_tags = make_tags(record, hierarchy, captured.parameters)
     with seam("finding how the weights were made"):
         capture.write_recipes(model)
-    write_owners(nodes, made.owners, made.called)
+    write_owners(nodes, new_tags.owners, new_tags.called)
     for key in tags.MODEL_KEYS:
         model.metadata_props.pop(key, None)
-    model.metadata_props.update(made.model)
-    model.graph.name = made.graph_name
+    model.metadata_props.update(new_tags.model)
+    model.graph.name = new_tags.graph_name
     model.ir_version = max(model.ir_version, IR_VERSION)
 
 
 class Rewriting:
-    """One tagged model that libraries may rewrite after the export: its tags are written once more.
+    """One tagged model that libraries may rewrite after the export: its tags are then updated.
 
-    They replace values by others, as torch's own optimizer does; so the capture goes on.
+    They replace values by others, as torch's own optimizer does, so the capture continues.
     """
 
-    _KEY = "htp.rewriting"  # in the model's ``meta``, so that it lives as long as the model
+    _KEY = "htp.rewriting"  # in the model's ``meta``, so that it has the lifetime of the model
 
-    def __init__(self, known: Captured, model: ir.Model) -> None:
-        self._known, self._capture, self._model = known, known.capture, model
+    def __init__(self, captured: Captured, model: ir.Model) -> None:
+        self._captured = captured
+        self._capture = captured.capture
+        self._model = model
         self._capture.follow(model)
         self._tagged = _state(model)
         model.meta[self._KEY] = self
 
     def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
-        """Note that ``new`` now stands where ``old`` stood, in whatever model."""
+        """Record that ``new`` replaces ``old``, in any model."""
         self._capture.step(
             "following a value of a model that is rewritten", self._capture.replaced_later, old, new
         )
 
     def settle(self) -> None:
-        """Tag the model once more, if it changed; a `CaptureError` if that fails and the capture is strict."""
+        """Update the tags if the model changed; raises a `CaptureError` on failure if strict."""
         now = _state(self._model)
         if now == self._tagged:
             return
         capture = self._capture
-        capture.step("tagging a model that was rewritten", write_tags, self._known, self._model)
+        capture.step("tagging a model that was rewritten", write_tags, self._captured, self._model)
         self._tagged = now
         if capture.fault is not None:
             _untag(self._model)
-            fault, capture.fault = capture.fault, None
+            fault = capture.fault
+            capture.fault = None
             self.end()
             if capture.strict:
                 raise fault
             export_untagged(fault)
 
     def end(self) -> None:
-        """Forget the capture."""
+        """Discard the capture."""
         self._model.meta.pop(self._KEY, None)
         self._capture.withdraw(self._model)
 
 
 def _state(model: ir.Model) -> list[Any]:
-    """What tags depend on: nodes, values and their names. Values are compared by identity."""
-    given = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
-    return [
-        given,
-        *(
-            (node, node.inputs, [value.name for value in node.outputs])
-            for node in nodes_of_model(model)
-        ),
-    ]
+    """The state of a model that tags depend on: nodes, values (by identity) and their names."""
+    boundary = [(value, value.name) for value in (*model.graph.inputs, *model.graph.outputs)]
+    nodes = list(nodes_of_model(model))
+    inputs = [node.inputs for node in nodes]
+    return [boundary, nodes, inputs, [_output_names(node) for node in nodes]]
+
+
+def _output_names(node: ir.Node) -> list[str | None]:
+    return [value.name for value in node.outputs]
 
 
 def _untag(model: ir.Model) -> None:
@@ -134,56 +137,62 @@ def _untag(model: ir.Model) -> None:
         model.metadata_props.pop(key, None)
 
 
-# key in the ``meta`` of FX nodes, which come along when a graph is copied or changed
+# key in the ``meta`` of FX nodes, which is kept when a graph is copied or changed
 _CAPTURED = "htp.captured"
 
 
 class Dynamo:
-    """One export under ``dynamo=True``; ``follow`` takes the tagged model, if changes of it are to be followed."""
+    """One export under ``dynamo=True``; ``follow`` is called with a tagged model to be observed."""
 
     patches = (patches.MODULE_CALLS, patches.REPLACEMENTS, patches.DYNAMO)
 
     def __init__(
-        self, model: Any, follow: Callable[[Rewriting], None] | None, changes: Changes
+        self,
+        model: Any,
+        follow: Callable[[Rewriting], None] | None,
+        changes: Changes,
     ) -> None:
-        self._changes, self._model, self._follow = changes, model, follow
+        self._changes = changes
+        self._model = model
+        self._follow = follow
         captured = captured_with(model) if isinstance(model, torch.export.ExportedProgram) else None
         self.modules = captured or ModuleNames(model)
         self.capture = captured.capture.resumed() if captured else DynamoCapture.of(self.modules)  # type: ignore[arg-type]
 
     def run(self, export: Callable[[], Any]) -> Any:
-        """Make the ``ONNXProgram``, and tag it."""
+        """Export the ``ONNXProgram``, and tag it."""
         capture = self.capture
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
         hold_collection(self._changes, kept=True)
-        known = Captured(capture, self.modules.hierarchy, self.modules.parameters)
-        capture.step("tagging the nodes of the program", write_tags, known, program.model)
+        captured = Captured(capture, self.modules.hierarchy, self.modules.parameters)
+        capture.step("tagging the nodes of the program", write_tags, captured, program.model)
         if capture.fault is not None:
             capture.withdraw(program.model)
             capture.give_up()
         else:
             save_whole(program)
             if self._follow is not None:
-                self._follow(Rewriting(known, program.model))
+                self._follow(Rewriting(captured, program.model))
         return program
 
 
 class Program:
-    """One run of ``torch.export``: what is captured is kept with the program that it makes."""
+    """One run of ``torch.export``; its capture is stored in the program."""
 
     patches = (patches.MODULE_CALLS,)
 
     def __init__(self, model: Any, changes: Changes) -> None:
-        self._changes, self._model = changes, model
+        self._changes = changes
+        self._model = model
         self.names = ModuleNames(model)
         self.capture = DynamoCapture.of(self.names)
 
     def run(self, export: Callable[[], Any]) -> Any:
-        """Make the program."""
+        """Export the program."""
         capture = self.capture
         program = _captured(export, self._model, self._changes, (running.dynamo_capture, capture))
-        # An exported graph calls no module: the stacks that its nodes have from the earlier export
-        # say more.
+        # An exported graph calls no module: the stacks of its nodes, from the earlier export, are
+        # more exact.
         if not torch_internals.has_module_stacks(self._model):
             capture.step("keeping what was captured with the exported program", self._keep, program)
             write = capture.calls.write_stacks
@@ -204,19 +213,21 @@ class Program:
 
 
 def captured_with(program: Any) -> Captured | None:
-    """What was captured while a program was made; None if nothing was, or if its nodes come from several models."""
-    noted = (node.meta.get(_CAPTURED) for node in _nodes(program))
-    found: dict[int, Captured] = {
-        id(captured): captured for captured in noted if captured is not None
-    }
-    return next(iter(found.values())) if len(found) == 1 else None
+    """The capture stored in a program; None without one, or with those of several models."""
+    captures: dict[int, Captured] = {}
+    for node in _nodes(program):
+        captured = node.meta.get(_CAPTURED)
+        if captured is not None:
+            captures[id(captured)] = captured
+    if len(captures) == 1:
+        return next(iter(captures.values()))
+    return None
 
 
 def _nodes(program: Any) -> Iterator[Any]:
-    modules = (
-        each for each in program.graph_module.modules() if isinstance(each, torch.fx.GraphModule)
-    )
-    return (node for module in modules for node in module.graph.nodes)
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            yield from module.graph.nodes
 
 
 class TorchScript:
@@ -224,9 +235,17 @@ class TorchScript:
 
     patches = (patches.TORCHSCRIPT,)
 
-    def __init__(self, model: Any, args: Any, names_inputs: bool, changes: Changes) -> None:
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        names_inputs: bool,
+        changes: Changes,
+    ) -> None:
         self._changes = changes
-        self.model, self.args, self.names_inputs = model, args, names_inputs
+        self.model = model
+        self.args = args
+        self.names_inputs = names_inputs
         self.capture = self._new_capture()
 
     def _new_capture(self, refusal: str = "") -> TorchScriptCapture:
@@ -235,16 +254,17 @@ class TorchScript:
         return TorchScriptCapture(self.names, self.model, root)
 
     def run(self, export: Callable[[], Any]) -> Any:
-        """Export with the call that torch makes; once more, with the call as given, where torch refuses it."""
+        """Export with torch's call of the model; if it fails, again with the user's own call."""
         turn_attention_fast_path_off(self._changes)
         keep_training_modes(self._changes, self.model)
         hold_collection(self._changes)
         try:
             return self._attempt(export)
-        except (Warning, CaptureError):  # a warning that the user made an error, or a fault of ours
+        except (Warning, CaptureError):  # warnings as errors, or an error of the capture
             raise
         except Exception as error:
-            refusal, before = error, self.capture.root.before
+            refusal = error
+            before = self.capture.root.before
             if before is None:
                 raise
         before.put_back()
@@ -267,38 +287,39 @@ class TorchScript:
         try:
             return _captured(export, self.model, self._changes, (running.script_capture, capture))
         finally:
-            capture.tag = capture.kept = None  # they hold the weights, and each other
+            capture.tag = capture.kept = None  # they refer to the weights, and to each other
 
     def _tagged(self, file: SerializedModel) -> Iterable[bytes | memoryview]:
         with seam("matching the nodes of the ONNX graph with what the modules ran"):
             record, nodes = self.capture.finish(file)
         with seam("finding the owners of each node"):
-            made = make_tags(
-                record,
-                self.names.hierarchy or Hierarchy([ModuleInfo("", "")]),
-                self.names.parameters,
-            )
-        for node, metadata in zip(nodes, node_metadata(made.owners, made.called), strict=True):
+            hierarchy = self.names.hierarchy or Hierarchy([ModuleInfo("", "")])
+            new_tags = make_tags(record, hierarchy, self.names.parameters)
+        by_node = node_metadata(new_tags.owners, new_tags.called)
+        for node, metadata in zip(nodes, by_node, strict=True):
             for key, value in metadata.items():
                 node.metadata_props.add(key=key, value=value)
         for tensor in file.proto.graph.initializer:
-            if (
-                tensor.name in self.capture.recipes
-                and ir.DataType(tensor.data_type).is_floating_point()
-            ):
-                recipe = recipe_to_text(self.capture.recipes[tensor.name])
-                tensor.metadata_props.add(key=tags.RECIPE, value=recipe)
-        for key, value in made.model.items():
+            recipe = self.capture.recipes.get(tensor.name)
+            if recipe is not None and ir.DataType(tensor.data_type).is_floating_point():
+                tensor.metadata_props.add(key=tags.RECIPE, value=recipe_to_text(recipe))
+        for key, value in new_tags.model.items():
             file.proto.metadata_props.add(key=key, value=value)
-        file.proto.graph.name = made.graph_name or file.proto.graph.name
+        file.proto.graph.name = new_tags.graph_name or file.proto.graph.name
         file.proto.ir_version = max(file.proto.ir_version, IR_VERSION)
         return file.chunks()
 
 
 def _captured(
-    export: Callable[[], Any], model: Any, changes: Changes, *captures: tuple[ContextVar[Any], Any]
+    export: Callable[[], Any],
+    model: Any,
+    changes: Changes,
+    *captures: tuple[ContextVar[Any], Any],
 ) -> Any:
-    """Run an export while captures watch it; the first one holds what is changed meanwhile, and names its failure."""
+    """Run an export while captures observe it.
+
+    The first one keeps the changes made meanwhile, and adds notes to errors.
+    """
     capture = captures[0][1]
     capture.changes = changes.inner()
     try:
@@ -312,7 +333,7 @@ def _captured(
 
 @contextlib.contextmanager
 def _named_failure(capture: DynamoCapture | TorchScriptCapture, model: Any) -> Iterator[None]:
-    """Add to an error which module was running, and what to do about modules that torch refuses."""
+    """Add to an error the running module, and advice on modules that torch rejects."""
     try:
         yield
     except CaptureError:

@@ -1,7 +1,7 @@
-"""What an export is asked for that torch takes in one form alone, or not: key-value caches as arguments, and opsets.
+"""Arguments of an export that torch restricts: key-value caches, and opsets.
 
-Caches of transformers are registered with torch by ``transformers.exporters``. That it writes
-another opset, torch only logs.
+Caches of transformers are registered with torch by ``transformers.exporters``. If torch writes
+another opset, it only logs a message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from htp_export.exporter.capture import torch_internals
 from htp_export.format.leaves import caches_in, is_cache
 
 
-def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shapes: Any) -> Any:
-    """Register the caches among the arguments, and return the dynamic shapes in the structure that torch takes.
+def prepare_caches(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dynamic_shapes: Any,
+) -> Any:
+    """Register the caches among the arguments; return the dynamic shapes in torch's structure.
 
     For a keyword argument that is a cache, they may have one entry for all of its keys and values,
     a pair for each layer, a list of entries ``[key, value, key, ...]``, or the keys and the values,
@@ -33,7 +37,7 @@ def prepare_caches(args: Sequence[Any], kwargs: Mapping[str, Any], dynamic_shape
 
 
 def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse caches with tensors under TorchScript (`InputError`), whose tracer would make constants of them."""
+    """Raise an `InputError` for caches with tensors, which TorchScript's tracer makes constants."""
     for cache in caches_in([*args, *kwargs.values()]):
         if any(getattr(layer, "keys", None) is not None for layer in getattr(cache, "layers", ())):
             kind = type(cache).__name__
@@ -44,7 +48,7 @@ def refuse_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def advice_on_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """Add to an error of a ``with`` block which caches among the arguments cannot vary in length, and what to do."""
+    """Add a note to errors of a ``with`` block about cached layers with a constant length."""
     try:
         yield
     except Exception as error:
@@ -66,19 +70,18 @@ def advice_on_caches(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator
 def _register(kind: type) -> None:
     try:
         from transformers.exporters.exporter_dynamo import register_pytree_node
-    except ImportError:  # transformers before 5.23: torch says what to do
+    except ImportError:  # transformers before 5.23: torch raises an error with advice
         return
     register_pytree_node(kind)
 
 
 def _structured(spec: Any, cache: Any) -> Any:
-    """An entry of dynamic shapes, in the structure in which torch flattens the cache that it is for."""
+    """An entry of dynamic shapes, in the structure in which torch flattens its cache."""
     from torch.utils import _pytree
 
     node = _pytree.SUPPORTED_NODES.get(type(cache))
     if node is None or spec is None or not is_cache(cache) or not hasattr(cache, "layers"):
         return spec
-    children = list(node.flatten_fn(cache)[0])
     layers = [
         (layer.keys, layer.values)
         for layer in cache.layers
@@ -87,43 +90,51 @@ def _structured(spec: Any, cache: Any) -> Any:
     entries = _of_layers(spec, len(layers))
     if entries is None:
         return spec
-    given = {
-        id(tensor): entry
-        for pair, two in zip(layers, entries, strict=True)
-        for tensor, entry in zip(pair, two, strict=True)
-    }
+    entry_of = {}  # id of a key or value → its entry
+    for tensors, layer_entries in zip(layers, entries, strict=True):
+        for tensor, entry in zip(tensors, layer_entries, strict=True):
+            entry_of[id(tensor)] = entry
 
     def rebuilt(child: Any) -> Any:
-        return (
-            [rebuilt(each) for each in child]
-            if isinstance(child, (list, tuple))
-            else given.get(id(child))
-        )
+        if isinstance(child, (list, tuple)):
+            return [rebuilt(inner) for inner in child]
+        return entry_of.get(id(child))
 
-    return rebuilt(children)
+    return rebuilt(list(node.flatten_fn(cache)[0]))
 
 
 def _of_layers(spec: Any, count: int) -> list[Sequence[Any]] | None:
-    """The entries of the key and the value of each layer; None for what is in no form that is known."""
+    """The entries of the key and the value of each layer; None for an unknown form.
+
+    The forms are those of `prepare_caches`.
+    """
     if isinstance(spec, dict) and set(spec) == {"key_cache", "value_cache"}:
         spec = [list(spec["key_cache"]), list(spec["value_cache"])]
-    if isinstance(spec, dict):
+    if isinstance(spec, dict):  # one entry for all
         return [(spec, spec)] * count
     if not isinstance(spec, (list, tuple)):
         return None
-    if len(spec) == 2 and all(isinstance(part, list) and len(part) == count for part in spec):
+    if len(spec) == 2 and _all_lists(spec, (list,), count):  # keys, values
         return list(zip(*spec, strict=True))
-    if len(spec) == count and all(
-        isinstance(part, (list, tuple)) and len(part) == 2 for part in spec
-    ):
+    if len(spec) == count and _all_lists(spec, (list, tuple), 2):  # a pair for each layer
         return list(spec)
-    if len(spec) == 2 * count and not any(isinstance(part, (list, tuple)) for part in spec):
-        return [spec[place : place + 2] for place in range(0, len(spec), 2)]
+    has_lists = any(isinstance(part, (list, tuple)) for part in spec)
+    if len(spec) == 2 * count and not has_lists:  # [key, value, key, ...]
+        return [spec[begin : begin + 2] for begin in range(0, len(spec), 2)]
     return None
 
 
+def _all_lists(parts: Sequence[Any], kinds: tuple[type, ...], length: int) -> bool:
+    if not all(isinstance(part, kinds) for part in parts):
+        return False
+    return all(len(part) == length for part in parts)
+
+
 def check_opset(opset: int | None, *, dynamo: bool) -> None:
-    """Refuse an opset that an exporter of torch cannot write, with an `InputError`; None is torch's own choice."""
+    """Raise an `InputError` for an opset that torch's exporter cannot write.
+
+    None is torch's default.
+    """
     if opset is None:
         return
     lowest, highest = torch_internals.opset_range(dynamo=dynamo)
@@ -135,7 +146,7 @@ def check_opset(opset: int | None, *, dynamo: bool) -> None:
 
 
 def other_opset(asked: int | None, written: int | None) -> str | None:
-    """Say that the file has another opset than was asked for; None if it has not, or if either is unknown."""
+    """A message if the file has another opset than requested; None if not, or if one is unknown."""
     if asked is None or written is None or asked == written:
         return None
     return f"opset {asked} was asked for, and torch wrote opset {written}, as it could not convert the model"

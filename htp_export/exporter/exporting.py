@@ -1,4 +1,4 @@
-"""`export` and `tagging`: ``torch.onnx.export`` with module tags. Only the sequence; the work is in the rows above."""
+"""`export` and `tagging`: ``torch.onnx.export`` with module tags, as a sequence of steps."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ def export(
     autograd_inlining: bool = True,
     names: str | None = None,
 ) -> torch.onnx.ONNXProgram | None:
-    """Export a model to ONNX as ``torch.onnx.export`` does, and tag every node with the modules that compute it.
+    """Export a model to ONNX, and tag every node with the modules that compute it.
 
     Every parameter has the meaning, the default and the position that it has in
     ``torch.onnx.export``, and the graph is the same; with ``export_modules_as_functions``, which
-    torch ignores under ``dynamo=True``, modules are functions. ``names`` is a parameter that torch
-    does not have. ``docs/format.md`` describes the tags.
+    torch ignores under ``dynamo=True``, modules are functions. torch has no parameter ``names``.
+    ``docs/format.md`` describes the tags.
 
-    With ``dynamo=False``, the model is called as torch calls it, or, if that fails or changes the
-    result, with the arguments as you passed them: ``docs/export.md``.
+    With ``dynamo=False``, the model is called as torch calls it. If that fails or changes the
+    result, it is called with the arguments as you passed them: ``docs/export.md``.
 
     Thread-safe: exports of several threads run one after the other. No other thread may use the
     model meanwhile.
@@ -93,7 +93,7 @@ def export(
         kwargs: Example keyword inputs.
         verbose: As for ``torch.onnx.export``, like all that follow.
         input_names: Names for the graph's inputs. With ``dynamo=False``, keyword inputs are in the
-            order of ``forward``'s signature if names are given, as in torch, and otherwise in the
+            order of ``forward``'s signature if you pass names, as in torch, and otherwise in the
             order in which you pass them.
         output_names: Names for the graph's outputs.
         opset_version: ONNX opset to target. If torch writes another one, because it cannot convert
@@ -119,23 +119,23 @@ def export(
         export_modules_as_functions: The modules that become ONNX functions, as with `functions`:
             True for every one, classes of modules, or a selector, see ``TaggedModel.select``.
         autograd_inlining: Deprecated by torch.
-        names: ``"path"`` for names of nodes and tensors that are made of module paths, as with
+        names: ``"path"`` for names of nodes and tensors that begin with module paths, as with
             `rename`; None for torch's names.
 
     Returns:
-        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. As long as the model
-        and the inputs are alive, ``htp_export.verify(program)`` and ``htp_export.verify(model, f)``
-        know them.
+        The ``ONNXProgram`` with ``dynamo=True``, None with ``dynamo=False``. While the model and
+        the inputs are alive, ``htp_export.verify(program)`` and ``htp_export.verify(model, f)``
+        need no inputs.
 
     Raises:
         OSError: The file cannot be written in its folder; raised before the model runs.
         Exception: Errors of ``torch.onnx.export``, with a note that names the running module. No
-            new file is left.
-        InputError: torch's exporter cannot write ``opset_version``; takes no key-value caches, or
-            has no ``f`` to write (``dynamo=False``); ``export_modules_as_functions`` names no
-            module, or there is no such style of names; nothing was exported. Or none of these
-            modules can be a function; no file was written.
-        CaptureError: htp_export failed to follow the export, a fault of its own. Inside `tagging`
+            file is written.
+        InputError: Nothing is exported if torch's exporter cannot write ``opset_version``; if it
+            does not accept key-value caches, or ``f`` is missing (``dynamo=False``); if
+            ``export_modules_as_functions`` selects no module; if the style ``names`` is unknown. No
+            file is written if none of the selected modules can be a function.
+        CaptureError: htp_export failed to capture the export, an error of its own. Inside `tagging`
             with ``strict=False``, the model is exported without tags instead.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
 
@@ -156,25 +156,19 @@ def export(
     uses_dynamo = dynamo is True or isinstance(model, torch_internals.exported_by_dynamo_alone())
     check_opset(opset_version, dynamo=uses_dynamo)
     entry = patches.DYNAMO_ENTRY if uses_dynamo else patches.TORCHSCRIPT_ENTRY
-    given = args if isinstance(args, tuple | list) else (args,)
+    positional = args if isinstance(args, tuple | list) else (args,)
     if uses_dynamo:
-        options["dynamic_shapes"] = prepare_caches(given, kwargs or {}, dynamic_shapes)
+        options["dynamic_shapes"] = prepare_caches(positional, kwargs or {}, dynamic_shapes)
     elif f is None:
         raise InputError(
             "dynamo=False: the TorchScript exporter returns no model; give f, the file to write"
         )
     else:
-        refuse_caches(given, kwargs or {})
+        refuse_caches(positional, kwargs or {})
     exporter = running.wanted() or _Exporter()
-    run: Run = advice_on_caches(given, kwargs or {})(torch.onnx.export)
-    steps: list[AfterExport] = [] if names is None else [NamesOfModules(names)]
-    if export_modules_as_functions:
-        steps.append(
-            provider("module_functions").ModuleFunctions(export_modules_as_functions, model)
-        )
-        # made of the tagged graph, for both exporters
-        options["export_modules_as_functions"] = False
-    for step in steps:
+    run: Run = advice_on_caches(positional, kwargs or {})(torch.onnx.export)
+    options["export_modules_as_functions"] = False  # a step afterwards, for both exporters
+    for step in _steps_after(model, names, export_modules_as_functions):
         exporter, run = around(step, exporter, run, dynamo=uses_dynamo)
 
     def tagged(changes: Changes) -> torch.onnx.ONNXProgram | None:
@@ -182,36 +176,46 @@ def export(
         set_variable(changes, running.exporter, exporter)
         return run(model, args, f, **options)
 
-    # All of it alone, not the trace only: torch reads its translations first, which parses sources,
-    # and CPython 3.11's parser fails now and then where two threads do that ("AST constructor
-    # recursion depth mismatch").
+    # All of it alone, not only the trace: torch first reads its translations, which parses sources,
+    # and CPython 3.11's parser sometimes fails if two threads do that ("AST constructor recursion
+    # depth mismatch").
     program = running.alone(tagged)
-    # The TorchScript exporter writes the opset that it is asked for, or fails.
-    other = (
-        other_opset(opset_version, program.model.opset_imports.get(""))
-        if program is not None
-        else None
-    )
-    if other is not None:
-        warnings.warn(f"{other}; torch's log says why", stacklevel=2)
+    if program is not None:  # the TorchScript exporter writes the requested opset, or fails
+        message = other_opset(opset_version, program.model.opset_imports.get(""))
+        if message is not None:
+            warnings.warn(f"{message}; torch's log says why", stacklevel=2)
     remember(model, args, kwargs, f, program)
     return program
 
 
+def _steps_after(
+    model: Any,
+    names: str | None,
+    functions: ModulesAsFunctions,
+) -> list[AfterExport]:
+    """The changes of the tagged model that are requested as options of the export."""
+    steps: list[AfterExport] = []
+    if names is not None:
+        steps.append(NamesOfModules(names))
+    if functions:
+        steps.append(provider("module_functions").ModuleFunctions(functions, model))
+    return steps
+
+
 @contextlib.contextmanager
 def tagging(*, strict: bool = True) -> Iterator[None]:
-    """Tag the files of every ``torch.onnx.export`` that runs inside, whoever calls it and however it was imported.
+    """Tag the files of every ``torch.onnx.export`` inside, also of libraries that call it.
 
     Applies to the thread or task that enters it. Exports with tags in several threads run one after
     the other. May be nested; the innermost one applies. Torch is restored afterwards, also on
     errors.
 
-    ``torch.export.export`` is watched too, and what was captured is kept with the program that it
-    makes: exporting that program, inside or later, gives the tags that exporting the model gives.
+    ``torch.export.export`` is captured, too, and the capture is stored in its program: exporting
+    that program, inside or later, produces the same tags as exporting the model.
 
     Args:
-        strict: Whether an export fails if htp_export cannot follow it. If not, the model is
-            exported without tags, and an `htp_export.errors.UntaggedExportWarning` gives the
+        strict: Whether an export fails if htp_export cannot capture it. If not, the model is
+            exported without tags, and an `htp_export.errors.UntaggedExportWarning` has the
             reason. Errors of the model and of torch are raised in both cases. Also applies to
             `export` inside.
 
@@ -219,7 +223,7 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         A context manager.
 
     Raises:
-        CaptureError: htp_export failed to follow an export; raised by the export.
+        CaptureError: htp_export failed to capture an export; raised by the export.
         TorchChangedError: The installed torch lacks a part that htp_export needs.
 
     Examples:
@@ -230,13 +234,14 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
         >>> program.model.metadata_props["htp.version"]
         '1'
     """
-    exporter, changes = _Exporter(strict, follow=True), Changes()
+    exporter = _Exporter(strict, follow=True)
+    changes = Changes()
     try:
         try:
             for entry in (patches.DYNAMO_ENTRY, patches.REPLACEMENTS, patches.TORCHSCRIPT_ENTRY):
                 _watch(changes, entry, exporter)
             set_variable(changes, running.exporter, exporter)
-            changes.will_undo(exporter.end)  # for tasks that were begun inside, and go on
+            changes.will_undo(exporter.end)  # for tasks that were started inside and continue
             yield
             exporter.settle()
         finally:
@@ -246,7 +251,7 @@ def tagging(*, strict: bool = True) -> Iterator[None]:
 
 
 def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
-    """Watch one of torch's exporters, if it can be watched."""
+    """Apply the patches of one of torch's exporters, if possible."""
     try:
         entry.hold(changes)
     except TorchChangedError as fault:
@@ -256,12 +261,13 @@ def _watch(changes: Changes, entry: Patches, exporter: Any) -> None:
 
 
 class _Exporter:
-    """What runs in place of torch's exporters; with ``follow``, changes of tagged models are followed afterwards."""
+    """Replaces torch's exporters; with ``follow``, tags are updated when tagged models change."""
 
     def __init__(self, strict: bool = True, *, follow: bool = False) -> None:
         self.strict = strict
         self.ended = False
-        self._rewritings: weakref.WeakSet[Rewriting] = weakref.WeakSet()  # their models hold them
+        # kept alive by their models
+        self._rewritings: weakref.WeakSet[Rewriting] = weakref.WeakSet()
         self._follow = self._rewritings.add if follow else None
 
     def end(self) -> None:
@@ -284,14 +290,18 @@ class _Exporter:
         return self._run(export, functools.partial(Program, model))
 
     def torchscript(
-        self, export: Callable[[], Any], model: Any, args: Any, names_inputs: bool
+        self,
+        export: Callable[[], Any],
+        model: Any,
+        args: Any,
+        names_inputs: bool,
     ) -> Any:
         return self._run(export, functools.partial(TorchScript, model, args, names_inputs))
 
     def _run(
         self, export: Callable[[], Any], begin: Callable[[Changes], Dynamo | Program | TorchScript]
     ) -> Any:
-        """Run an export and watch it; without tags, where it cannot be watched and that is allowed."""
+        """Run an export and capture it; without tags, if that is impossible and not strict."""
 
         def run(changes: Changes) -> Any:
             try:
@@ -306,7 +316,8 @@ class _Exporter:
             else:
                 watched.capture.strict = self.strict
                 return watched.run(export)
-            set_variable(changes, running.exporter, None)  # nor is what torch exports on its way
+            # exports inside this one get no tags, either
+            set_variable(changes, running.exporter, None)
             return export()
 
         return running.alone(run)

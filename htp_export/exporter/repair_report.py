@@ -1,4 +1,4 @@
-"""What repair did: the tensors at modules' borders that PyTorch does not know, before and after."""
+"""Repair of torch's scopes: contaminated tensors at module boundaries, before and after."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ from htp_export.process.argument_types import checks_arguments
 from htp_export.reporting.result import Result
 
 Finding = tuple[str, str, str]
-# (module, tensor, whether it leaves) → node on the other side
-_Border = dict[tuple[str, str, bool], int]
+"""Module, tensor, and kind: see `Contamination`."""
+
+_Crossings = dict[tuple[str, str, bool], int]
+"""(module, tensor, whether it leaves) → place of the node on the other side."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Contamination(Result):
     nodes: int
 
     def kinds(self) -> dict[str, tuple[int, int]]:
-        """For each kind, how many there were before and how many after, the most frequent first."""
+        """Kind → numbers of tensors before and after, the most frequent kind first."""
         before = collections.Counter(kind for _, _, kind in self.before)
         after = collections.Counter(kind for _, _, kind in self.after)
         return {kind: (before[kind], after[kind]) for kind, _ in (before + after).most_common()}
@@ -55,7 +57,7 @@ class Contamination(Result):
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """How many tensors there were and are, by kind."""
+        """The numbers of tensors before and after, by kind."""
         return tuple(
             f"{before:6} → {after:<6} {kind}" for kind, (before, after) in self.kinds().items()
         )
@@ -63,11 +65,11 @@ class Contamination(Result):
 
 @checks_arguments
 def contamination(model: ModelSource) -> Contamination:
-    """Compare torch's own module scopes with the tags of an exported model, at the boundaries of modules.
+    """Compare torch's module scopes with the tags of an exported model, at module boundaries.
 
-    A tensor at the boundary of a module is *contaminated* if PyTorch does not know it as an input
-    or output of the module. Torch's scopes are those in the file (dynamo:
-    ``pkg.torch.onnx.name_scopes``; TorchScript: node names).
+    A tensor at the boundary of a module is *contaminated* if it is not an input or output of the
+    module in PyTorch. Torch's scopes are those in the file (dynamo: ``pkg.torch.onnx.name_scopes``;
+    TorchScript: node names).
 
     Thread-safe, also for calls on the same model.
 
@@ -84,59 +86,70 @@ def contamination(model: ModelSource) -> Contamination:
 
     Examples:
         >>> import torch, htp_export
-        >>> program = htp_export.export(torch.nn.Linear(4, 3).eval(), (torch.randn(2, 4),), verbose=False)
+        >>> linear = torch.nn.Linear(4, 3).eval()
+        >>> program = htp_export.export(linear, (torch.randn(2, 4),), verbose=False)
         >>> contamination(program).after
         []
     """
     tagged = load(model)
     tagged.require_exact_tags()
-    nodes, whole = tagged.nodes, tagged.calls.work(("",))
-    by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes say nothing of calls
-    after = _crossing(tagged, lambda node: work if (work := tagged.work_of(node)).owners else whole)
-    before = _crossing(tagged, lambda node: by_path.work(_torch_owner(node, tagged.hierarchy)))
+    nodes = tagged.nodes
+    whole_model = tagged.calls.work(("",))
+    by_path = CallTree(Hierarchy([tagged.hierarchy.root]))  # torch's scopes have no calls
+
+    def torch_owner(node: ir.Node) -> tuple[str, ...]:
+        return _torch_owner(node, tagged.hierarchy)
+
+    def tagged_work(node: ir.Node) -> NodeCalls:
+        work = tagged.work_of(node)
+        return work if work.owners else whole_model
+
+    before = _crossings(tagged, lambda node: by_path.work(torch_owner(node)))
+    after = _crossings(tagged, tagged_work)
     unknown = read_contamination(tagged.model.metadata_props)
-    known = {(path, name) for path, name, leaves in after if (path, name, leaves) not in unknown}
+    # (module, tensor) of the boundary in PyTorch
+    known = {crossing[:2] for crossing in after if crossing not in unknown}
+    contaminated_before = {key: node for key, node in before.items() if key[:2] not in known}
+    contaminated_after = {key: node for key, node in after.items() if key in unknown}
     return Contamination(
-        before=_findings(
-            {key: at for key, at in before.items() if key[:2] not in known},
-            nodes,
-            lambda n: _torch_owner(n, tagged.hierarchy),
-        ),
-        after=_findings(
-            {key: at for key, at in after.items() if key in unknown}, nodes, tagged.owners_of
-        ),
+        before=_findings(contaminated_before, nodes, torch_owner),
+        after=_findings(contaminated_after, nodes, tagged.owners_of),
         nodes=len(nodes),
     )
 
 
 def _torch_owner(node: ir.Node, hierarchy: Hierarchy) -> tuple[str, ...]:
-    """The module that torch's own scope names; its nearest ancestor where the name leads to none."""
+    """The module of a node's scope in torch; its nearest ancestor if the tree lacks the module."""
     scopes = scopes_of(node)
     path = scopes[-1][0] if scopes else ""
     return (next(up for up in tags.ancestors(path) if up in hierarchy),)
 
 
-def _crossing(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _Border:
-    boundaries, hierarchy = (
-        GraphIndex(tagged.model, work_of, tagged.taps).boundaries_by_values,
-        tagged.hierarchy,
-    )
-    found: _Border = {}
-    for path in hierarchy:
-        if hierarchy[path].calls and hierarchy[path].fate.is_exact:
+def _crossings(tagged: TaggedModel, work_of: Callable[[ir.Node], NodeCalls]) -> _Crossings:
+    """The tensors at the boundaries of modules that ran and have exact fates."""
+    boundaries = GraphIndex(tagged.model, work_of, tagged.taps).boundaries_by_values
+    crossings: _Crossings = {}
+    for path, module in tagged.hierarchy.items():
+        if module.calls and module.fate.is_exact:
             for value, other, leaves in boundaries.of([path]):
-                found.setdefault((path, str(value.name), leaves), other)
-    return found
+                crossings.setdefault((path, str(value.name), leaves), other)
+    return crossings
 
 
 def _findings(
-    borders: _Border, nodes: Sequence[ir.Node], owners_of: Callable[[ir.Node], Iterable[str]]
+    crossings: _Crossings,
+    nodes: Sequence[ir.Node],
+    owners_of: Callable[[ir.Node], Iterable[str]],
 ) -> list[Finding]:
-    made_by = {str(value.name): node for node in nodes for value in node.outputs}
-    found = []
-    for (path, name, leaves), other in borders.items():
-        maker = made_by.get(name)
-        beyond = ", ".join(owners_of(nodes[other])) or "(root)" if other != OUTSIDE else "model"
-        way = f"{path or '(root)'} → {beyond}" if leaves else f"{beyond} → {path or '(root)'}"
-        found.append((path, name, f"{way}, {maker.op_type if maker else 'input'}"))
-    return found
+    producers = {str(value.name): node for node in nodes for value in node.outputs}
+    findings = []
+    for (path, name, leaves), other in crossings.items():
+        here = path or "(root)"
+        beyond = "model"
+        if other != OUTSIDE:
+            beyond = ", ".join(owners_of(nodes[other])) or "(root)"
+        direction = f"{here} → {beyond}" if leaves else f"{beyond} → {here}"
+        producer = producers.get(name)
+        operator = "input" if producer is None else producer.op_type
+        findings.append((path, name, f"{direction}, {operator}"))
+    return findings

@@ -1,7 +1,7 @@
-"""Graphs of torch's operators from ``torch.export``, with tags: for models that ONNX has no translation of.
+"""Graphs of torch's operators from ``torch.export``, with tags; they need no ONNX translation.
 
-They are in the classes that hold ONNX graphs: operators are nodes such as ``aten::linear``, tensors
-among the arguments are inputs, in the order of the operator's schema, and all else is an attribute.
+They are objects of onnx_ir: operators are nodes such as ``aten::linear``; tensors among the
+arguments are inputs, in the order of the operator's schema; other arguments are attributes.
 """
 
 from __future__ import annotations
@@ -34,51 +34,52 @@ from htp_export.shapes.operator_kinds import VIEW
 
 _IR_VERSION = 10  # that of torch's own files
 _CONTROL_FLOW = 23  # ONNX's opset for ``If``, which a graph has for ``torch.cond``
-# torch's own key; what draws nodes reads their lines there
+# torch's own key, from which viewers read the lines of nodes
 _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 
 _IDENTITIES = {
     (tags.ATEN, name) for name in ("alias", "clone", "detach", "lift_fresh", "lift_fresh_copy")
 }
-"""Operators of torch that give back their input; dropout is one of them when the model does not train."""
+"""Operators of torch that return their input; dropout becomes one of them in evaluation mode."""
 
 _Values: TypeAlias = dict[Any, Any]
 
 
 def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
-    """The graph of a functional program, and the name of each FX node → its value, or its values if it has several.
+    """The graph of a functional program, and FX node name → its value, or list of values.
 
-    The initializers hold the parameters and buffers of the program, no copies.
+    The initializers share the memory of the program's parameters and buffers.
     """
-    body, inputs, initializers = _Body(program.graph_module, {}), list[ir.Value](), list[ir.Value]()
-    held = {**program.constants, **program.state_dict}
+    body = _Body(program.graph_module, {})
+    inputs = list[ir.Value]()
+    initializers = list[ir.Value]()
+    stored = {**program.constants, **program.state_dict}
     targets = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs}
     for node in program.graph.nodes:
-        known = node.meta.get("val")
-        if node.op != "placeholder" or not isinstance(known, torch.Tensor | torch.SymInt):
+        traced = node.meta.get("val")
+        if node.op != "placeholder" or not isinstance(traced, torch.Tensor | torch.SymInt):
             continue
-        # a parameter, a buffer or a constant; None for what the user gives
-        tensor = held.get(targets.get(node.name))
-        value = body.values[node] = _value(
-            str(node.name if tensor is None else targets[node.name]), known
-        )
-        (inputs if tensor is None else initializers).append(value)
+        # a parameter, a buffer or a constant; None for an input of the user
+        tensor = stored.get(targets.get(node.name))
+        if tensor is None:
+            value = _value(str(node.name), traced)
+            inputs.append(value)
+        else:
+            value = _value(str(targets[node.name]), traced)
+            initializers.append(value)
+        body.values[node] = value
         if isinstance(tensor, torch.Tensor) and value.dtype is not None:
             value.const_value = TorchTensor(tensor.detach(), name=value.name)
-    returned = zip(body.translate(), program.graph_signature.output_specs, strict=False)
+    outputs = []
+    for output, spec in zip(body.translate(), program.graph_signature.output_specs, strict=False):
+        # without updated buffers, which are further outputs
+        if spec.kind.name == "USER_OUTPUT" and output is not None:
+            outputs.append(output)
+    opsets = {tags.ATEN: 1}
+    for domain in body.domains:
+        opsets[domain] = 1 if domain else _CONTROL_FLOW
     graph = ir.Graph(
-        inputs,  # what was changed of buffers is not among the outputs
-        [
-            value
-            for value, spec in returned
-            if spec.kind.name == "USER_OUTPUT" and value is not None
-        ],
-        nodes=body.nodes,
-        initializers=initializers,
-        opset_imports={
-            tags.ATEN: 1,
-            **{domain: 1 if domain else _CONTROL_FLOW for domain in body.domains},
-        },
+        inputs, outputs, nodes=body.nodes, initializers=initializers, opset_imports=opsets
     )
     return ir.Model(graph, ir_version=_IR_VERSION, producer_name="torch"), body.named
 
@@ -86,16 +87,17 @@ def graph_of_program(program: Any) -> tuple[ir.Model, dict[str, Any]]:
 def drop_identities(
     graph: ir.Graph, replaced: Callable[[ir.Value, ir.Value], object] = lambda _old, _new: None
 ) -> list[ir.Node]:
-    """Remove nodes that give back their input, as the optimiser of an ONNX export does; one between ends stays.
+    """Remove nodes that return their input, as the optimiser does; one from input to output stays.
 
-    ``replaced`` is told of each value, and of the one that replaces it. Returns the nodes that were
-    removed.
+    ``replaced`` is called with each value, and the value that replaces it. Returns the removed
+    nodes.
     """
     removed = []
     for node in list(graph.all_nodes()):
         if (node.domain, node.op_type) not in _IDENTITIES or node.inputs[0] is None:
             continue
-        source, result = node.inputs[0], node.outputs[0]
+        source = node.inputs[0]
+        result = node.outputs[0]
         around = node.graph
         if around is None or (result.is_graph_output() and source.producer() is None):
             continue
@@ -107,18 +109,23 @@ def drop_identities(
 
 
 class _Body:
-    """The graph of a program, or of a branch in it whose names begin with ``prefix``; ``values``: FX node → value."""
+    """The graph of a program, or of a branch in it, whose names begin with ``prefix``.
+
+    ``values``: FX node → value.
+    """
 
     def __init__(self, module: Any, values: _Values, prefix: str = "") -> None:
-        self._module, self._prefix = module, prefix
+        self._module = module
+        self._prefix = prefix
         self.values = values
         self.nodes: list[ir.Node] = []
         self.named: dict[str, Any] = {}
         self.domains: dict[str, None] = {}
 
     def translate(self) -> list[ir.Value | None]:
-        """Make the nodes, and return what the graph returns."""
-        checks, returned = _checks(self._module.graph), list[Any]()
+        """Translate the nodes, and return the outputs of the graph."""
+        checks = _checks(self._module.graph)
+        returned = list[Any]()
         for node in self._module.graph.nodes:
             if node.op == "call_function" and node not in checks:
                 self._translate(node)
@@ -137,33 +144,32 @@ class _Body:
             self._compute(node)
 
     def _choose(self, node: Any) -> None:
-        """``torch.cond`` is ONNX's ``If``: its branches read values from outside, as there."""
+        """Translate ``torch.cond`` into ONNX's ``If``; its branches read outer values, too."""
         condition, *_, operands = node.args
         branches = []
         for name, body in zip(
             ("then_branch", "else_branch"), bodies_of(self._module)[node], strict=True
         ):
-            formals = [each for each in body.graph.nodes if each.op == "placeholder"]
-            given = {
+            formals = [formal for formal in body.graph.nodes if formal.op == "placeholder"]
+            values = {
                 formal: self._value(operand)
                 for formal, operand in zip(formals, operands, strict=False)
             }
-            inner = _Body(body, given, f"{self._prefix}{node.name}.{name}.")
+            inner = _Body(body, values, f"{self._prefix}{node.name}.{name}.")
             returned = [value for value in inner.translate() if value is not None]
-            branches.append(
-                ir.AttrGraph(name, ir.Graph([], returned, nodes=inner.nodes, name=name))
-            )
+            graph = ir.Graph([], returned, nodes=inner.nodes, name=name)
+            branches.append(ir.AttrGraph(name, graph))
             self.domains |= inner.domains
         self._add(node, "", "If", [self._value(condition)], branches)
 
     def _compute(self, node: Any) -> None:
         domain, op_type, overload = torch_internals.operator_name(node.target)
         inputs, attributes = self._arguments(node)
-        made = self._add(node, domain, op_type, inputs, attributes, overload)
+        translated = self._add(node, domain, op_type, inputs, attributes, overload)
         if torch_internals.is_view(node) and _same_type(
             node.args[0].meta.get("val"), node.meta.get("val")
         ):
-            made.meta[VIEW] = True
+            translated.meta[VIEW] = True
 
     def _add(
         self,
@@ -174,14 +180,18 @@ class _Body:
         attributes: list[ir.Attr],
         overload: str = "",
     ) -> ir.Node:
-        known = node.meta.get("val")
-        several = isinstance(known, list | tuple)
-        names = _names_of_parts(node) if several else {0: node.name}
-        outputs = [
-            _value(self._prefix + names.get(place, f"{node.name}.{place}"), each)
-            for place, each in enumerate(known if several else [known])
-        ]
-        made = ir.Node(
+        result = node.meta.get("val")  # as computed while tracing, without memory
+        if isinstance(result, list | tuple):
+            names = _names_of_parts(node)
+            outputs = [
+                _value(self._prefix + names.get(place, f"{node.name}.{place}"), part)
+                for place, part in enumerate(result)
+            ]
+            self.values[node] = outputs
+        else:
+            outputs = [_value(self._prefix + node.name, result)]
+            self.values[node] = outputs[0]
+        translated = ir.Node(
             domain,
             op_type,
             inputs,
@@ -190,42 +200,45 @@ class _Body:
             outputs=outputs,
             name=self._prefix + node.name,
         )
-        made.meta["node"] = node
+        translated.meta["node"] = node
         if node.meta.get("stack_trace"):
-            made.metadata_props[_STACK_TRACE] = node.meta["stack_trace"]
-        self.values[node] = outputs if several else outputs[0]
-        self.nodes.append(made)
+            translated.metadata_props[_STACK_TRACE] = node.meta["stack_trace"]
+        self.nodes.append(translated)
         self.domains[domain] = None
-        return made
+        return translated
 
     def _arguments(self, node: Any) -> tuple[list[ir.Value | None], list[ir.Attr]]:
-        """What an operator reads, and its attributes."""
+        """The inputs and the attributes of an operator."""
         inputs: list[ir.Value | None] = []
         attributes: list[ir.Attr] = []
-        for name, value, takes_tensors in torch_internals.arguments_of(node):
-            items = value if isinstance(value, list | tuple) else [value]
-            computed = [isinstance(each, torch.fx.Node) for each in items]
-            # those after it keep their places
-            if any(computed) or (value is None and takes_tensors):
+        for name, argument, takes_tensors in torch_internals.arguments_of(node):
+            items = argument if isinstance(argument, list | tuple) else [argument]
+            are_nodes = [isinstance(item, torch.fx.Node) for item in items]
+            # an omitted tensor keeps the positions of the next ones
+            if any(are_nodes) or (argument is None and takes_tensors):
                 inputs += [
-                    self._value(each) if isinstance(each, torch.fx.Node) else None for each in items
+                    self._value(item) if is_node else None
+                    for item, is_node in zip(items, are_nodes, strict=True)
                 ]
-            if value is not None and not all(computed):
-                listed = any(computed) or not items
-                attributes.append(
-                    ir.AttrString(name, str(list(value))) if listed else _attribute(name, value)
-                )
+            if argument is None or all(are_nodes):
+                continue
+            if any(are_nodes):
+                attributes.append(ir.AttrString(name, str(list(argument))))
+            else:
+                attributes.append(_attribute(name, argument))
         while inputs and inputs[-1] is None:
             inputs.pop()
         return inputs, attributes
 
     def _value(self, node: Any) -> ir.Value | None:
         value = self.values.get(node)
-        return value if isinstance(value, ir.Value) else None
+        if isinstance(value, ir.Value):
+            return value
+        return None
 
 
 def _checks(graph: Any) -> set[Any]:
-    """The nodes that check what is true of sizes, and those whose results nothing but these checks reads."""
+    """Nodes that check facts about sizes, and nodes whose results only these checks read."""
     found: set[Any] = set()
     for node in reversed(graph.nodes):
         is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
@@ -236,26 +249,25 @@ def _checks(graph: Any) -> set[Any]:
 
 
 def _names_of_parts(node: Any) -> dict[int, str]:
-    """Place of each of several results → the name of the node that takes it out."""
+    """Position of each of several results → the name of the node that selects it."""
     taken = (user for user in node.users if user.target is operator.getitem)
     return {user.args[1]: user.name for user in reversed(list(taken))}
 
 
-def _value(name: str, known: Any) -> ir.Value:
-    """A value with the type and shape of what torch computed with while it traced."""
-    if isinstance(known, torch.Tensor):
+def _value(name: str, traced: Any) -> ir.Value:
+    """A value with the type and shape of a result as traced."""
+    if isinstance(traced, torch.Tensor):
         return ir.Value(
             name=name,
-            type=_type(known.dtype),
-            shape=ir.Shape([_size(size) for size in known.shape]),
+            type=_type(traced.dtype),
+            shape=ir.Shape([_size(size) for size in traced.shape]),
         )
     kinds = {
-        torch.SymInt: ir.DataType.INT64,
-        int: ir.DataType.INT64,
-        torch.SymBool: ir.DataType.BOOL,
+        **dict.fromkeys((torch.SymInt, int), ir.DataType.INT64),
+        **dict.fromkeys((torch.SymBool, bool), ir.DataType.BOOL),
+        **dict.fromkeys((torch.SymFloat, float), ir.DataType.DOUBLE),
     }
-    kinds |= {torch.SymFloat: ir.DataType.DOUBLE, float: ir.DataType.DOUBLE, bool: ir.DataType.BOOL}
-    kind = kinds.get(type(known))
+    kind = kinds.get(type(traced))
     if kind is None:
         return ir.Value(name=name)
     return ir.Value(name=name, type=ir.TensorType(kind), shape=ir.Shape([]))
@@ -269,18 +281,19 @@ def _type(dtype: Any) -> ir.TensorType | None:
 
 
 def _size(size: Any) -> int | str:
-    """A size; the expression of one that is not known before the model runs."""
+    """A size, or the expression of one that is unknown before the model runs."""
     return size if isinstance(size, int) else str(size)
 
 
-def _same_type(before: Any, made: Any) -> bool:
-    """Whether nothing was converted: operators such as ``to`` give a view only then."""
-    results = made if isinstance(made, list | tuple) else [made]
-    return all(getattr(before, "dtype", None) == getattr(each, "dtype", None) for each in results)
+def _same_type(before: Any, result: Any) -> bool:
+    """Whether a result has the type of the input: only then, ``to`` and others return a view."""
+    results = result if isinstance(result, list | tuple) else [result]
+    dtype = getattr(before, "dtype", None)
+    return all(getattr(part, "dtype", None) == dtype for part in results)
 
 
 def _attribute(name: str, argument: Any) -> ir.Attr:
-    """An argument that is no tensor; as text, if ONNX has no attributes of its type."""
+    """An argument that is not a tensor; as text, if ONNX has no attributes of its type."""
     try:
         return ir.convenience.convert_attribute(name, argument)
     except TypeError:
@@ -291,17 +304,19 @@ def _attribute(name: str, argument: Any) -> ir.Attr:
 class LoweredGraph:
     """An FX graph of any kind, in torch's operators."""
 
-    # The graph, without tags. ``meta["node"]`` of each node is the FX node that it was made of.
+    # the graph, without tags; ``meta["node"]`` of each node is its FX node
     model: ir.Model
-    # for each tensor that it was given, its name; None for what is no tensor
+    # the name of each of the user's inputs; None for one that is not a tensor
     inputs: tuple[str | None, ...]
-    outputs: tuple[str | None, ...]  # the same for what it returns
+    outputs: tuple[str | None, ...]  # the same for the outputs
 
 
 def lowered_graph(
-    module: torch.fx.GraphModule, inputs: tuple[Any, ...], named: Mapping[str, Any] | None = None
+    module: torch.fx.GraphModule,
+    inputs: tuple[Any, ...],
+    named: Mapping[str, Any] | None = None,
 ) -> LoweredGraph:
-    """Translate the functions that an FX graph without breaks calls into torch's operators."""
+    """Translate an FX graph without breaks into torch's operators."""
     with torch.no_grad():
         program = torch.export.export(
             module, inputs, dict(named or {}), strict=False
@@ -309,25 +324,27 @@ def lowered_graph(
     model, values = graph_of_program(program)
     signature = program.graph_signature
 
-    def name_of(spec: Any) -> str | None:
-        value = (
-            values.get(spec.arg.name) if spec.kind.name in ("USER_INPUT", "USER_OUTPUT") else None
+    def names(specs: Any, kind: str) -> tuple[str | None, ...]:
+        user_values = [values.get(spec.arg.name) for spec in specs if spec.kind.name == kind]
+        return tuple(
+            str(value.name) if isinstance(value, ir.Value) else None for value in user_values
         )
-        return str(value.name) if isinstance(value, ir.Value) else None
 
-    given = tuple(name_of(spec) for spec in signature.input_specs if spec.kind.name == "USER_INPUT")
-    returned = tuple(
-        name_of(spec) for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"
+    return LoweredGraph(
+        model,
+        names(signature.input_specs, "USER_INPUT"),
+        names(signature.output_specs, "USER_OUTPUT"),
     )
-    return LoweredGraph(model, given, returned)
 
 
 def exported_graph(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> ir.Model:
-    """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`) as a file would be.
+    """Export a model with ``torch.export``, and tag the graph of its program (`graph_of_program`).
 
-    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it knows NumPy, and
+    If torch's own tracer fails, Dynamo traces the model (``strict=True``): it supports NumPy, and
     ``print``. The graph is functional and not decomposed.
     """
     try:
@@ -342,7 +359,11 @@ def exported_graph(
 
 
 def _attempt(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, strict: bool
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> ir.Model:
     names = ModuleNames(model)
     capture = DynamoCapture.of(names)
@@ -359,15 +380,15 @@ def _attempt(
     with restored(make):
         with torch.no_grad():
             program = torch.export.export(model, args, dict(kwargs), strict=strict)
-            functional = prepare(lambda made: made.run_decompositions({}))(program)
-        capture.step("noting the calls in branches", capture.calls.mark_bodies, functional)
+            functional = prepare(lambda exported: exported.run_decompositions({}))(program)
+        capture.step("recording the calls in branches", capture.calls.mark_bodies, functional)
         graph, values = graph_of_program(functional)
-        capture.step("noting the values of an FX graph", capture.translated_nodes, values)
+        capture.step("recording the values of an FX graph", capture.translated_nodes, values)
         capture.step("reading the graph as it was translated", capture.translated, graph)
         capture.step(
             "dropping nodes that compute nothing", drop_identities, graph.graph, capture.replaced
         )
-        known = Captured(capture, names.hierarchy, names.parameters)
-        capture.step("tagging the nodes of the graph", write_tags, known, graph)
+        captured = Captured(capture, names.hierarchy, names.parameters)
+        capture.step("tagging the nodes of the graph", write_tags, captured, graph)
         capture.give_up()
         return graph

@@ -1,8 +1,8 @@
-"""What is written into an exported model: the owners of its nodes, and the module tree with fates.
+"""Tags of an exported model: the owners of its nodes, and the module tree with fates.
 
-What an export knows of the fates of modules are the captured tensors that passed in and out of
-their calls. These pass from one call of a module to another call of it, too; at the boundary of its
-*nodes* (`htp_export.model.boundaries`), that is inside.
+The evidence of an export for the fates of modules are the captured tensors at the boundary of their
+calls. A tensor that passes from one call of a module to another call of it counts, too; at the
+boundary of the module's *nodes* (`htp_export.model.boundaries`) it is inside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
-from htp_export.exporter.capture.calls import NO_CALL, CallLog, Key, Record
+from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, Key, Record
 from htp_export.exporter.owners import Flow, Ownership, assign, needed, varying
 from htp_export.format.call_tree import CallTree, Instance, NodeCalls
 from htp_export.format.fates import Fate
@@ -27,41 +27,31 @@ from htp_export.model.boundaries import Boundaries
 
 @dataclass
 class CallBoundary:
-    """The captured tensors that passed in and out of the calls of one module, in order of use and of production."""
+    """Captured tensors at the boundary of one module's calls, in order of use and of production."""
 
-    # Tensors that were computed outside of a call and read inside → calls that computed them
+    # tensors computed outside a call and read inside → calls that computed them
     inputs: dict[Key, set[int]] = field(default_factory=dict)
-    # Tensors that were computed inside of a call and read outside → calls that read them
+    # tensors computed inside a call and read outside → calls that read them
     outputs: dict[Key, set[int]] = field(default_factory=dict)
 
 
 def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
     """Return the boundary of the calls of each module that ran.
 
-    Only tensors whose values depend on the model's inputs count, and only operations on which the
-    result depends.
+    Only tensors whose values depend on the model's inputs count, and only operations that the
+    outputs depend on.
     """
-    log, boundaries = record.log, {call.path: CallBoundary() for call in record.log.calls}
+    boundaries = {call.path: CallBoundary() for call in record.log.calls}
     producer = dict.fromkeys(record.inputs, NO_CALL)
-    # result of an operation that passes its input on → what was passed on
+    # result of an operation that returns its input unchanged → this input
     source_of: dict[Key, Key] = {}
 
-    def passes(key: Key, reader: int) -> None:
-        source = producer.get(key)
-        if source is None or source == reader or key not in flow.live:
-            return
-        reading, producing = log.chain(reader), log.chain(source)
-        for call in reading:
-            if call not in producing:
-                boundaries[log.calls[call].path].inputs.setdefault(key, set()).add(source)
-        for call in producing:
-            if call not in reading:
-                boundaries[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
-
     def read(key: Key, reader: int) -> None:
-        passes(key, reader)
-        if key in source_of:
-            passes(source_of[key], reader)
+        """Record a consumer of a tensor, and of the tensor that was passed on as this one."""
+        for read_key in (key, source_of[key]) if key in source_of else (key,):
+            source = producer.get(read_key)
+            if source is not None and source != reader and read_key in flow.live:
+                _add_crossings(boundaries, record.log, read_key, source, reader)
 
     for operation, is_wanted in zip(record.operations, flow.wanted, strict=True):
         if not is_wanted:
@@ -69,21 +59,46 @@ def boundaries_of_calls(record: Record, flow: Flow) -> dict[str, CallBoundary]:
         for key in operation.inputs:
             read(key, operation.call)
         producer.update(dict.fromkeys(operation.outputs, operation.call))
-        if (given := operation.passed_on) is not None:
-            source_of.update(dict.fromkeys(operation.outputs, source_of.get(given, given)))
+        passed_on = operation.passed_on
+        if passed_on is not None:
+            source = source_of.get(passed_on, passed_on)
+            source_of.update(dict.fromkeys(operation.outputs, source))
     for key in record.outputs:
         read(key, NO_CALL)
     return boundaries
 
 
-class ExportEvidence(FateEvidence[Key]):
-    """What the capture says of the boundaries of modules; ``works`` says whose work each node does.
+def _add_crossings(
+    boundaries: dict[str, CallBoundary],
+    log: CallLog,
+    key: Key,
+    source: int,
+    reader: int,
+) -> None:
+    """Add a tensor to the boundary of each call that contains only its producer, or consumer."""
+    reading = log.chain(reader)
+    producing = log.chain(source)
+    for call in reading:
+        if call not in producing:
+            boundaries[log.calls[call].path].inputs.setdefault(key, set()).add(source)
+    for call in producing:
+        if call not in reading:
+            boundaries[log.calls[call].path].outputs.setdefault(key, set()).add(reader)
 
-    ``fused`` are the places of nodes that several modules were fused into.
+
+class ExportEvidence(FateEvidence[Key]):
+    """Evidence of the capture for the fates of modules.
+
+    ``works`` is the work of each node, ``fused`` the places of nodes that several modules were
+    fused into.
     """
 
     def __init__(
-        self, record: Record, works: Sequence[NodeCalls], flow: Flow, fused: Collection[int]
+        self,
+        record: Record,
+        works: Sequence[NodeCalls],
+        flow: Flow,
+        fused: Collection[int],
     ) -> None:
         live = varying(record.nodes, record.graph_inputs)
         nodes = [(node.inputs, node.outputs) for node in record.nodes]
@@ -98,7 +113,7 @@ class ExportEvidence(FateEvidence[Key]):
 
     @cached_property
     def _measured(self) -> frozenset[str]:
-        """Modules whose work is read for its sizes alone."""
+        """Modules of whose results only the sizes are read."""
         wanted = needed(self._record.operations, self._record.outputs, values_only=True)
         return frozenset(
             path for path, is_read in self._modules_that_count(wanted).items() if not is_read
@@ -114,89 +129,100 @@ class ExportEvidence(FateEvidence[Key]):
 
     @cached_property
     def _with_dead_calls(self) -> frozenset[str]:
-        """Modules in whose calls something was computed that nothing reads."""
+        """Modules in whose calls a tensor without consumers was computed."""
         return self._around(self._record.dead)
 
     @cached_property
     def _captured(self) -> frozenset[Key]:
-        """What captured operations made; torch removes what nothing needs before that."""
+        """Results of captured operations; torch removes dead operations before the capture."""
         return frozenset(key for operation in self._record.operations for key in operation.outputs)
 
     def _modules_that_count(self, wanted: list[bool]) -> dict[str, bool]:
-        """Path → whether the result depends on something that the module computed; absent if it computed nothing."""
+        """Path → whether the outputs depend on the module's work; absent if it has no work."""
         log = self._record.log
         useful: dict[str, bool] = {}
         marks: dict[int, bool] = {}
         for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
             marks[operation.call] = marks.get(operation.call, False) or is_wanted
-        # of their operations, others need constants at most
+        # other operations read at most constants of dead calls
         marks.update(dict.fromkeys(self._record.dead, False))
         for call, is_wanted in marks.items():
-            for up in log.chain(call):
-                path = log.calls[up].path
+            for caller in log.chain(call):
+                path = log.calls[caller].path
                 useful[path] = useful.get(path, False) or is_wanted
         return useful
 
     def _modules_that_pass_on(self, wanted: list[bool]) -> frozenset[str]:
-        """The modules of whose operations the result needs only those that pass their input on."""
-        passing, working = set[int](), set[int]()
+        """The modules whose wanted operations all return their inputs unchanged."""
+        passing = set[int]()
+        working = set[int]()
         for operation, is_wanted in zip(self._record.operations, wanted, strict=True):
-            if is_wanted:
-                (working if operation.passed_on is None else passing).add(operation.call)
+            if is_wanted and operation.passed_on is None:
+                working.add(operation.call)
+            elif is_wanted:
+                passing.add(operation.call)
         return self._around(passing) - self._around(working)
 
     def _around(self, calls: Iterable[int]) -> frozenset[str]:
-        """The modules of calls, and those that run around them."""
+        """The modules of calls, and their callers."""
         log = self._record.log
-        return frozenset(log.calls[up].path for call in calls for up in log.chain(call))
+        paths: set[str] = set()
+        for call in calls:
+            paths.update(log.calls[caller].path for caller in log.chain(call))
+        return frozenset(paths)
 
     def read_by(self, path: str) -> Collection[Key]:
-        """The captured tensors that calls of a module read, and that were computed outside of them."""
+        """The captured tensors that calls of a module read and did not compute."""
         return self._passed.get(path, CallBoundary()).inputs
 
-    # The methods of `FateEvidence` say there what they are.
+    # The abstract methods of `FateEvidence`, which documents them.
 
     def predetermined(self, path: str) -> Outcome | None:
-        has_nodes = self.has_nodes(path)
         if not self._record.log.count(path):
             return Outcome(Fate.UNCALLED)
         if self._moved(path):
             return None
-        if path not in self._useful and has_nodes:
-            # in a branch or loop body, where captured operations do not reach
-            return Outcome(Fate.COMPUTED)
+        has_nodes = self.has_nodes(path)
         if path not in self._useful:
-            if self._ran_in_dead_bodies(path):
-                return Outcome(Fate.DEAD)
-            return Outcome(
-                Fate.IDENTITY if self._record.log.returned_inputs.get(path, True) else Fate.CONSTANT
-            )
-        if not self._useful[path] or (
-            (self._lost(path) or not has_nodes) and path in self._measured
-        ):
+            return Outcome(self._fate_without_operations(path, has_nodes))
+        if not self._useful[path]:
             return Outcome(Fate.DEAD)
+        is_lost = self._lost(path)
+        if (is_lost or not has_nodes) and path in self._measured:
+            return Outcome(Fate.DEAD)
+        if is_lost or self._passed[path].outputs:
+            return None
+        # no consumer outside: is any of its results in the file?
         returned = self._returned(path)
-        if (
-            self._lost(path)
-            or self._passed[path].outputs
-            or not returned
-            or not self._record.final.keys().isdisjoint(returned)
-        ):
+        if not returned or not self._record.final.keys().isdisjoint(returned):
             return None
         return Outcome(Fate.DEAD if self._captured.isdisjoint(returned) else Fate.CONSTANT)
+
+    def _fate_without_operations(self, path: str, has_nodes: bool) -> Fate:
+        """The fate of a module that ran, and of which no operation was captured."""
+        if has_nodes:  # in a branch or loop body, in which operations are not captured
+            return Fate.COMPUTED
+        if self._ran_in_dead_bodies(path):
+            return Fate.DEAD
+        if self._record.log.returned_inputs.get(path, True):
+            return Fate.IDENTITY
+        return Fate.CONSTANT
 
     def without_work(self, path: str) -> Fate | None:
         passes_on = path in self._passes_on
         if self._moved(path) or (self._lost(path) and not passes_on):
             return None
-        boundary, final = self._passed[path], self._record.final
+        boundary = self._passed[path]
+        final = self._record.final
         if not boundary.outputs and not self._record.log.returned_inputs.get(path):
             return Fate.CONSTANT
         inputs = {final.get(key) for key in boundary.inputs}
         if not passes_on and not all(final[key] in inputs for key in boundary.outputs):
             return None
-        # Beside what it gives back, it may have computed what nothing reads.
-        return Fate.DEAD if path in self._with_dead_calls else Fate.IDENTITY
+        # Apart from its results, it may have computed tensors without consumers.
+        if path in self._with_dead_calls:
+            return Fate.DEAD
+        return Fate.IDENTITY
 
     def partners(self, path: str) -> Collection[str] | None:
         return self._moved(path) or self._lost(path) or None
@@ -205,36 +231,55 @@ class ExportEvidence(FateEvidence[Key]):
         return self._record.log.count(path) > 0
 
     def known(self, path: str) -> Collection[Key]:
-        final, passed = self._record.final, self._passed.get(path, CallBoundary())
+        final = self._record.final
+        passed = self._passed.get(path, CallBoundary())
         known = {final[key] for key in (*passed.inputs, *passed.outputs) if key in final}
-        return known if path else known | self._record.graph_outputs
+        if path:
+            return known
+        return known | self._record.graph_outputs
 
     def around(self, group: Sequence[str]) -> Iterator[list[str]]:
-        boundaries = [self._passed[path] for path in group if path in self._passed]
-        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.inputs)]
-        yield [path for boundary in boundaries for path in self._beyond(boundary, boundary.outputs)]
+        before: list[str] = []
+        after: list[str] = []
+        for path in group:
+            boundary = self._passed.get(path)
+            if boundary is not None:
+                before += self._beyond(boundary, boundary.inputs)
+                after += self._beyond(boundary, boundary.outputs)
+        yield before
+        yield after
 
     def _ran_in_dead_bodies(self, path: str) -> bool:
-        """Whether a module, whose calls were not seen to return, ran in branches or loops of dead modules alone."""
+        """Whether a module ran only in bodies of dead modules, where its calls do not return."""
         if path in self._record.log.returned_inputs:
             return False
         return all(map(self._is_in_dead_module, self._calls_of[path]))
 
     def _is_in_dead_module(self, call: int) -> bool:
         log = self._record.log
-        return any(self._useful.get(log.calls[up].path) is False for up in log.chain(call))
+        paths = (log.calls[caller].path for caller in log.chain(call))
+        return any(self._useful.get(path) is False for path in paths)
 
     def _moved(self, path: str) -> dict[str, None]:
-        """Owners of the work of a module that is no longer its own, in order of execution."""
+        """Owners of a module's work that was assigned to other calls, in order of execution."""
         moved = self._record.moved
-        calls = {owner for call in self._calls_of.get(path, ()) for owner in moved.get(call, ())}
-        owners = (owner for call in sorted(calls) for owner in self._record.log.owners(call))
-        return dict.fromkeys(owner for owner in owners if owner != path)
+        calls: set[int] = set()
+        for call in self._calls_of.get(path, ()):
+            calls |= moved.get(call, set())
+        owners: dict[str, None] = {}
+        for call in sorted(calls):
+            owners.update(dict.fromkeys(self._record.log.owners(call)))
+        owners.pop(path, None)
+        return owners
 
     def _returned(self, path: str) -> list[Key]:
-        """The captured tensors that calls of a module returned, whether or not they are in the file."""
-        passed = (self._record.call_tensors.get(index) for index in self._calls_of[path])
-        return [key for tensors in passed if tensors is not None for key in tensors.outputs]
+        """The captured tensors that calls of a module returned, in the file or not."""
+        returned: list[Key] = []
+        for call in self._calls_of[path]:
+            tensors = self._record.call_tensors.get(call)
+            if tensors is not None:
+                returned += tensors.outputs
+        return returned
 
     def _beyond_lost(self, path: str) -> dict[str, None]:
         boundary = self._passed[path]
@@ -244,22 +289,23 @@ class ExportEvidence(FateEvidence[Key]):
         return self._beyond(boundary, lost)
 
     def _beyond(self, boundary: CallBoundary, keys: Collection[Key]) -> dict[str, None]:
-        """Owners of the operations on the other side of tensors at a module's boundary, in order of execution."""
-        calls = {
-            call
-            for key in keys
-            for call in (*boundary.inputs.get(key, ()), *boundary.outputs.get(key, ()))
-        }
-        paths = [
-            path for call in sorted(calls) for path in (self._record.log.owners(call) or ("",))
-        ]
+        """Owners of the operations beyond the given tensors of a boundary, in order of execution.
+
+        Modules that do work, or have nodes, take precedence.
+        """
+        calls: set[int] = set()
+        for key in keys:
+            calls.update(boundary.inputs.get(key, ()), boundary.outputs.get(key, ()))
+        paths: list[str] = []
+        for call in sorted(calls):
+            paths += self._record.log.owners(call) or ("",)
         working = [path for path in paths if path not in self._passes_on or self.has_nodes(path)]
         return dict.fromkeys(working or paths)
 
 
 @dataclass(frozen=True)
 class Tags:
-    """Everything that is written into one exported model."""
+    """The tags and the metadata of one exported model."""
 
     owners: list[Owned]  # the owners of each node, in the order of the record's nodes
     called: Collection[str]  # the paths of the modules that ran
@@ -268,12 +314,14 @@ class Tags:
 
 
 def make_tags(
-    record: Record, hierarchy: Hierarchy, parameters: Mapping[str, ModuleParameters] | None = None
+    record: Record,
+    hierarchy: Hierarchy,
+    parameters: Mapping[str, ModuleParameters] | None = None,
 ) -> Tags:
-    """Find owners and fates of a record, and say them in the file format's words.
+    """Find the owners and fates of a record, and encode them in the file format.
 
-    ``hierarchy`` has no calls and fates yet; ``parameters``: module path → those it holds, where
-    they are known.
+    ``hierarchy`` has no calls and fates yet; ``parameters``: module path → its parameters, if
+    known.
     """
     flow = Flow.of(record)
     owners = assign(record, flow)
@@ -295,22 +343,23 @@ def make_tags(
 
 
 def _with_calls(hierarchy: Hierarchy, log: CallLog) -> Hierarchy:
-    """The module tree with how often each module ran; modules that ran and are not in it are added."""
+    """The module tree with the number of calls of each module; modules missing in it are added."""
     paths = dict.fromkeys((*hierarchy, *(call.path for call in log.calls)))
-    known = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
-    return Hierarchy([replace(module, calls=log.count(module.path)) for module in known])
+    modules = (hierarchy.get(path) or ModuleInfo(path, "") for path in paths)
+    return Hierarchy([replace(module, calls=log.count(module.path)) for module in modules])
 
 
 def _works_of(
-    log: CallLog, owners: Sequence[Ownership], hierarchy: Hierarchy
+    log: CallLog,
+    owners: Sequence[Ownership],
+    hierarchy: Hierarchy,
 ) -> tuple[CallTree, list[NodeCalls]]:
-    """The calls of a model's modules as they ran, and whose work each node does."""
+    """The tree of the model's calls, and the work of each node."""
     instances = [Instance(call.path, call.nth) for call in log.calls]
     callers: dict[str, list[Instance | None]] = {}
     for call in log.calls:
-        callers.setdefault(call.path, []).append(
-            None if call.parent == NO_CALL else instances[call.parent]
-        )
+        caller = None if call.parent == NO_CALL else instances[call.parent]
+        callers.setdefault(call.path, []).append(caller)
     tree = CallTree(hierarchy, callers)
 
     @cache
@@ -320,8 +369,12 @@ def _works_of(
     return tree, [work(owner.paths, owner.calls) for owner in owners]
 
 
-def _owned(owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallTree) -> list[Owned]:
-    """The owners of each node, with their calls as they are written."""
+def _owned(
+    owners: Sequence[Ownership],
+    works: Sequence[NodeCalls],
+    calls: CallTree,
+) -> list[Owned]:
+    """The owners of each node, with their calls as encoded in the file."""
 
     @cache
     def encoded_calls(work: NodeCalls) -> str:
@@ -334,38 +387,51 @@ def _owned(owners: Sequence[Ownership], works: Sequence[NodeCalls], calls: CallT
 
 
 def _signatures(record: Record, evidence: ExportEvidence) -> dict[str, list[Signature]]:
-    """Module path → its calls; only modules all of whose calls were seen from inside.
-
-    Every layer is given the whole cache; its signature has the parts that it reads or gives back. A
-    number that the model is given is named if it is an input of the file.
-    """
+    """Module path → its calls; only modules all of whose calls were observed."""
     signatures: dict[str, list[Signature]] = {}
     for index, call in enumerate(record.log.calls):
         tensors = record.call_tensors.get(index)
-        if tensors is not None:
-            read = evidence.read_by(call.path)
-            inputs = {
-                name: _name(record, key)
-                for name, key in tensors.inputs
-                if not call.path
-                or key in read
-                or key in tensors.outputs
-                or not tensors.is_part(name)
-                if name not in tensors.numbers or record.final.get(key) is not None
-            }
-            outputs = tuple(_name(record, key) for key in tensors.outputs)
-            signatures.setdefault(call.path, []).append(Signature(inputs, outputs))
+        if tensors is None:
+            continue
+        inputs = _named_inputs(record, call.path, tensors, evidence.read_by(call.path))
+        outputs = tuple(_name(record, key) for key in tensors.outputs)
+        signatures.setdefault(call.path, []).append(Signature(inputs, outputs))
     return {
         path: calls for path, calls in signatures.items() if len(calls) == record.log.count(path)
     }
 
 
+def _named_inputs(
+    record: Record,
+    path: str,
+    tensors: CallTensors,
+    read: Collection[Key],
+) -> dict[str, str | None]:
+    """Name of an argument → name of its tensor in the file.
+
+    Every layer is passed the whole cache: only the parts count that it uses or returns. A number
+    among the arguments of the model counts if it is an input of the file.
+    """
+    inputs: dict[str, str | None] = {}
+    for name, key in tensors.inputs:
+        is_used = key in read or key in tensors.outputs
+        if path and tensors.is_part(name) and not is_used:
+            continue
+        if name in tensors.numbers and record.final.get(key) is None:
+            continue
+        inputs[name] = _name(record, key)
+    return inputs
+
+
 def _name(record: Record, key: Key | None) -> str | None:
-    """The name that a captured tensor has in the file."""
+    """The name of a captured tensor in the file; None if it is not in it."""
     final = record.final.get(key)
     return None if final is None else _name_of(final)
 
 
 def _name_of(key: Key) -> str:
-    """The name of a tensor of the exported graph; its key is its value under dynamo, and its name under TorchScript."""
+    """The name of a tensor of the exported graph, from its key.
+
+    The key is its value under dynamo, and its name under TorchScript.
+    """
     return str(getattr(key, "name", key))

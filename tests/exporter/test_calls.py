@@ -487,4 +487,4 @@ def test_an_operation_that_is_reversed_is_found_up_to_a_number_of_operations_bef
     ]
     record.final = {name: name for name in names} | {"begin": "tensor", "back": "tensor"}
     origins = owners.Origins(record, Flow.of(record))
-    assert origins.made["tensor"] == ({first} if is_reversed else {first, last})
+    assert origins.computed_by["tensor"] == ({first} if is_reversed else {first, last})

@@ -91,7 +91,7 @@ TORCHSCRIPT = [
     (TorchScriptCapture, "translated", "ONNX graph as it was translated"),
     (TorchScriptCapture, "renumbered", "matching values of a graph with those of its copy"),
     (TorchScriptCapture, "named", "the finished ONNX graph"),
-    (torchscript_patches, "stand_ins", "weights to leave out"),
+    (torchscript_patches, "empty_weights", "weights to leave out"),
     (saving, "stored", "keeping the weights"),
     (torchscript, "SerializedModel", "tagging the nodes of the file"),
     (TorchScriptCapture, "tagged", "tagging the nodes of the file"),

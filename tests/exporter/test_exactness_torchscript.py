@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import htp_export
+from htp_export.exporter.capture.jit_rewriting import follow
+from htp_export.exporter.capture.torchscript_internals import JitStep, Reading
 from tests.exporting import BOTH, exported, metadata
 from tests.extract.test_cutting import wrong_parts
 from tests.nets import Apply, Holding, composed, ready, x
@@ -419,3 +421,14 @@ def test_an_export_that_fails_in_a_hook_leaves_the_hooks_as_they_were(tmp_path):
     assert "'second'" in caught.value.__notes__[0]
     assert [len(module._forward_hooks) for module in model.modules()] == [0, 0, 0, 1]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_equal_operations_that_are_merged_into_one_node_before_them_have_its_result():
+    def steps(weight: int, *later: JitStep) -> list[JitStep]:
+        return [JitStep("onnx::Conv", (0, weight), (10,)), *later]
+
+    norms = [JitStep("onnx::BatchNormalization", (10, 2), (number,)) for number in (11, 12)]
+    reads = [JitStep("onnx::Add", (11, 12), (13,)), JitStep("onnx::Add", (10, 10), (13,))]
+    before = Reading(steps(1, *norms, reads[0]), inputs=[0], parameters=[1, 2], outputs=[13])
+    after = Reading(steps(3, reads[1]), inputs=[0], parameters=[3], outputs=[13])
+    assert follow(before, after) == {0: 0, 11: 10, 12: 10, 13: 13}

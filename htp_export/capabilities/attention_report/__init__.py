@@ -1,1 +1,1 @@
-"""``attention_report``: what attention in steps costs, by module."""
+"""``attention_report``: the costs of attention in steps, by module."""

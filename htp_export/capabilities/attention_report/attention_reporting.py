@@ -1,4 +1,4 @@
-"""What `decomposed_attention` shows of a model: operations, memory and traffic, as it is and in steps."""
+"""The effect of `decomposed_attention` on a model's operations, memory and traffic."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ _MODEL = "model"
 
 @dataclass(frozen=True)
 class AttentionRow:
-    """Some modules of one export.
+    """The modules of one part of an export, in total.
 
     Attributes:
-        modules: How many modules these are.
-        nodes: Their ONNX nodes.
-        operations: Their operations in the FX graph that the exporter translates.
-        cost: Memory and traffic, as they are and if each of these modules kept its intermediates on
-            chip.
+        modules: Number of modules.
+        nodes: Number of their ONNX nodes.
+        operations: Number of their operations in the FX graph that the exporter translates.
+        cost: Memory and traffic, as they are, and if each of these modules kept its intermediates
+            on chip.
     """
 
     modules: int
@@ -50,10 +50,10 @@ class AttentionReport(Result):
 
     Attributes:
         modules: The paths of the modules with attention.
-        before: The model as it is: ``"model"``, the whole, and ``"attention"``, all modules with
+        before: The unchanged model: ``"model"``, the whole, and ``"attention"``, all modules with
             attention.
-        after: The same inside `decomposed_attention`; and for the name of each step, or of another
-            module right below one with attention, all modules of this name.
+        after: The same inside `decomposed_attention`; also for the name of each step, or of another
+            child of a module with attention, all modules of this name.
     """
 
     modules: tuple[str, ...]
@@ -62,23 +62,24 @@ class AttentionReport(Result):
 
     @property
     def summary(self) -> str:
-        """How many nodes and operations there are, in one line."""
-        before, after = (
-            [rows[part] for part in (_MODEL, _ATTENTION)] for rows in (self.before, self.after)
-        )
+        """The numbers of nodes and operations, in one line."""
+        model = self.before[_MODEL]
+        model_after = self.after[_MODEL]
+        attention = self.before[_ATTENTION]
+        attention_after = self.after[_ATTENTION]
         return (
             f"{len(self.modules)} modules with attention; "
-            f"ONNX nodes from {before[0].nodes} to {after[0].nodes}, "
-            f"in attention from {before[1].nodes} to {after[1].nodes}; "
-            f"FX operations from {before[0].operations} to {after[0].operations}, "
-            f"in attention from {before[1].operations} to {after[1].operations}"
+            f"ONNX nodes from {model.nodes} to {model_after.nodes}, "
+            f"in attention from {attention.nodes} to {attention_after.nodes}; "
+            f"FX operations from {model.operations} to {model_after.operations}, "
+            f"in attention from {attention.operations} to {attention_after.operations}"
         )
 
     def table(self) -> Table:
         """Each part of both exports."""
-        return _COLUMNS, [
-            (when, *row) for when in ("before", "after") for row in getattr(self, when).items()
-        ]
+        rows = [("before", part, row) for part, row in self.before.items()]
+        rows += [("after", part, row) for part, row in self.after.items()]
+        return _COLUMNS, rows
 
 
 _COLUMNS: tuple[Column[tuple[str, str, AttentionRow]], ...] = (
@@ -100,11 +101,10 @@ def attention_report(
     args: tuple[Any, ...] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> AttentionReport:
-    """Export a model as it is and in steps of attention, and compare operations, memory and traffic.
+    """Export a model without and with steps of attention; compare operations, memory and traffic.
 
-    Both exports are made in memory, with ``dynamo=True``. Memory and traffic are estimates by
-    `cost`, with all modules of a row as they are and if each of them kept its intermediates on
-    chip.
+    Both exports are in memory, with ``dynamo=True``. Memory and traffic are estimates by `cost`,
+    with all modules of a row as they are, and if each of them kept its intermediates on chip.
 
     Not thread-safe: no other thread may use the model meanwhile.
 
@@ -118,8 +118,8 @@ def attention_report(
         step in all of them.
 
     Raises:
-        InputError: If no module of the model computes attention, or `decomposed_attention` refuses
-            one.
+        InputError: If no module of the model computes attention, or `decomposed_attention` raises
+            it.
 
     Examples:
         >>> import torch, htp_export
@@ -129,61 +129,71 @@ def attention_report(
         (('self_attn',), True)
     """
     with decomposed_attention(model):
-        tagged, operations = _exported(model, args, kwargs)
-    made_of_steps = {
+        tagged, scopes = _exported(model, args, kwargs)
+    steps_with_nodes = {
         path for path, info in tagged.hierarchy.items() if info.synthetic and tagged[path].nodes
     }
-    if not made_of_steps <= frozenset().union(*operations):
-        # torch knows the modules that there were when its export began
+    if not steps_with_nodes <= frozenset().union(*scopes):
+        # torch only has scopes for modules that were registered when its export began
         with attention_as_in(tagged.hierarchy, model):
-            tagged, operations = _exported(model, args, kwargs)
-    steps: defaultdict[str, list[str]] = defaultdict(list)
+            tagged, scopes = _exported(model, args, kwargs)
     hierarchy = tagged.hierarchy
-    paths = tuple(
-        dict.fromkeys(
-            hierarchy.parent(path) or "" for path, info in hierarchy.items() if info.synthetic
-        )
-    )
+    parents = (hierarchy.parent(path) for path, info in hierarchy.items() if info.synthetic)
+    paths = tuple(dict.fromkeys(parent or "" for parent in parents))
     if not paths:
         raise InputError(
             "no module of the model computes attention: nn.MultiheadAttention, scaled_dot_product_attention, or the "
             "softmax of a product of two tensors"
         )
-    for path in (child for parent in paths for child in hierarchy.children(parent)):
-        if tagged[path].nodes:
-            name = path.rpartition(".")[2]
-            steps[f".{name}" if name in (_MODEL, _ATTENTION) else name].append(path)
-    after = _numbers(tagged, operations, {_ATTENTION: paths, **steps})
-    tagged, operations = _exported(model, args, kwargs)
-    return AttentionReport(paths, _numbers(tagged, operations, {_ATTENTION: paths}), after)
+    after = _rows(tagged, scopes, {_ATTENTION: paths, **_children_by_name(tagged, paths)})
+    tagged, scopes = _exported(model, args, kwargs)
+    before = _rows(tagged, scopes, {_ATTENTION: paths})
+    return AttentionReport(paths, before, after)
+
+
+def _children_by_name(tagged: TaggedModel, paths: Sequence[str]) -> dict[str, list[str]]:
+    """Name of a child of the modules → the paths of all children of this name with nodes."""
+    by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for parent in paths:
+        for path in tagged.hierarchy.children(parent):
+            if tagged[path].nodes:
+                name = path.rpartition(".")[2]
+                # a module may have the name of another row
+                by_name[f".{name}" if name in (_MODEL, _ATTENTION) else name].append(path)
+    return by_name
 
 
 def _exported(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
 ) -> tuple[TaggedModel, list[frozenset[str]]]:
-    """The export, and for each operation of its FX graph the modules in which it is."""
+    """The export, and the module scopes of each operation of its FX graph."""
     with unchanged(model, (args, kwargs), traced=True):
         program = export(model, args, kwargs=kwargs, verbose=False)
     if program is None or program.exported_program is None:
         raise InputError("the exporter returned no program")
-    nodes = [node for node in program.exported_program.graph.nodes if node.op == "call_function"]
-    return load(program), [frozenset(scope.name for scope in scopes_of(node)) for node in nodes]
+    scopes = []
+    for node in program.exported_program.graph.nodes:
+        if node.op == "call_function":
+            names = [scope.name for scope in scopes_of(node)]
+            scopes.append(frozenset(names))
+    return load(program), scopes
 
 
-def _numbers(
-    tagged: TaggedModel, operations: Sequence[frozenset[str]], groups: Mapping[str, Collection[str]]
+def _rows(
+    tagged: TaggedModel,
+    scopes: Sequence[frozenset[str]],
+    groups: Mapping[str, Collection[str]],
 ) -> dict[str, AttentionRow]:
     """The rows of an export: the whole model, then groups of modules."""
     from htp_export.costs.memory import cost_of_fusing
 
     groups = {_MODEL: ("",), **groups}
     costs = cost_of_fusing(tagged, groups)
-    return {
-        name: AttentionRow(
-            modules=len(paths),
-            nodes=len({node for path in paths for node in tagged[path].nodes}),
-            operations=sum(1 for stack in operations if not {*stack, ""}.isdisjoint(paths)),
-            cost=costs[name],
-        )
-        for name, paths in groups.items()
-    }
+    rows = {}
+    for name, paths in groups.items():
+        nodes = set[Any]().union(*(tagged[path].nodes for path in paths))
+        operations = [stack for stack in scopes if not {*stack, ""}.isdisjoint(paths)]
+        rows[name] = AttentionRow(len(paths), len(nodes), len(operations), costs[name])
+    return rows

@@ -1,4 +1,4 @@
-"""A PyTorch model in Dynamo's graphs: one graph of all of them, connected where they give tensors to each other."""
+"""A PyTorch model in Dynamo's graphs, merged into one graph that connects them."""
 
 from __future__ import annotations
 
@@ -36,17 +36,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """One of the graphs, with tags; it is not changed. Names of its nodes and tensors begin with ``name`` in the whole.
-
-    Its module paths are below ``prefix``. ``inputs``: name of one of its inputs → the piece before
-    it that computes the tensor, and the tensor's name there. ``weights``: name of one of its inputs
-    → the full name of the parameter or buffer that it is, and its values.
-    """
+    """One tagged graph that becomes a part of the whole; it is not modified."""
 
     model: ir.Model
-    name: str
-    prefix: str = ""
+    name: str  # prefix of the names of its nodes and tensors in the whole
+    prefix: str = ""  # prefix of its module paths
+    # name of an input → the piece before it that computes the tensor, and the tensor's name there
     inputs: Mapping[str, tuple[int, str]] = field(default_factory=dict)
+    # name of an input → full name and values of the parameter or buffer
     weights: Mapping[str, tuple[str, ir.TensorProtocol]] = field(default_factory=dict)
 
 
@@ -55,18 +52,18 @@ def merged(
     hierarchy: Hierarchy,
     parameters: Mapping[str, ModuleParameters] | None = None,
 ) -> ir.Model:
-    """Put graphs side by side into one, and connect them where the result of one is an input of another.
+    """Merge graphs into one; results of one that are inputs of another are connected.
 
-    Nodes keep their owners. In which call of a module they ran is left out, as each graph counts
-    calls for itself. The graphs come in the order in which they run; ``hierarchy`` is the module
-    tree of the whole, with the calls.
+    Nodes keep their owners, but not their calls, because each graph counts calls for itself. The
+    graphs are in the order in which they run; ``hierarchy`` is the module tree of the whole, with
+    the calls.
     """
     return _Whole(pieces, hierarchy).model(parameters)
 
 
 class _Whole:
     def __init__(self, pieces: Sequence[Piece], hierarchy: Hierarchy) -> None:
-        self._known = dict(hierarchy)
+        self._modules = dict(hierarchy)
         self._called = hierarchy.called
         self._nodes: list[ir.Node] = []
         self._inputs: list[ir.Value] = []
@@ -74,7 +71,7 @@ class _Whole:
         self._initializers: dict[str, ir.Value] = {}
         self._opsets: dict[str, int] = {}
         # for each piece: name of a tensor in it → the tensor
-        self._made: list[dict[str, ir.Value]] = []
+        self._tensors: list[dict[str, ir.Value]] = []
         for piece in pieces:
             self._add(piece)
 
@@ -82,66 +79,75 @@ class _Whole:
         copy = piece.model.clone()
         graph = copy.graph
         self._opsets = {**graph.opset_imports, **self._opsets}
-        nodes, inputs, outputs = list(graph), list(graph.inputs), list(graph.outputs)
+        nodes = list(graph)
+        inputs = list(graph.inputs)
+        outputs = list(graph.outputs)
         initializers = dict(graph.initializers)
-        self._made.append(
-            {str(value.name): value for node in nodes for value in node.outputs if value.name}
-        )
+        tensors: dict[str, ir.Value] = {}
+        for node in nodes:
+            tensors.update((str(value.name), value) for value in node.outputs if value.name)
+        self._tensors.append(tensors)
         for node in graph.all_nodes():
-            self._own(node, piece)
+            self._rename(node, piece)
         graph.outputs.clear()
         graph.inputs.clear()
         graph.initializers.clear()
         graph.remove(nodes)
         for value in inputs:
-            self._take(value, piece)
+            self._connect(value, piece)
         for name, value in initializers.items():
-            self._hold(tags.below(piece.prefix, name), value)
+            self._add_weight(tags.below(piece.prefix, name), value)
         self._nodes += nodes
         self._outputs += [value for value in outputs if value.producer() is not None]
-        self._know(copy, piece.prefix)
+        self._add_fates(copy, piece.prefix)
 
-    def _take(self, value: ir.Value, piece: Piece) -> None:
-        """An input of a piece: what a piece before it computed, a weight, or an input of the whole."""
-        if str(value.name) in piece.weights:
-            full, value.const_value = piece.weights[str(value.name)]
-            self._hold(full, value)
+    def _connect(self, value: ir.Value, piece: Piece) -> None:
+        """Replace an input of a piece by a weight or a result of an earlier piece, if it is one."""
+        name = str(value.name)
+        if name in piece.weights:
+            full_name, value.const_value = piece.weights[name]
+            self._add_weight(full_name, value)
             return
-        source = piece.inputs.get(str(value.name))
-        made = None if source is None else self._made[source[0]].get(source[1])
-        if made is not None:
-            value.replace_all_uses_with(made)
+        source = piece.inputs.get(name)
+        result = None if source is None else self._tensors[source[0]].get(source[1])
+        if result is not None:
+            value.replace_all_uses_with(result)
             return
         value.name = f"{piece.name}/{value.name}"
         self._inputs.append(value)
 
-    def _hold(self, name: str, value: ir.Value) -> None:
-        """A weight; pieces that read the same one share it."""
-        held = self._initializers.get(name)
-        if held is not None:
-            value.replace_all_uses_with(held)
+    def _add_weight(self, name: str, value: ir.Value) -> None:
+        """Add a weight, or replace it by the equal one of an earlier piece."""
+        existing = self._initializers.get(name)
+        if existing is not None:
+            value.replace_all_uses_with(existing)
             return
         value.name = name
         self._initializers[name] = value
 
-    def _own(self, node: ir.Node, piece: Piece) -> None:
+    def _rename(self, node: ir.Node, piece: Piece) -> None:
+        """Add the prefixes of a piece to the names of a node and its tensors, and to its owners."""
         node.name = f"{piece.name}/{node.name}"
-        for value in (*node.outputs, *(value for body in subgraphs(node) for value in body.inputs)):
+        values = list(node.outputs)
+        for body in subgraphs(node):
+            values += body.inputs
+        for value in values:
             if value.name:
                 value.name = f"{piece.name}/{value.name}"
         owned = Owned.of(node.metadata_props)
         paths = tuple(tags.below(piece.prefix, path) for path in owned.paths)
         Owned(paths, owned.reason).write(node.metadata_props, self._called)
 
-    def _know(self, model: ir.Model, prefix: str) -> None:
-        """What became of the modules of a part."""
+    def _add_fates(self, model: ir.Model, prefix: str) -> None:
+        """Copy the fates of the modules of a part."""
         if not prefix or tags.MODULES not in model.metadata_props:
             return
         for path, info in Hierarchy.from_json(model.metadata_props[tags.MODULES]).items():
-            full = tags.below(prefix, path)
+            full_path = tags.below(prefix, path)
             partners = tuple(tags.below(prefix, partner) for partner in info.fused_with)
-            before = self._known.get(full, ModuleInfo(full, info.class_name, info.calls))
-            self._known[full] = replace(before, fate=info.fate, fused_with=partners)
+            new_module = ModuleInfo(full_path, info.class_name, info.calls)
+            module = self._modules.get(full_path, new_module)
+            self._modules[full_path] = replace(module, fate=info.fate, fused_with=partners)
 
     def model(self, parameters: Mapping[str, ModuleParameters] | None) -> ir.Model:
         graph = ir.Graph(
@@ -153,22 +159,24 @@ class _Whole:
         )
         model = ir.Model(graph, ir_version=10, producer_name="torch")
         write_model_metadata(
-            model.metadata_props, Hierarchy(self._known.values()), parameters=parameters
+            model.metadata_props, Hierarchy(self._modules.values()), parameters=parameters
         )
-        graph.name = self._known[""].simple_class
+        graph.name = self._modules[""].simple_class
         return model
 
 
-_MOST_NODES = 20_000  # further runs of graphs are left out
+_MOST_NODES = 20_000  # further runs of graphs are omitted; a larger graph cannot be read
 
 
 def graphs_with_breaks(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Inspected:
-    """Make one graph of all graphs into which Dynamo breaks a model; a RuntimeError if there is none.
+    """Merge all graphs into which Dynamo breaks a model; a RuntimeError without any.
 
-    A graph that runs several times is in it several times. The graphs are named ``graph_1``,
-    ``graph_2`` and so on, the largest first.
+    A graph that runs several times is repeated. The graphs are named ``graph_1``, ``graph_2`` and
+    so on, the largest first.
     """
     names = ModuleNames(model)
     with unchanged(model, (args, kwargs)):
@@ -190,15 +198,22 @@ class _Part:
 
 
 class _Graphs:
-    def __init__(self, model: torch.nn.Module, names: ModuleNames, broken: BrokenRun) -> None:
-        self._model, self._names, self._broken = model, names, broken
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        names: ModuleNames,
+        broken: BrokenRun,
+    ) -> None:
+        self._model = model
+        self._names = names
+        self._broken = broken
         tensors = (*model.named_parameters(), *model.named_buffers())
         self._weights = {
             id(tensor): (name, TorchTensor(tensor.detach(), name=name)) for name, tensor in tensors
         }
-        self._lowered: dict[Hashable, LoweredGraph | str] = {}
+        self._lowered: dict[Hashable, LoweredGraph | None] = {}
         self._notes: list[str] = []
-        self._identities: set[str] = set()  # modules that gave back their input, as far as is known
+        self._identities: set[str] = set()  # modules known to return their input
 
     def inspected(self, run: ModuleRun) -> Inspected:
         parts = list(self._parts())
@@ -208,23 +223,31 @@ class _Graphs:
             )
         owners = {owner for part in parts for owner in owners_in(part.model.graph)}
         tree = tree_of(self._model, run, owners, self._identities)
-        pieces, parameters = list(self._pieces(parts)), parameters_of(self._model)
+        pieces = list(self._pieces(parts))
+        parameters = parameters_of(self._model)
         graph = merged(pieces, tree, parameters)
-        alone: dict[Hashable, Piece] = {}
+        distinct: dict[Hashable, Piece] = {}
         for part, piece in zip(parts, pieces, strict=True):
-            alone.setdefault((id(part.run.graph), part.run.path), replace(piece, inputs={}))
+            graph_in_module = (id(part.run.graph), part.run.path)
+            distinct.setdefault(graph_in_module, replace(piece, inputs={}))
         graphs = {
             piece.name: merged([piece], tree, parameters)
-            for piece in sorted(alone.values(), key=_rank)
+            for piece in sorted(distinct.values(), key=_rank)
         }
-        stops = map(_stop, self._broken.breaks)
-        # Dynamo breaks the graph of a module where that of a module inside breaks: the last one
-        # names the innermost.
-        breaks = tuple(
-            {(stop.file, stop.line) if stop.file else stop: stop for stop in stops}.values()
-        )
+        # Dynamo breaks the graph of a module if the graph of an inner module breaks: the last stop
+        # at a line names the innermost module.
+        breaks: dict[Hashable, Stop] = {}
+        for graph_break in self._broken.breaks:
+            stop = _stop(graph_break)
+            breaks[(stop.file, stop.line) if stop.file else stop] = stop
         note = f"Dynamo made {len(parts)} graphs of this model; what Python computes between them is in none."
-        return Inspected(graph, "dynamo", breaks=breaks, graphs=graphs, notes=(note, *self._notes))
+        return Inspected(
+            graph,
+            "dynamo",
+            breaks=tuple(breaks.values()),
+            graphs=graphs,
+            notes=(note, *self._notes),
+        )
 
     def _parts(self) -> Iterator[_Part]:
         nodes = 0
@@ -248,21 +271,20 @@ class _Graphs:
                 yield _Part(run, lowered, model, count)
 
     def _lower(self, run: GraphRun) -> LoweredGraph | None:
-        """The graph in torch's operators; None if that fails, which is noted."""
-        key = (id(run.graph), *(_kind(each) for each in run.inputs))
+        """The graph in torch's operators; None, with a note, if that fails."""
+        key = (id(run.graph), *(_kind(value) for value in run.inputs))
         if key not in self._lowered:
             try:
                 self._lowered[key] = lowered_graph(run.graph, run.inputs)
-            except Exception as error:  # whatever torch raises
-                self._lowered[key] = reason_of(error)
+            except Exception as error:  # any error of torch
+                self._lowered[key] = None
                 self._notes.append(
                     f"A graph in module {run.path or '(the root)'} is left out: {reason_of(error)}."
                 )
-        lowered = self._lowered[key]
-        return lowered if isinstance(lowered, LoweredGraph) else None
+        return self._lowered[key]
 
     def _tag(self, node: ir.Node, run: GraphRun) -> None:
-        """Write the module of a node: that of its scopes, or the one whose ``forward`` the graph is of."""
+        """Write the module of a node: of its scopes, or the one whose ``forward`` was traced."""
         scopes = scopes_of(node.meta["node"]) if "node" in node.meta else []
         paths = [
             self._names.by_id[scope.module] for scope in scopes if scope.module in self._names.by_id
@@ -274,28 +296,22 @@ class _Graphs:
         tag_by_scope(node, path)
 
     def _pieces(self, parts: list[_Part]) -> Iterator[Piece]:
-        ranks = {
-            place: rank
-            for rank, place in enumerate(
-                sorted(range(len(parts)), key=lambda k: -parts[k].nodes), 1
-            )
-        }
-        # id of a tensor → the piece that made it, and its name there
-        made: dict[int, tuple[int, str]] = {}
+        by_size = sorted(range(len(parts)), key=lambda place: -parts[place].nodes)
+        ranks = {place: rank for rank, place in enumerate(by_size, 1)}
+        # id of a tensor → the piece that computed it, and its name there
+        results: dict[int, tuple[int, str]] = {}
         for place, part in enumerate(parts):
-            given = [
-                (name, id(value))
-                for name, value in zip(part.lowered.inputs, part.run.inputs, strict=False)
-                if name
-            ]
-            inputs = {name: made[number] for name, number in given if number in made}
-            weights = {
-                name: self._weights[number] for name, number in given if number in self._weights
-            }
+            inputs: dict[str, tuple[int, str]] = {}
+            weights: dict[str, tuple[str, ir.TensorProtocol]] = {}
+            for name, value in zip(part.lowered.inputs, part.run.inputs, strict=False):
+                if name and id(value) in results:
+                    inputs[name] = results[id(value)]
+                if name and id(value) in self._weights:
+                    weights[name] = self._weights[id(value)]
             yield Piece(part.model, f"graph_{ranks[place]}", "", inputs, weights)
             for name, value in zip(part.lowered.outputs, part.run.outputs, strict=False):
                 if name:
-                    made.setdefault(id(value), (place, name))
+                    results.setdefault(id(value), (place, name))
 
 
 def _rank(piece: Piece) -> int:
@@ -303,12 +319,20 @@ def _rank(piece: Piece) -> int:
 
 
 def _kind(value: Any) -> Hashable:
-    """What decides the graph of an input: for a tensor, its type and shape."""
+    """The properties of an input that determine the graph: of a tensor, type and shape."""
     import torch
 
-    return (value.dtype, tuple(value.shape)) if isinstance(value, torch.Tensor) else repr(value)
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, tuple(value.shape))
+    return repr(value)
 
 
-def _stop(found: GraphBreak) -> Stop:
-    place = next((each for each in reversed(found.frames) if is_of_model(each[0])), ("", 0))
-    return Stop("dynamo", found.reason, found.module, *place)
+def _stop(graph_break: GraphBreak) -> Stop:
+    file = ""
+    line = 0
+    for frame_file, frame_line in reversed(graph_break.frames):
+        if is_of_model(frame_file):
+            file = frame_file
+            line = frame_line
+            break
+    return Stop("dynamo", graph_break.reason, graph_break.module, file, line)

@@ -1,4 +1,4 @@
-"""The graph of a PyTorch model, which way it was got, and why no better one was."""
+"""The result of `inspect`: the graph of a PyTorch model, and why better ways failed."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ Way: TypeAlias = Literal["onnx", "torch.export", "torch.fx", "dynamo", "parts"]
 
 @dataclass(frozen=True)
 class Stop(PlainData):
-    """Where one way to the graph of a model ended.
+    """The error that ended one way to the graph of a model.
 
     Attributes:
-        way: Which way: ``onnx``, ``torch.export``, ``torch.fx``, ``dynamo``.
-        reason: The first line of what torch said.
-        module: Path of the module that ran; None where that is not known.
-        file: The Python file of the model, or of a library that it uses; ``""`` where that is not
-            known.
-        line: The line in it; 0 where that is not known.
+        way: ``onnx``, ``torch.export``, ``torch.fx`` or ``dynamo``.
+        reason: The first line of torch's message.
+        module: Path of the module that ran; None if unknown.
+        file: The Python file of the model, or of a library that it uses; ``""`` if unknown.
+        line: The line in it; 0 if unknown.
     """
 
     way: Way
@@ -42,8 +41,8 @@ class Stop(PlainData):
     def __str__(self) -> str:
         module = "" if self.module is None else f" in module {self.module or '(the root)'}"
         place = f" ({self.file}:{self.line})" if self.file else ""
-        what = "graph break" if self.way == "dynamo" else f"{self.way} stopped"
-        return f"{what}{module}{place}: {self.reason}"
+        event = "graph break" if self.way == "dynamo" else f"{self.way} stopped"
+        return f"{event}{module}{place}: {self.reason}"
 
 
 @dataclass(frozen=True)
@@ -51,18 +50,18 @@ class Inspected(HoldsModel):
     """The result of `inspect`: a graph with its module tree, for `cost`, `view`, and ``tagged``.
 
     Attributes:
-        model: The graph. Only that of the way ``onnx`` is an ONNX model that can be written.
-        way: ``onnx``: the model was exported, as `export` does. ``torch.export``: a graph of
-            torch's operators. ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs
-            between graph breaks. ``parts``: modules that were exported one by one, side by side.
-        stopped: Where each better way ended, the best one first.
-        breaks: Where Dynamo's graphs end before ``forward`` does, and where Dynamo gave up a
-            function that is in none (``dynamo``).
+        model: The graph. It is a valid ONNX model only by the way ``onnx``.
+        way: ``onnx``: the model was exported, as by `export`. ``torch.export``: a graph of torch's
+            operators. ``torch.fx``: the same, by symbolic tracing. ``dynamo``: the graphs between
+            graph breaks. ``parts``: modules that were exported one by one, side by side.
+        stopped: The error of each better way, the best way first.
+        breaks: Ends of Dynamo's graphs before the end of ``forward``, and errors in functions
+            without a graph (``dynamo``).
         graphs: Name of each of Dynamo's graphs → the graph by itself, the largest first
             (``dynamo``). The names of its nodes in ``model`` begin with its name. A graph that runs
-            several times in one module is there once.
+            several times in one module occurs once.
         failures: Module path → error, for modules that could not be exported (``parts``).
-        notes: What else there is to know, as sentences.
+        notes: Further information, as sentences.
     """
 
     optional = ("failures",)
@@ -76,22 +75,20 @@ class Inspected(HoldsModel):
     notes: tuple[str, ...] = field(default=(), repr=False)
 
     def data(self) -> dict[str, Any]:
-        """What `to_dict` has: the way and the stops; breaks where there can be some."""
+        """The entries of `to_dict`: the way and the stops, and breaks for Dynamo's graphs."""
         entries = super().data()
-        return (
-            entries
-            if self.way == "dynamo"
-            else {k: value for k, value in entries.items() if k != "breaks"}
-        )
+        if self.way != "dynamo":
+            entries = {name: entry for name, entry in entries.items() if name != "breaks"}
+        return entries
 
     @property
     def summary(self) -> str:
-        """Which way, in one line."""
+        """The way, in one line."""
         return f"graph by {_WORDS[self.way]}"
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """Where better ways ended, notes, and what could not be exported."""
+        """Errors of better ways, notes, and modules that could not be exported."""
         failed = (f"{path or '(root)'}: {why}" for path, why in self.failures.items())
         return (*map(str, self.stopped), *self.notes, *map(str, self.breaks), *failed)
 
@@ -105,36 +102,61 @@ _WORDS: Mapping[Way, str] = {
 }
 
 
-_LONGEST = 300  # characters of a reason that are kept
+_LONGEST = 300  # characters of a reason: it must fit a line of a table or a page
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _OWN = Path(htp_export.errors.__file__).parent
 _STANDARD = Path(sysconfig.get_paths()["stdlib"])
-# packages in which no line of a model is
+# packages that trace models, and contain no lines of them
 _TRACERS = ("torch", "onnx", "onnxscript", "onnx_ir", "numpy")
 
 
 def stop_of(way: Way, error: BaseException, path_by_id: Mapping[int, str]) -> Stop:
-    """Where a way ended with an error; ``path_by_id``: ``id(module)`` → module path, for the modules of the model."""
-    # imports torch, which results do not need
-    from htp_export.exporter.broken_graphs import module_of_frame
+    """The module and the line of a model at which a way ended with an error.
 
+    ``path_by_id``: ``id(module)`` → module path, for the modules of the model.
+    """
     errors = list(_chain(error))
-    frames = list(_frames(errors[-1]))
-    every = (frame for each in reversed(errors) for frame, _ in reversed(list(_frames(each))))
-    node = next((node for frame in every if (node := _node_in(frame)) is not None), None)
+    node = _traced_node(errors)
     if node is not None:
-        module, place = _module_of_node(node, path_by_id), _place_of_node(node)
+        module = _module_of_node(node, path_by_id)
+        place = _place_of_node(node)
     else:
-        running = (module_of_frame(frame, path_by_id) for frame, _ in reversed(frames))
-        module = next((path for path in running if path is not None), None)
-        lines = ((frame.f_code.co_filename, line) for frame, line in reversed(frames))
-        place = next((each for each in lines if is_of_model(each[0])), None)
+        module = _running_module(errors[-1], path_by_id)
+        place = _place_in_model(errors[-1])
     file, line = place or ("", 0)
     return Stop(way, reason_of(error), module, file, line)
 
 
+def _traced_node(errors: list[BaseException]) -> Any:
+    """The FX node that torch's exporter was translating when an error was raised, or None."""
+    for error in reversed(errors):
+        for frame, _ in reversed(list(_frames(error))):
+            node = _node_in(frame)
+            if node is not None:
+                return node
+    return None
+
+
+def _running_module(error: BaseException, path_by_id: Mapping[int, str]) -> str | None:
+    # imports torch, which results do not need
+    from htp_export.exporter.broken_graphs import module_of_frame
+
+    for frame, _ in reversed(list(_frames(error))):
+        path = module_of_frame(frame, path_by_id)
+        if path is not None:
+            return path
+    return None
+
+
+def _place_in_model(error: BaseException) -> tuple[str, int] | None:
+    for frame, line in reversed(list(_frames(error))):
+        if is_of_model(frame.f_code.co_filename):
+            return frame.f_code.co_filename, line
+    return None
+
+
 def reason_of(error: BaseException) -> str:
-    r"""The kind of an error and the first line of what it says, without errors that were made of it.
+    r"""The type and the first line of the original error in a chain of causes.
 
     Examples:
         >>> reason_of(ValueError("no such size\nin this tensor"))
@@ -145,7 +167,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error, and what it was made of, the first one last."""
+    """An error and its causes, the original one last."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -160,11 +182,13 @@ def _frames(error: BaseException) -> Iterator[tuple[types.FrameType, int]]:
 
 
 def _node_in(frame: types.FrameType) -> Any:
-    """The node of an FX graph that a function of torch's exporter works on."""
+    """The FX node that a function of torch's exporter translates in a frame, or None."""
     import torch
 
     node = frame.f_locals.get("node")
-    return node if isinstance(node, torch.fx.Node) and node.op == "call_function" else None
+    if isinstance(node, torch.fx.Node) and node.op == "call_function":
+        return node
+    return None
 
 
 def _module_of_node(node: Any, path_by_id: Mapping[int, str]) -> str | None:
@@ -174,21 +198,20 @@ def _module_of_node(node: Any, path_by_id: Mapping[int, str]) -> str | None:
 
 
 def _place_of_node(node: Any) -> tuple[str, int] | None:
-    found = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
-    return next(
-        (each for each in reversed(found) if is_of_model(each[0])), found[-1] if found else None
-    )
+    trace = node.meta.get("stack_trace") or ""
+    places = [(str(file), int(line)) for file, line in _FRAME.findall(trace)]
+    for place in reversed(places):
+        if is_of_model(place[0]):
+            return place
+    return places[-1] if places else None
 
 
 def is_of_model(file: str) -> bool:
-    """Whether a file has code of a model, or of a library that it uses, and is no part of what traces it."""
+    """Whether a file has code of a model, or of a library that it uses, and not of a tracer."""
     path = Path(file)
     if file.startswith("<") or path.is_relative_to(_OWN):
         return False
-    packages = ("site-packages", "dist-packages")
-    below = next(
-        (path.parts[place + 1] for place, part in enumerate(path.parts) if part in packages), None
-    )
-    if below is None:
-        return not path.is_relative_to(_STANDARD)
-    return below not in _TRACERS
+    for place, part in enumerate(path.parts):
+        if part in ("site-packages", "dist-packages"):
+            return path.parts[place + 1] not in _TRACERS
+    return not path.is_relative_to(_STANDARD)

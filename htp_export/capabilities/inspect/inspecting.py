@@ -1,4 +1,4 @@
-"""`inspect`: the graph of a PyTorch model, by the best way that there is."""
+"""`inspect`: the graph of a PyTorch model, by the best way that succeeds."""
 
 from __future__ import annotations
 
@@ -44,29 +44,31 @@ _log = logging.getLogger(__name__)
 
 @checks_arguments
 def inspect(
-    model: torch.nn.Module, args: Any = (), *, kwargs: Mapping[str, Any] | None = None
+    model: torch.nn.Module,
+    args: Any = (),
+    *,
+    kwargs: Mapping[str, Any] | None = None,
 ) -> Inspected:
-    """Make a graph of a PyTorch model with its module tree, also if the model does not export to ONNX.
+    """Trace a PyTorch model into a graph with its modules, even if it does not export to ONNX.
 
-    Ways are tried one after the other, and the result names the one that it was got by, and where
-    each better one ended: the export to ONNX; ``torch.export`` alone, whose operators need no
-    translation; symbolic tracing by ``torch.fx``; Dynamo's graphs with breaks; the modules one by
-    one, with what they are given in one run of the model. ``docs/inspection.md`` describes the
-    graphs.
+    Several ways are tried in order: the export to ONNX; ``torch.export`` alone, whose operators
+    need no translation; symbolic tracing by ``torch.fx``; Dynamo's graphs with breaks; the modules
+    one by one, with their arguments in one run of the model. The result names the way that
+    succeeded, and the errors of the ways before. ``docs/inspection.md`` describes the graphs.
 
     No other thread may use the model meanwhile.
 
     Args:
-        model: The model; it is left as it was.
+        model: The model; its state is restored.
         args: Its positional arguments, or the only one.
         kwargs: Its keyword arguments.
 
     Returns:
-        The graph. ``cost``, ``view``, ``load`` and other functions that write no model take it; it
-        cannot be saved unless it came from the export to ONNX.
+        The graph. ``cost``, ``view``, ``load`` and other functions that write no model accept it.
+        It cannot be saved unless it is from the export to ONNX.
 
     Raises:
-        InputError: There is no graph by any way; the message has the reasons.
+        InputError: Every way failed; the message has the reasons.
 
     Examples:
         >>> import torch
@@ -82,59 +84,67 @@ def inspect(
         >>> [(node.op_type, node.metadata_props["htp.module"]) for node in inspected.model.graph]
         [('linear', 'fc'), ('linalg_qr', '')]
     """
-    given = tuple(args) if isinstance(args, tuple | list) else (args,)
+    positional = tuple(args) if isinstance(args, tuple | list) else (args,)
     named = dict(kwargs or {})
     path_by_id = ModuleNames(model).by_id
     stopped: list[Stop] = []
     with dynamo_as_it_was(), translations_read_once():
-        for way, make in _WAYS.items():
+        for way, trace in _WAYS.items():
             try:
-                found = _quietly(make, model, given, named, stopped)
-            except Exception as error:  # whatever torch raises on what it cannot trace
+                inspected = _quietly(trace, model, positional, named, stopped)
+            except Exception as error:  # any error of torch on a model that it cannot trace
                 stopped.append(stop_of(way, error, path_by_id))
                 _log.debug("%s", stopped[-1], exc_info=error)
                 continue
-            for graph in (found.model, *found.graphs.values()) if way != "onnx" else ():
-                graph.metadata_props[tags.WAY] = way  # so that it is not written by accident
-            return replace(found, stopped=tuple(stopped))
-    raise InputError(
-        "\n".join(
-            ["this model has no graph", *(str(stop) for stop in stopped if stop.way != "parts")]
-        )
-    )
+            if way != "onnx":
+                for graph in (inspected.model, *inspected.graphs.values()):
+                    graph.metadata_props[tags.WAY] = way  # functions that write models refuse it
+            return replace(inspected, stopped=tuple(stopped))
+    reasons = [str(stop) for stop in stopped if stop.way != "parts"]
+    raise InputError("\n".join(["this model has no graph", *reasons]))
 
 
-def _quietly(make: Callable[..., Inspected], *given: Any) -> Inspected:
-    """Make a graph; what torch prints of one that it cannot trace goes to the log: the error says why."""
+def _quietly(trace: Callable[..., Inspected], *args: Any) -> Inspected:
+    """Trace a model; torch's output on errors goes to the log, because the error has the reason."""
     stderr = io.StringIO()
     try:
         with contextlib.redirect_stderr(stderr), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # they are for those who will run the graph
-            return make(*given)
+            warnings.simplefilter("ignore")  # they are for users who will run the graph
+            return trace(*args)
     finally:
         _log.debug("%s", stderr.getvalue())
 
 
-def _exported(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+def _exported(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ir.Model:
     with unchanged(model, (args, kwargs), traced=True):
         program = export(model, args, kwargs=kwargs, verbose=False)
-    assert program is not None  # dynamo=True gives one
+    assert program is not None  # dynamo=True returns one
     return program.model
 
 
-def _program(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ir.Model:
+def _program(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> ir.Model:
     with unchanged(model, (args, kwargs), traced=True):
         return exported_graph(model, args, kwargs)
 
 
 def _by_symbolic_tracing(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Inspected:
-    """Trace a model with stand-ins for its inputs, drop what the result does not need, and lower the rest.
+    """Trace a model symbolically, remove dead code, and lower the rest to torch's operators.
 
     Symbolic tracing can take another branch than a run of the model (``isinstance(x,
-    torch.Tensor)``). So the traced model is run; a RuntimeError if it does not give what the model
-    gives.
+    torch.Tensor)``). Therefore the traced model is run: a RuntimeError is raised if its results
+    differ from the model's.
     """
     import torch
 
@@ -158,12 +168,10 @@ def _by_symbolic_tracing(
     lowered = lowered_graph(traced, args, kwargs)
     graph = lowered.model.graph
     for node in graph.all_nodes():
-        stack = (
-            (node.meta["node"].meta.get("nn_module_stack") or {}).values()
-            if "node" in node.meta
-            else ()
-        )
-        paths = [names.aliases[str(name)] for name, _ in stack if str(name) in names.aliases]
+        fx_node = node.meta.get("node")
+        stack = {} if fx_node is None else fx_node.meta.get("nn_module_stack") or {}
+        scopes = [str(name) for name, _ in stack.values()]
+        paths = [names.aliases[name] for name in scopes if name in names.aliases]
         tag_by_scope(node, paths[-1] if paths else "")
     identities = without_identities(graph)
     tree = tree_of(model, run_once(model, args, kwargs), owners_in(graph), identities)
@@ -173,11 +181,14 @@ def _by_symbolic_tracing(
 
 
 def _by_parts(
-    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], stopped: Sequence[Stop]
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stopped: Sequence[Stop],
 ) -> Inspected:
-    """The largest modules that can be exported alone, side by side; a RuntimeError if there is none.
+    """The largest modules that can be exported alone, side by side; a RuntimeError without any.
 
-    ``stopped`` says first why the model as a whole could not be exported.
+    ``stopped`` begins with the error of the export of the whole model.
     """
     run = run_once(model, args, kwargs)
     modules = {path: module for path, _, module in module_paths(model)}
@@ -188,37 +199,40 @@ def _by_parts(
     exported: dict[str, ir.Model] = {}
 
     def called_in(path: str) -> Iterator[str]:
-        """The modules below that ran; containers are looked into."""
+        """The nearest descendants that ran; containers, which do not run, are skipped."""
         for child in tree.children(path):
-            yield from [child] if child in run.given else called_in(child)
+            if child in run.given:
+                yield child
+            else:
+                yield from called_in(child)
 
     pending = [*called_in("")]
     while pending:
         path = pending.pop(0)
         try:
             exported[path] = _exported(modules[path], *run.given[path])
-        except Exception as error:  # whatever torch raises on what it cannot export
+        except Exception as error:  # any error of torch on a module that it cannot export
             failures[path] = reason_of(error)
             pending = [*called_in(path), *pending]
     if not exported:
         raise RuntimeError("no module of the model can be exported alone")
     pieces = [Piece(part, path, path) for path, part in exported.items()]
     innermost = tags.innermost(failures)
-    causes = {
-        path: [other for other in innermost if other != path and tags.is_under(other, path)]
-        for path in failures
-    }
     note = (
         f"This model does not export as a whole. {len(exported)} of its modules were exported alone, "
         f"and {len(innermost)} could not be: see those whose fate is failed."
     )
-    said = {
-        path: f"because of {', '.join(causes[path])}" if causes[path] else why
-        for path, why in failures.items()
-    }
-    return Inspected(
-        merged(pieces, tree, parameters_of(model)), "parts", failures=said, notes=(note,)
-    )
+    whole = merged(pieces, tree, parameters_of(model))
+    return Inspected(whole, "parts", failures=_with_causes(failures, innermost), notes=(note,))
+
+
+def _with_causes(failures: Mapping[str, str], innermost: Sequence[str]) -> dict[str, str]:
+    """Module path → error, or the innermost modules below it that failed."""
+    reasons = {}
+    for path, reason in failures.items():
+        causes = [other for other in innermost if other != path and tags.is_under(other, path)]
+        reasons[path] = f"because of {', '.join(causes)}" if causes else reason
+    return reasons
 
 
 _WAYS: dict[Way, Callable[..., Inspected]] = {
@@ -230,4 +244,4 @@ _WAYS: dict[Way, Callable[..., Inspected]] = {
     "dynamo": lambda model, args, kwargs, _: graphs_with_breaks(model, args, kwargs),
     "parts": lambda model, args, kwargs, stopped: _by_parts(model, args, kwargs, stopped),
 }
-"""The ways, the best one first: each is given the model, its arguments, and where better ways ended."""
+"""The ways, the best one first; arguments: the model, its arguments, errors of better ways."""

@@ -8,5 +8,5 @@ from htp_export.command.model_options import SourceCall
 
 
 def traced(call: SourceCall) -> Inspected:
-    """The graph, by the best way that there is; see `htp_export.inspect`."""
+    """The graph, by the best way that succeeds; see `htp_export.inspect`."""
     return inspect(call.model, call.args, kwargs=call.kwargs)

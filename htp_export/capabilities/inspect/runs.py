@@ -1,4 +1,4 @@
-"""One run of a PyTorch model as it is, which leaves it as it was: what its modules were given, and its module tree."""
+"""One run of a PyTorch model: the arguments of its modules, and its module tree."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class ModuleRun:
-    """What a run told of each module: the arguments of its first call, and the number of its calls.
+    """Observed module calls of a run: the arguments of the first call, and the number of calls.
 
     ``error`` ended the run before it was complete. ``returned_inputs``: whether each call returned
-    tensors, all of them inputs and unchanged.
+    only inputs, unchanged, and at least one tensor.
     """
 
     given: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = field(default_factory=dict)
@@ -42,16 +42,27 @@ class ModuleRun:
 
     @property
     def identities(self) -> set[str]:
-        """The modules that gave back what they were given."""
+        """The modules that returned their inputs."""
         return {path for path, returned in self.returned_inputs.items() if returned}
 
-    def _enter(self, path: str, _: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(
+        self,
+        path: str,
+        _: object,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
         self.given.setdefault(path, (args, kwargs))
         self.counts[path] += 1
         self._entered[path] = _states((args, kwargs))
 
     def _leave(
-        self, path: str, _module: object, _args: object, _kwargs: object, returned: Any
+        self,
+        path: str,
+        _module: object,
+        _args: object,
+        _kwargs: object,
+        returned: Any,
     ) -> None:
         results = _states(returned)
         same = bool(results) and results.items() <= self._entered[path].items()
@@ -63,33 +74,44 @@ def _states(tree: Any) -> dict[int, int]:
     return {id(tensor): changes_of(tensor) for tensor in tensors_in(tree)}
 
 
-def run_once(model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ModuleRun:
-    """Run a model once, without gradients, and note the calls of its modules."""
+def run_once(
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> ModuleRun:
+    """Run a model once, without gradients, and record the calls of its modules."""
     import torch
 
     run = ModuleRun()
     with unchanged(model, (args, kwargs)), contextlib.ExitStack() as hooks, torch.no_grad():
         for path, _, module in module_paths(model):
-            enter, leave = functools.partial(run._enter, path), functools.partial(run._leave, path)
+            enter = functools.partial(run._enter, path)
+            leave = functools.partial(run._leave, path)
             hooks.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             hooks.callback(module.register_forward_hook(leave, with_kwargs=True).remove)
         try:
             model(*args, **kwargs)
-        except Exception as error:  # the modules that ran until then can be shown all the same
+        except Exception as error:  # the calls before it are recorded
             run.error = error
     return run
 
 
 def tag_by_scope(node: ir.Node, path: str) -> None:
-    """Write that a node is of the module in whose scope it is; namespaces are those of `merged`, or of `tree_of`."""
+    """Write the module in whose scope a node is as its owner.
+
+    Namespaces are written by `merged`, or `tree_of`.
+    """
     Owned((path,), Reason.SCOPE).write(node.metadata_props, ())
 
 
 def without_identities(graph: ir.Graph) -> set[str]:
-    """Remove nodes that give back their input, and return the modules that they were of."""
-    dropped = drop_identities(graph)
-    inside = {owner for node in dropped for body in subgraphs(node) for owner in owners_in(body)}
-    return inside | {owner for node in dropped for owner in tags.owners_of(node.metadata_props)}
+    """Remove nodes that return their input, and return their owners."""
+    owners: set[str] = set()
+    for node in drop_identities(graph):
+        owners.update(tags.owners_of(node.metadata_props))
+        for body in subgraphs(node):
+            owners |= owners_in(body)
+    return owners
 
 
 def owners_in(graph: ir.Graph) -> set[str]:
@@ -98,21 +120,29 @@ def owners_in(graph: ir.Graph) -> set[str]:
 
 
 def tree_of(
-    model: torch.nn.Module, run: ModuleRun, owners: Collection[str], identities: Collection[str]
+    model: torch.nn.Module,
+    run: ModuleRun,
+    owners: Collection[str],
+    identities: Collection[str],
 ) -> Hierarchy:
-    """The module tree of a model.
+    """The module tree of a model, with fates.
 
     Some identities have no node: torch 2.13 has one for dropout in eval mode, torch 2.15 has none,
-    and ``nn.Identity`` never had one. So the run counts as well as ``identities``, the modules
-    whose nodes gave back their input.
+    and ``nn.Identity`` never had one. Therefore the run counts as well as ``identities``, the
+    modules whose nodes returned their input.
     """
     tree = Hierarchy.from_module(model)
-    ran, unchanged = {*owners, *tags.all_above(owners)}, {*identities, *run.identities}
+    has_nodes = {*owners, *tags.all_above(owners)}
+    returned_input = {*identities, *run.identities}
 
     def fate(path: str) -> Fate:
-        if path not in ran and not run.counts.get(path):
+        if path in has_nodes:
+            return Fate.COMPUTED
+        if not run.counts.get(path):
             return Fate.UNCALLED
-        return Fate.IDENTITY if path in unchanged and path not in ran else Fate.COMPUTED
+        if path in returned_input:
+            return Fate.IDENTITY
+        return Fate.COMPUTED
 
     calls = {path: run.counts[path] for path in tree if run.counts.get(path)}
     return tree.with_results(calls=calls, fates={path: fate(path) for path in tree})

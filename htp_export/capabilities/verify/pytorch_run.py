@@ -16,8 +16,8 @@ from htp_export.exporter.capture import running
 from htp_export.exporter.capture.calls import arguments_by_name
 from htp_export.exporter.capture.modules import keep_training_modes, set_eval_mode
 from htp_export.exporter.capture.torch_internals import (
-    gives_what_a_body_gives,
     has_bodies,
+    returns_like_its_body,
     turn_compilation_off,
 )
 from htp_export.format.hierarchy import module_paths
@@ -359,7 +359,7 @@ def _watch(readers_of: Mapping[int, set[str]], running: list[str]) -> Any:
                 if isinstance(several, list | tuple)
                 for argument in several
             ]
-            if self._each_once and gives_what_a_body_gives(func):
+            if self._each_once and returns_like_its_body(func):
                 return [watched(body)(*arguments) for body in bodies][-1]
             result = func(
                 *(watched(argument) if is_body(argument) else argument for argument in args),

@@ -1,1 +1,1 @@
-"""What runs while PyTorch exports: every module's call, and every operation with the call that made it."""
+"""The capture of an export: every call of a module, and the call of every operation."""

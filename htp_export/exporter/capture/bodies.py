@@ -1,8 +1,8 @@
-"""Branches of ``torch.cond``, bodies of loops and other graphs in FX graphs, and which module runs what in them.
+"""Bodies in FX graphs, such as branches of ``torch.cond`` and of loops, and their modules' calls.
 
-Dynamo traces these functions into FX graphs, whose nodes have the modules that ran.
-``torch.export`` then traces those graphs once more: only the last line of a node's stack trace
-tells from which node of Dynamo's graph it comes.
+Dynamo traces these functions into FX graphs, whose nodes have the scopes of the modules that ran.
+``torch.export`` then traces those graphs again: only the last line of a node's stack trace tells
+which node of Dynamo's graph it comes from.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from htp_export.exporter.capture.calls import NO_CALL, CallLog
 from htp_export.exporter.capture.torch_internals import has_bodies, is_choice, scopes_of
 from htp_export.process.restoring import Changes
 
-_Module = tuple[str, str]  # key and name of a running module in Dynamo's scopes
+_ModuleScope = tuple[str, str]  # key and name of a running module in Dynamo's scopes
 
 
 def bodies_run_in_place(module: Any) -> Iterator[Any]:
-    """The graph modules inside an exported one that torch runs where they stand, once: ``with torch.no_grad():``."""
+    """Graph modules in an exported one that torch runs once, inlined: ``with torch.no_grad():``."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and "wrap_with" in str(node.target):
-            for argument in node.all_input_nodes:
-                if argument.op == "get_attr" and hasattr(
-                    body := getattr(module, argument.target), "graph"
-                ):
-                    yield body
-                    yield from bodies_run_in_place(body)
+        if node.op != "call_function" or "wrap_with" not in str(node.target):
+            continue
+        for argument in node.all_input_nodes:
+            body = getattr(module, argument.target) if argument.op == "get_attr" else None
+            if hasattr(body, "graph"):
+                yield body
+                yield from bodies_run_in_place(body)
 
 
 def bodies_of(module: Any) -> dict[Any, list[Any]]:
-    """The branches and loop bodies in the graph of a module: node → graph modules; none for what has no graph."""
+    """Node → the graph modules of its branches or loop bodies; empty for other modules."""
     bodies: dict[Any, list[Any]] = {}
-    for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
-        if has_bodies(node.target):
-            arguments = [
-                getattr(module, each.target, None)
-                for each in node.all_input_nodes
-                if each.op == "get_attr"
-            ]
-            bodies[node] = [body for body in arguments if isinstance(body, torch.fx.GraphModule)]
+    if not isinstance(module, torch.fx.GraphModule):
+        return bodies
+    for node in module.graph.nodes:
+        if not has_bodies(node.target):
+            continue
+        attributes = [argument for argument in node.all_input_nodes if argument.op == "get_attr"]
+        inner = [getattr(module, attribute.target, None) for attribute in attributes]
+        bodies[node] = [body for body in inner if isinstance(body, torch.fx.GraphModule)]
     return bodies
 
 
 def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
-    """The same with nodes in the place of graph modules, each before the nodes of the bodies that it has."""
+    """Node → the nodes in its bodies, each before the nodes of its own bodies."""
     nodes: dict[Any, list[Any]] = {}
     for holder, bodies in bodies_of(module).items():
         nodes[holder] = []
@@ -63,16 +63,18 @@ def nodes_in_bodies(module: Any) -> dict[Any, list[Any]]:
 
 
 def file_of_code(module: Any) -> str | None:
-    """Return the file name that FX generates for the code of a graph module; None for other modules."""
-    # Dynamo's have no code until it is asked for
+    """The file name that FX generates for the code of a graph module; None for other modules."""
+    # FX generates the code of Dynamo's graph modules when it is first read
     if not isinstance(module, torch.fx.GraphModule) or not module.code:
         return None
     code = getattr(module.forward, "__code__", None)
-    return None if code is None else str(code.co_filename)
+    if code is None:
+        return None
+    return str(code.co_filename)
 
 
 def generated_lines(trace: str) -> list[tuple[str, str]]:
-    """Return the lines of FX-generated code in a stack trace, innermost first: file, and name of the line's node."""
+    """File and node name of each line of FX-generated code in a stack trace, innermost first."""
     return re.findall(
         r'File "(<eval_with_key>[^"]*)", line \d+, in .*\n\s*(\w+)\b[^=\n]* = ', trace
     )[::-1]
@@ -80,16 +82,16 @@ def generated_lines(trace: str) -> list[tuple[str, str]]:
 
 @dataclass
 class Run:
-    """One run of an operator with bodies that Dynamo made."""
+    """One run of an operator with bodies traced by Dynamo."""
 
-    parent: int  # the call that it happened in
-    # body and name of a node in it → the node's call
+    parent: int  # the call in which it ran
+    # (id of a body, name of a node in it) → the node's call
     calls: dict[tuple[int, str], int] = field(default_factory=dict)
-    # Module path and parent → the calls that were added for this run, in order
-    made: dict[tuple[str, int], list[int]] = field(default_factory=dict)
-    # the bodies, inner ones too; held, so that their ids stay theirs
+    # (module path, parent) → the calls that were added for this run, in order
+    added: dict[tuple[str, int], list[int]] = field(default_factory=dict)
+    # the bodies, with inner ones; kept alive, so that their ids stay unique
     bodies: list[Any] = field(default_factory=list)
-    found: bool = False  # whether exported nodes are known to be of this run
+    found: bool = False  # whether exported nodes were matched with this run
 
 
 class Bodies:
@@ -102,29 +104,28 @@ class Bodies:
         self._inside = False
 
     def copy(self) -> Bodies:
-        """The same runs, none of them found yet."""
+        """A copy of the runs, none of them matched yet."""
         other = Bodies(self._path_by_id)
         other._runs = [replace(run, found=False) for run in self._runs]
         other._body_of_file = self._body_of_file.copy()
         return other
 
     def clear(self) -> None:
-        """Forget everything: a new attempt at tracing begins."""
+        """Discard everything: a new attempt at tracing begins."""
         self._runs.clear()
         self._body_of_file.clear()
         self._inside = False
 
     def enter(self, function: Any, args: Any, log: CallLog, *, traced: bool) -> bool:
-        """Note that the model calls an operator, which calls itself again with the same bodies while it runs.
+        """Record that the model calls an operator, which may call itself with the same bodies.
 
-        ``traced``: whether it runs in the model itself, and not while Dynamo tries its graphs out.
-        Returns whether it has bodies and is not inside another one; only then `leave` is to be
-        called.
+        ``traced``: whether it runs in the model itself, and not while Dynamo tests its graphs.
+        Returns whether it has bodies and is not inside another one; only then `leave` is called.
         """
-        bodies = [
-            each for each in args if has_bodies(function) and isinstance(each, torch.fx.GraphModule)
-        ]
-        if self._inside or not bodies or not log.stack:
+        if self._inside or not log.stack or not has_bodies(function):
+            return False
+        bodies = [argument for argument in args if isinstance(argument, torch.fx.GraphModule)]
+        if not bodies:
             return False
         self._inside = True
         if traced:
@@ -137,48 +138,60 @@ class Bodies:
         return True
 
     def leave(self) -> None:
-        """Note that the operator returns."""
+        """Record that the operator returns."""
         self._inside = False
 
     def calls(self, parent: int, traces: Iterable[str | None]) -> Mapping[str, int]:
-        """Stack traces of nodes in bodies of an operator that ran in the call ``parent`` → their calls where known."""
-        places = {trace: self._place(trace) for trace in traces if trace}
-        at_hand = [run for run in self._runs if run.parent == parent and not run.found]
-        run = next(
-            (run for run in at_hand if any(place in run.calls for place in places.values())), None
-        )
-        if run is None:
-            return {}
-        run.found = True
-        return {
-            trace: run.calls.get(place, NO_CALL)
-            for trace, place in places.items()
-            if place is not None
-        }
+        """Stack trace of a node in a body → its call, if known.
 
-    def _place(self, trace: str) -> tuple[int, str] | None:
-        """The body and the node of it that an exported node comes from."""
-        lines = ((self._body_of_file.get(file), name) for file, name in generated_lines(trace))
-        return next(((body, name) for body, name in lines if body is not None), None)
+        ``parent`` is the call in which the operator ran.
+        """
+        origins = {trace: self._origin(trace) for trace in traces if trace}
+        for run in self._runs:
+            if run.parent != parent or run.found:
+                continue
+            if any(origin in run.calls for origin in origins.values()):
+                run.found = True
+                return {
+                    trace: run.calls.get(origin, NO_CALL)
+                    for trace, origin in origins.items()
+                    if origin is not None
+                }
+        return {}
+
+    def _origin(self, trace: str) -> tuple[int, str] | None:
+        """The body, and the name of its node, that an exported node comes from."""
+        for file, name in generated_lines(trace):
+            body = self._body_of_file.get(file)
+            if body is not None:
+                return body, name
+        return None
 
 
 class _Reader:
-    """Finds the calls of the nodes in the bodies of one run, and in the bodies inside them, in order of execution."""
+    """Finds the calls of the nodes in the bodies of one run, with inner bodies, in order."""
 
     def __init__(self, run: Run, log: CallLog, path_by_id: Mapping[int, str]) -> None:
-        self._run, self._log, self._path_by_id = run, log, path_by_id
+        self._run = run
+        self._log = log
+        self._path_by_id = path_by_id
         # module path and parent → how often it ran so far
         self._counts = collections.Counter[tuple[str, int]]()
 
     def read_operator(
-        self, function: Any, bodies: Iterable[Any], call: int, above: frozenset[_Module]
+        self,
+        function: Any,
+        bodies: Iterable[Any],
+        call: int,
+        above: frozenset[_ModuleScope],
     ) -> None:
-        """Read the bodies of an operator that runs in a call, and in modules ``above`` that scopes inside name too.
+        """Read the bodies of an operator that runs in a call; scopes inside also contain ``above``.
 
-        Of the branches of a ``torch.cond`` one alone runs: a module that runs in several of them
-        runs once.
+        Only one branch of a ``torch.cond`` runs: a module that is called in several branches runs
+        once.
         """
-        before, most = self._counts.copy(), self._counts.copy()
+        before = self._counts.copy()
+        most = self._counts.copy()
         for body in bodies:
             if is_choice(function):
                 self._counts = before.copy()
@@ -186,46 +199,54 @@ class _Reader:
             most |= self._counts
         self._counts = most
 
-    def _read_body(self, body: Any, call: int, above: frozenset[_Module]) -> None:
+    def _read_body(self, body: Any, call: int, above: frozenset[_ModuleScope]) -> None:
         self._run.bodies.append(body)
-        calls_of_modules: dict[_Module, int] = {}
+        calls_of_modules: dict[_ModuleScope, int] = {}
         bodies_inside = bodies_of(body)
         for node in body.graph.nodes:
             if not node.op.startswith("call"):
                 continue
-            innermost, scopes = call, scopes_of(node)
+            innermost = call
+            scopes = scopes_of(node)
             for scope in scopes:
-                path, module = self._path_by_id.get(scope.module), scope[:2]
-                if path is not None and module not in above:
-                    if module not in calls_of_modules:
-                        calls_of_modules[module] = self._next_call(path, innermost)
-                    innermost = calls_of_modules[module]
+                path = self._path_by_id.get(scope.module)
+                module = scope[:2]
+                if path is None or module in above:
+                    continue
+                if module not in calls_of_modules:
+                    calls_of_modules[module] = self._next_call(path, innermost)
+                innermost = calls_of_modules[module]
             self._run.calls[id(body), node.name] = innermost
             if node in bodies_inside:
                 inside = above.union(scope[:2] for scope in scopes)
                 self.read_operator(node.target, bodies_inside[node], innermost, inside)
 
     def _next_call(self, path: str, parent: int) -> int:
-        """The next call of a module on one way through the branches: one that another way has too, or a new one."""
+        """The next call of a module along one way through the branches.
+
+        Calls are shared with other branches; one is added if there is none left.
+        """
         place = self._counts[path, parent]
         self._counts[path, parent] += 1
-        calls = self._run.made.setdefault((path, parent), [])
+        calls = self._run.added.setdefault((path, parent), [])
         if place == len(calls):
             calls.append(self._log.add(path, parent))
         return calls[place]
 
 
 def watch_bodies(
-    changes: Changes, module: Any, watched: Callable[[Callable[[], Any], Any, Any], Any]
+    changes: Changes,
+    module: Any,
+    watched: Callable[[Callable[[], Any], Any, Any], Any],
 ) -> None:
-    """Observe the nodes of bodies while torch decomposes an exported graph: it inlines them, without their scopes.
+    """Observe the nodes of bodies that torch inlines, without their scopes, during decomposition.
 
     ``watched`` is called for each node of a body with a function that executes it, the interpreter
     of the body, and the node; it returns the result of the function.
     """
 
     class Watched(torch.fx.Interpreter):
-        """Runs a body node by node, as its own code does."""
+        """Runs a body node by node, with the stack traces of its own code."""
 
         def __init__(self, body: torch.fx.GraphModule) -> None:
             super().__init__(body)
@@ -237,7 +258,8 @@ def watch_bodies(
             if n.op == "call_function" and n.name in self._lines:
                 call = _calling_from(self._file, self._lines[n.name])
                 return watched(lambda: call(n.target, args, kwargs), self, n)
-            return watched(lambda: getattr(self, n.op)(n.target, args, kwargs), self, n)
+            run = getattr(self, n.op)
+            return watched(lambda: run(n.target, args, kwargs), self, n)
 
     for body in bodies_run_in_place(module):
         interpreter = Watched(body)
@@ -246,18 +268,20 @@ def watch_bodies(
 
 
 def _lines_of_nodes(module: Any) -> dict[str, int]:
-    """Name of a node of a graph module → its line in the code that FX made of the graph."""
-    lines = enumerate(module.code.splitlines(), 1)
-    named = [
-        (match.group(1), line)
-        for line, text in lines
-        if (match := re.match(r"\s+(\w+)\b[^=\n]* = ", text))
-    ]
-    return dict(reversed(named))  # the first line of each name
+    """Name of a node of a graph module → its line in the code that FX generated."""
+    lines: dict[str, int] = {}
+    for line, text in enumerate(module.code.splitlines(), 1):
+        assignment = re.match(r"\s+(\w+)\b[^=\n]* = ", text)
+        if assignment is not None:
+            lines.setdefault(assignment.group(1), line)
+    return lines
 
 
 def _calling_from(file: str, line: int) -> Callable[[Any, Any, Any], Any]:
-    """Call a function from a ``forward`` at a line of a file, as torch sees it, which writes the place on each node."""
+    """Return a function that calls another one, in a frame named ``forward`` at a line of a file.
+
+    torch writes the place of that frame on each node.
+    """
 
     def call(target: Any, args: Any, kwargs: Any) -> Any:
         return target(*args, **kwargs)

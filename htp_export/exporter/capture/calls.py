@@ -1,8 +1,8 @@
-"""What a capture hands on: the calls of modules, operations as PyTorch ran them, and what became of their tensors.
+"""The result of a capture: calls of modules, operations that PyTorch ran, and their tensors.
 
 Operations are those of the exporter's own first graph (ONNX nodes before any optimisation under
 dynamo, traced ATen operations under TorchScript), where each belongs to exactly one call. Tensors
-are named by any hashable key.
+are identified by any hashable key.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from htp_export.format import tags
 from htp_export.format.leaves import containers_in, named_tensors_in
 from htp_export.format.tags import Reason
 
-NO_CALL = -1  # where an index of a call stands otherwise
+NO_CALL = -1  # in place of the index of a call
 Key = Hashable
 _Key = TypeVar("_Key", bound=Hashable)
 
@@ -34,24 +34,29 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class CallTensors:
-    """The tensors that enter and leave one call."""
+    """The input and output tensors of one call."""
 
-    # Name of the argument of ``forward``, ``mask`` or ``states.1``, and key of each tensor
+    # argument of ``forward``, such as ``mask`` or ``states.1``, and key of each tensor
     inputs: tuple[tuple[str, Any], ...]
     outputs: tuple[Any, ...] = ()  # the keys of the tensors that ``forward`` returned, in order
-    # The names of arguments that are caches, or other containers of tensors that only torch knows
+    # names of arguments that are caches, or other containers registered with torch
     containers: tuple[str, ...] = ()
-    # The names of arguments that are numbers in PyTorch, and tensors in the trace
+    # names of arguments that are numbers in PyTorch, and tensors in the trace
     numbers: frozenset[str] = frozenset()
 
     @classmethod
-    def given(cls, forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallTensors:
-        """The tensors themselves at the beginning of a call of ``forward``, which may change the cache that it gets."""
+    def given(
+        cls,
+        forward: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> CallTensors:
+        """The input tensors of a call of ``forward``, before it may change a cache in place."""
         arguments = arguments_by_name(forward, args, kwargs)
         return cls(tuple(named_tensors_in(arguments)), (), tuple(containers_in(arguments)))
 
     def is_part(self, argument: str) -> bool:
-        """Return whether an argument is a part of a container."""
+        """Whether an argument is part of a container."""
         return any(argument.startswith(f"{container}.") for container in self.containers)
 
 
@@ -59,12 +64,12 @@ class CallTensors:
 class CallLog:
     """The list of calls so far, and the stack of running calls."""
 
-    # Every call, in the order in which they start; an index into it identifies a call
+    # every call, in the order in which they start; an index into it identifies a call
     calls: list[Call] = field(default_factory=list)
     stack: list[int] = field(default_factory=list)  # indices of the running calls, outermost first
-    # Module path → whether every call so far returned only input tensors
+    # module path → whether every call so far returned only input tensors
     returned_inputs: dict[str, bool] = field(default_factory=dict)
-    # Call → the tensors that enter and leave it, if they were captured
+    # call → its input and output tensors, if they were captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
     _inputs: dict[int, tuple[set[int], CallTensors]] = field(default_factory=dict)
     _counts: collections.Counter[str] = field(default_factory=collections.Counter)
@@ -73,10 +78,12 @@ class CallLog:
     _owners: dict[int, tuple[str, ...]] = field(default_factory=dict)
 
     def copy(self) -> CallLog:
-        """The same calls, to which others can be added."""
-        tensors, returned = self.call_tensors.copy(), self.returned_inputs.copy()
+        """Return a copy to which calls can be added."""
+        tensors = self.call_tensors.copy()
+        returned = self.returned_inputs.copy()
         other = CallLog(self.calls.copy(), self.stack.copy(), returned, tensors)
-        other._counts, other._first = self._counts.copy(), self._first.copy()
+        other._counts = self._counts.copy()
+        other._first = self._first.copy()
         return other
 
     def enter(self, path: str) -> int:
@@ -93,30 +100,35 @@ class CallLog:
         return len(self.calls) - 1
 
     def near(self, path: str) -> int:
-        """Return the first call of the nearest module above that ran: the assumed caller of an unobserved call."""
+        """The first call of the nearest ancestor that ran: assumed caller of an unobserved call."""
         above = tags.nearest_above(path, self._first)
-        return NO_CALL if above is None else self._first[above]
+        if above is None:
+            return NO_CALL
+        return self._first[above]
 
     def record_inputs(self, given: CallTensors, key: Callable[[Any], Any]) -> None:
-        """Record the inputs of the innermost running call; ``key`` gives a tensor's key in the captured graph."""
-        names, tensors = [name for name, _ in given.inputs], [tensor for _, tensor in given.inputs]
-        entering = replace(given, inputs=tuple(zip(names, keys_of(tensors, key), strict=True)))
+        """Record the inputs of the innermost call; ``key`` returns a tensor's key in the graph."""
+        names = [name for name, _ in given.inputs]
+        tensors = [tensor for _, tensor in given.inputs]
+        keys = keys_of(tensors, key)
+        entering = replace(given, inputs=tuple(zip(names, keys, strict=True)))
         self._inputs[self.stack[-1]] = set(map(id, tensors)), entering
 
     def exit(self, results: list[Any], key: Callable[[Any], Any]) -> None:
-        """Record the outputs, all tensors, and the end of the innermost running call; ``key``: see `record_inputs`."""
+        """Record the outputs and the end of the innermost call; ``key``: see `record_inputs`."""
         index = self.stack.pop()
-        path, (input_ids, entered) = self.calls[index].path, self._inputs.pop(index)
+        path = self.calls[index].path
+        input_ids, entered = self._inputs.pop(index)
         if self.returned_inputs.get(path, True):
             self.returned_inputs[path] = all(id(tensor) in input_ids for tensor in results)
         self.call_tensors[index] = replace(entered, outputs=keys_of(results, key))
 
     def count(self, path: str) -> int:
-        """Return how often a module ran."""
+        """The number of calls of a module."""
         return self._counts[path]
 
     def chain(self, index: int) -> tuple[int, ...]:
-        """Return the call and its callers, innermost first; empty for ``NO_CALL``."""
+        """The call and its callers, innermost first; empty for ``NO_CALL``."""
         if index == NO_CALL:
             return ()
         if index not in self._chains:
@@ -124,14 +136,14 @@ class CallLog:
         return self._chains[index]
 
     def common(self, first: int, second: int) -> int:
-        """Return the innermost call that contains both calls, or is one of them; ``NO_CALL`` if there is none."""
+        """The innermost call that contains both calls, or is one of them; else ``NO_CALL``."""
         callers = self.chain(second)
         return next((index for index in self.chain(first) if index in callers), NO_CALL)
 
     def owners(self, index: int) -> tuple[str, ...]:
-        """Return the paths of the modules that own the operations of this call, in the order in which they started.
+        """The paths of the modules that own the operations of this call, in order of execution.
 
-        Usually one; more if the module is registered outside of the module that called it.
+        Usually one; more if the module is registered outside the module that called it.
         """
         if index not in self._owners:
             running = [self.calls[i].path for i in reversed(self.chain(index))]
@@ -144,8 +156,12 @@ class CallLog:
         return tuple(self.calls[index].path for index in self.stack)
 
 
-def last_in_place(key: _Key, became: Mapping[_Key, _Key], stop: Container[_Key]) -> _Key:
-    """Where a chain of replacements ends: at one in ``stop``, or at one that nothing replaced."""
+def last_in_place(
+    key: _Key,
+    became: Mapping[_Key, _Key],
+    stop: Container[_Key],
+) -> _Key:
+    """The end of a chain of replacements: a key in ``stop``, or one that was not replaced."""
     seen: set[_Key] = set()
     while key not in stop and key in became and key not in seen:
         seen.add(key)
@@ -163,23 +179,26 @@ def keys_of(tensors: list[Any], key: Callable[[Any], Any]) -> tuple[Any, ...]:
 
 
 def arguments_by_name(
-    forward: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    forward: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
+    """The arguments of a ``forward`` by parameter name; those of ``*args`` are ``args.0``, ...
 
     Examples:
         >>> arguments_by_name(lambda x, *rest, mask=None: x, (1, 2, 3), {"mask": 4})
         {'x': 1, 'rest.0': 2, 'rest.1': 3, 'mask': 4}
     """
-    known, rest = _positional_names(
-        getattr(forward, "__func__", forward), hasattr(forward, "__self__")
-    )
-    names = [*known[: len(args)], *(f"{rest}.{place}" for place in range(len(args) - len(known)))]
+    function = getattr(forward, "__func__", forward)
+    is_bound = hasattr(forward, "__self__")
+    positional, rest = _positional_names(function, is_bound)
+    names = list(positional[: len(args)])
+    names += [f"{rest}.{number}" for number in range(len(args) - len(positional))]
     return {**dict(zip(names, args, strict=True)), **kwargs}
 
 
 def defaults_of(forward: Any) -> dict[str, Any]:
-    """The defaults of a ``forward``, under the names of its parameters.
+    """The defaults of a ``forward``, by parameter name.
 
     Examples:
         >>> defaults_of(lambda x, n=2, *, mask=None: x)
@@ -192,30 +211,33 @@ def defaults_of(forward: Any) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # more than the classes of modules in one model
 def _positional_names(function: Any, bound: bool) -> tuple[tuple[str, ...], str]:
-    """The names of a function's positional parameters, and of its ``*args``; of a method, without ``self``."""
+    """The names of a function's positional parameters, without ``self``, and of its ``*args``."""
     try:
         parameters = list(inspect.signature(function).parameters.values())[bound:]
     except (TypeError, ValueError):  # built in, or not written in Python
         return (), "args"
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    rest = next((p.name for p in parameters if p.kind is inspect.Parameter.VAR_POSITIONAL), "args")
-    return tuple(p.name for p in parameters if p.kind in by_position), rest
+    names = tuple(parameter.name for parameter in parameters if parameter.kind in by_position)
+    for parameter in parameters:
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return names, parameter.name
+    return names, "args"
 
 
 @dataclass(slots=True)
 class Operation:
     """One operation as PyTorch ran it."""
 
-    call: int  # index of the call that ran it, ``NO_CALL`` where nothing says
-    inputs: tuple[Key, ...]  # keys of the tensors it reads
-    outputs: tuple[Key, ...]  # keys of the tensors it makes
+    call: int  # index of the call that ran it, ``NO_CALL`` if unknown
+    inputs: tuple[Key, ...]  # keys of its input tensors
+    outputs: tuple[Key, ...]  # keys of its output tensors
     # whether its result depends on shapes alone (``Shape``, ``aten::size``)
     shape_only: bool = False
-    # Whether it computes a size of sizes, which torch does once for all calls that compute the same
+    # whether it computes a size from sizes, which torch does once for all calls that compute it
     symbolic: bool = False
-    # the input that is its result, unchanged, as of a dropout in evaluation
+    # the input that it returns unchanged, such as a dropout in evaluation mode
     passed_on: Key | None = None
 
 
@@ -223,35 +245,35 @@ class Operation:
 class Node:
     """One node of the exported graph, or of a body inside it."""
 
-    inputs: tuple[Key, ...]  # keys of the tensors it reads, those that its bodies return included
-    outputs: tuple[Key, ...]  # keys of the tensors it makes
-    hint: int = NO_CALL  # index of the call that other evidence names, or ``NO_CALL``
-    evidence: Reason = Reason.SCOPE  # which evidence that is: ``scope``, ``parameters`` or ``flow``
+    inputs: tuple[Key, ...]  # keys of its input tensors, and of the outputs of its bodies
+    outputs: tuple[Key, ...]  # keys of its output tensors
+    hint: int = NO_CALL  # index of the call named by other evidence, or ``NO_CALL``
+    evidence: Reason = Reason.SCOPE  # the kind of that evidence: scope, parameters or flow
     shape_only: bool = False  # as in `Operation`
 
 
 @dataclass
 class Record:
-    """Everything that one export told about its modules."""
+    """The result of the capture of one export."""
 
     log: CallLog  # the calls
-    operations: list[Operation] = field(default_factory=list)  # what PyTorch ran, in order
-    # Calls that did something of which the captured graph has nothing, because nothing needed it
+    operations: list[Operation] = field(default_factory=list)  # in the order in which they ran
+    # calls of whose operations none is in the captured graph, because no output depends on them
     dead: set[int] = field(default_factory=set)
-    # Call → other calls to which work of it was given, because the tensor that it made is not in
-    # the captured graph: a view of a tensor that was changed afterwards
+    # Call → other calls that its work was assigned to, because its tensor is not in the captured
+    # graph: a view of a tensor that was changed afterwards
     moved: dict[int, set[int]] = field(default_factory=dict)
-    # Call → the tensors that enter and leave it; a key is None if the tensor was not captured
+    # call → its input and output tensors; a key is None if the tensor was not captured
     call_tensors: dict[int, CallTensors] = field(default_factory=dict)
-    # keys of the captured graph's inputs whose values the user gives
+    # keys of the captured graph's inputs, without parameters
     inputs: set[Key] = field(default_factory=set)
-    # keys of the tensors that the captured graph returns
+    # keys of the captured graph's outputs
     outputs: list[Key] = field(default_factory=list)
-    # For a captured tensor, its key in the exported graph; absent where no tensor of it is left
+    # captured tensor → its counterpart in the exported graph; absent without one
     final: dict[Key, Key] = field(default_factory=dict)
-    # the exported graph's nodes, in order, bodies included
+    # the exported graph's nodes, in order, with those of bodies
     nodes: list[Node] = field(default_factory=list)
-    # Keys of the exported graph's inputs whose values the user gives
+    # keys of the exported graph's inputs, without parameters
     graph_inputs: set[Key] = field(default_factory=set)
-    # keys of the tensors that the exported graph returns
+    # keys of the exported graph's outputs
     graph_outputs: set[Key] = field(default_factory=set)

@@ -1,25 +1,25 @@
-"""What became of the FX graph of an exported program when torch decomposed it: each node is watched while it runs.
+"""The nodes of the decomposed FX graph that each node of an exported program became.
 
-Names are no help, as torch copies graphs and names nodes anew; what stands in a node's ``meta`` is
-copied with it.
+Each node of the exported graph is observed while torch executes it. Names cannot be compared,
+because torch copies graphs and renames nodes; entries in a node's ``meta`` are copied with it.
 
-Where tensors that share memory are changed in place, functionalization adds nodes, under the scope
-of the operation that reads the view or changes it:
+Where tensors that share memory are changed in place, functionalization adds nodes, in the scope of
+the operation that uses or changes the view:
 
-- A view of the changed tensor is computed again, by the same chain of view operators, when an operation reads it, or
-  after the last operation if the model returns it.
-- Where the changed tensor is itself a view, the change is written back into the tensor under it: each view operator is
-  reversed, ``slice_scatter`` for ``slice``, and then the view is computed again.
+- A view of the changed tensor is repeated by the same sequence of view operators when an operation
+  reads it, or after the last operation if the model returns it.
+- If the changed tensor is itself a view, the change is written back into the tensor below: each
+  view operator is reversed, ``slice_scatter`` for ``slice``, and then the view is repeated.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from htp_export.exporter.capture.calls import NO_CALL
-from htp_export.exporter.capture.fx_calls import FxCalls, Places, Result
+from htp_export.exporter.capture.fx_calls import FxCalls, NodeNumbers, NodeResult
 from htp_export.exporter.capture.torch_internals import (
     ExecutedNode,
     State,
@@ -29,306 +29,375 @@ from htp_export.exporter.capture.torch_internals import (
 )
 
 
-class View(NamedTuple):
-    """One view in the way to a tensor, as it was first made. torch may erase the nodes later."""
+class ViewStep(NamedTuple):
+    """One view operator between a tensor and its base; torch may erase its nodes later."""
 
-    # The view operator; None for one that has several results, since another may stand for it
-    # afterwards: ``slice`` for ``split``
+    # None for an operator with several results, because functionalization may repeat it as another
+    # one: ``slice`` for ``split``
     operator: Any
-    call: int  # the call that made the view
-    number: int  # the number of the node that gives the view
-    below: int  # the number of the node that gives the tensor under it
+    call: int  # the call that created the view
+    number: int  # number of the node that returns the view
+    below: int  # number of the node that returns the tensor of which it is a view
 
 
-class Way(NamedTuple):
-    """How a tensor was first made."""
+class ViewSequence(NamedTuple):
+    """The views between a tensor, when it was first computed, and its base."""
 
-    maker: Any  # the node of the decomposed graph that made it
-    # the views that lead to it, from the last to the first; none for a tensor that is no view
-    views: tuple[View, ...]
-
-
-class Repeated(NamedTuple):
-    """Nodes that repeat the way to a tensor."""
-
-    # For each view, from the last to the first, its nodes: the operator, after the one that picks a
-    # result
-    views: list[list[Any]]
-    base: Any  # the node that gives the tensor under them
+    producer: Any  # the node of the decomposed graph that computed the tensor
+    steps: tuple[ViewStep, ...]  # the last view first; empty for a tensor that is not a view
 
 
-class Moved(NamedTuple):
-    """A view that was computed again, and belongs to another call than the one that made it first."""
+class RepeatedSequence(NamedTuple):
+    """Nodes that repeat a `ViewSequence`, or its last steps."""
 
-    first: int  # the number of the node that made it first
-    call: int  # the call that did
-    again: int  # the number of the node that computed it again
-    now: int  # the call to which that node belongs
+    # for each step, the last one first, its nodes: the one that selects a result of an operator
+    # with several results, then the operator
+    steps: list[list[Any]]
+    base: Any  # the node that returns the tensor of which they are views
 
 
-class Replays:
-    """Finds the calls to which the nodes that functionalization adds belong.
+class MovedView(NamedTuple):
+    """A repeated view that belongs to another call than the one that created it."""
 
-    A view computed again from the same tensor is the work of the call that made it first; from
-    another state of the tensor, of the innermost call around that one and the call that made the
-    change. What is written back belongs to the innermost call around the one that made the change
-    and those that made the views. Both belong to a call inside of that one if it makes the change
-    and reads the result, too (`settle`).
+    first: int  # number of the node that created the view
+    first_call: int  # the call of that node
+    again: int  # number of the node that repeats it
+    call: int  # the call of the repeated node
+
+
+class RepeatedViews:
+    """Assigns the nodes that functionalization adds to calls.
+
+    A view repeated on the same tensor belongs to the call that created it. A view repeated on a
+    changed tensor, and a change that is written back, belong to the innermost call around the
+    change and the view::
+
+        model                      decomposed graph              call
+        v = x[0]      in call A    v = select(x, 0)              A
+        x.add_(1)     in call B    x1 = add(x, 1)                B
+        v.relu()      in call C    v1 = select(x1, 0)            common(A, B)
+                                   relu(v1)                      C
+        v.mul_(2)     in call D    v2 = mul(v1, 2)               D
+                                   x2 = select_scatter(x1, v2)   common(A, D)
+
+    If one call inside that one makes the change and also reads the result, they belong to it
+    (`settle`).
     """
 
-    def __init__(self, calls: FxCalls, decomposed: Places) -> None:
-        self._mark, self._calls = decomposed.mark, calls
-        # node of the exported graph → how its tensor was first made
-        self._first: dict[Any, Way] = {}
-        # Views that were computed again from another state of the tensor, and do not belong to the
-        # call that made them first
-        self.moved: list[Moved] = []
-        # Number of the node that made a view first → the numbers of those that computed the same
-        # again
+    def __init__(self, calls: FxCalls, decomposed: NodeNumbers) -> None:
+        self._number_of = decomposed.assign
+        self._calls = calls
+        # node of the exported graph → the views by which its tensor was first computed
+        self._sequences: dict[Any, ViewSequence] = {}
+        # Views repeated on a changed tensor that do not belong to the call that created them
+        self.moved: list[MovedView] = []
+        # Number of the node that created a view → numbers of the nodes that repeat it unchanged
         self.again: dict[int, list[int]] = {}
         self._written: set[Any] = set()  # nodes that write back
-        # number of a node that follows a change → the call that made the change
+        # number of a node added after a change → the call that made the change
         self._change: dict[int, int] = {}
 
     def record(self, executed: ExecutedNode) -> dict[Any, Any]:
         """Assign the nodes that were added when a node of the exported graph was executed.
 
-        Returns for views that it changed: the node that makes the tensor afterwards → the node that
-        has its value before that is written back.
+        Returns, for each view that it changed: the node that returns the tensor afterwards → the
+        node that computes its value before it is written back.
         """
-        traced, changed = set(executed.made), {}
+        traced = set(executed.traced)
+        changed = {}
         for state in executed.read:
-            first = self._first.get(state.node)
-            if first is None or not first.views or first.maker is state.maker:
+            sequence = self._sequences.get(state.node)
+            if sequence is None or not sequence.steps or sequence.producer is state.producer:
                 continue
             if not state.changed:
-                self._computed_again(first, state.maker, traced)
+                self._assign_repeated(sequence, state.producer, traced)
                 continue
-            self._computed_again(first, self._before_change(first, executed.made), traced)
-            value = self._written_back(first, state, traced)
-            if value is not None:
-                changed[state.maker] = value
+            before = self._repeated_before_change(sequence, executed.traced)
+            self._assign_repeated(sequence, before, traced)
+            new_value = self._assign_written_back(sequence, state, traced)
+            if new_value is not None:
+                changed[state.producer] = new_value
         for state in (*executed.read, *executed.returned):
-            if state.maker is not None and state.node not in self._first:
-                self._first[state.node] = self._way(state.maker)
+            if state.producer is not None and state.node not in self._sequences:
+                self._sequences[state.node] = self._sequence_of(state.producer)
         return changed
 
     def returned(self, outputs: Iterable[tuple[Any, Any]], late: Collection[Any]) -> None:
-        """Assign the nodes that compute views again for what the graph returns.
+        """Assign the nodes that repeat views for the outputs of the graph.
 
-        ``outputs``: nodes of the exported graph, each with the node that is returned, or None for
-        what is no tensor;
-        ``late``: the nodes that were made after the last node of the exported graph ran.
+        ``outputs``: nodes of the exported graph, each with the node that is returned, or None if
+        the output is not a tensor.
+        ``late``: the nodes traced after the last node of the exported graph was executed.
         """
         for node, again in outputs:
-            if node in self._first:
-                self._computed_again(self._first[node], again, late)
+            if node in self._sequences:
+                self._assign_repeated(self._sequences[node], again, late)
 
     def settle(self, nodes: Iterable[Any]) -> None:
-        """Assign nodes of the complete graph that follow a change to a call that makes the change and reads the result.
+        """Reassign nodes added after a change to a call that contains the change and a consumer.
 
-        Otherwise nodes outside of that call would take what it changed, and give it back.
+        It is the innermost one. Otherwise nodes outside that call would consume its change and pass
+        it back into it.
         """
         settled: dict[int, int] = {}
         for node in reversed(list(nodes)):
-            change = self._change.get(self._mark(node), NO_CALL)
-            call = before = self._calls.of_node(node)
-            for reader in node.users if change != NO_CALL else ():
-                # around the change, as `call` is
-                both = self._calls.log.common(change, self._calls.of_node(reader))
-                call = both if self._calls.log.common(both, call) == call else call
+            change = self._change.get(self._number_of(node), NO_CALL)
+            before = self._calls.of_node(node)
+            if change == NO_CALL:
+                continue
+            call = self._innermost_with_readers(node, change, before)
             if call != before:
                 self._calls.assign(node, call)
-                settled[self._mark(node)] = call
+                settled[self._number_of(node)] = call
         self.moved = [
-            moved._replace(now=settled.get(moved.again, moved.now)) for moved in self.moved
+            moved._replace(call=settled.get(moved.again, moved.call)) for moved in self.moved
         ]
 
-    def _way(self, maker: Any) -> Way:
-        views = []
-        node = maker
+    def _innermost_with_readers(self, node: Any, change: int, call: int) -> int:
+        """The innermost call, inside ``call``, that contains the change and a consumer."""
+        log = self._calls.log
+        for reader in node.users:
+            # both this and `call` contain the change: one of them is inside the other
+            both = log.common(change, self._calls.of_node(reader))
+            if log.common(both, call) == call:
+                call = both
+        return call
+
+    def _sequence_of(self, producer: Any) -> ViewSequence:
+        steps = []
+        node = producer
         while is_view(node) and node not in self._written:
-            nodes, below = _step(node)
+            nodes, below = _view_nodes(node)
             target = nodes[0].target if len(nodes) == 1 else None
-            views.append(
-                View(target, self._calls.of_node(node), self._mark(node), self._mark(below))
-            )
+            call = self._calls.of_node(node)
+            steps.append(ViewStep(target, call, self._number_of(node), self._number_of(below)))
             node = below
-        return Way(maker, tuple(views))
+        return ViewSequence(producer, tuple(steps))
 
     @staticmethod
-    def _repeated(first: Way, again: Any, traced: Collection[Any]) -> Repeated | None:
-        """The nodes among ``made`` that lead to ``again`` on the same way; None if it is another."""
-        repeated = Repeated([], again)
-        for view in first.views:
+    def _repeated(
+        sequence: ViewSequence,
+        last: Any,
+        traced: Collection[Any],
+    ) -> RepeatedSequence | None:
+        """The nodes among ``traced`` that end in ``last`` and repeat a sequence, or None."""
+        repeated = RepeatedSequence([], last)
+        for step in sequence.steps:
             if repeated.base not in traced:
                 break
             if not is_view(repeated.base):
                 return None
-            nodes, below = _step(repeated.base)
-            if view.operator is not None and [node.target for node in nodes] != [view.operator]:
+            nodes, below = _view_nodes(repeated.base)
+            if step.operator is not None and [node.target for node in nodes] != [step.operator]:
                 return None
-            repeated = Repeated([*repeated.views, nodes], below)
-        return repeated if repeated.views else None
+            repeated = RepeatedSequence([*repeated.steps, nodes], below)
+        return repeated if repeated.steps else None
 
-    def _computed_again(self, first: Way, again: Any, traced: Collection[Any]) -> None:
-        """Assign the nodes that repeat the first way to a tensor."""
-        repeated = self._repeated(first, again, traced)
+    def _assign_repeated(
+        self,
+        sequence: ViewSequence,
+        last: Any,
+        traced: Collection[Any],
+    ) -> None:
+        """Assign the nodes that repeat a sequence, if they do."""
+        repeated = self._repeated(sequence, last, traced)
         if repeated is None:
             return
-        same = self._mark(repeated.base) == first.views[len(repeated.views) - 1].below
-        base = self._calls.of_node(repeated.base)
-        change = self._change.get(self._mark(repeated.base), base)
-        for nodes, view in zip(repeated.views, first.views, strict=False):
-            call = view.call if same else self._calls.log.common(view.call, base)
+        base = self._number_of(repeated.base)
+        base_call = self._calls.of_node(repeated.base)
+        unchanged = base == sequence.steps[len(repeated.steps) - 1].below
+        change = self._change.get(base, base_call)
+        for nodes, step in zip(repeated.steps, sequence.steps, strict=False):
+            call = step.call if unchanged else self._calls.log.common(step.call, base_call)
             for node in nodes:
                 self._calls.assign(node, call)
-                if not same:
-                    self._change[self._mark(node)] = change
-            if same:
-                self.again.setdefault(view.number, []).append(self._mark(nodes[0]))
-            if call != view.call:
-                self.moved.append(Moved(view.number, view.call, self._mark(nodes[0]), call))
+                if not unchanged:
+                    self._change[self._number_of(node)] = change
+            number = self._number_of(nodes[0])
+            if unchanged:
+                self.again.setdefault(step.number, []).append(number)
+            if call != step.call:
+                self.moved.append(MovedView(step.number, step.call, number, call))
 
-    def _before_change(self, first: Way, traced: list[Any]) -> Any:
-        """The node that computes a view again before the view is changed; None where it was not out of date."""
+    def _repeated_before_change(self, sequence: ViewSequence, traced: list[Any]) -> Any:
+        """The node that repeats a view before it is changed; None if the view was up to date."""
         for node in traced:
-            repeated = self._repeated(first, node, traced)
+            repeated = self._repeated(sequence, node, traced)
             if repeated is not None and repeated.base not in traced:
                 return node
         return None
 
-    def _written_back(self, first: Way, state: State, traced: Collection[Any]) -> Any:
-        """Assign the nodes that write the new value of a view into the tensor under it; that value's node, if any."""
-        repeated = self._repeated(first, state.maker, traced)
+    def _assign_written_back(
+        self,
+        sequence: ViewSequence,
+        state: State,
+        traced: Collection[Any],
+    ) -> Any:
+        """Assign the nodes that write a changed view into the tensor below.
+
+        Returns the node that computes the new value of the view, or None.
+        """
+        repeated = self._repeated(sequence, state.producer, traced)
         if repeated is None or repeated.base not in traced:
             return None
-        node, value = repeated.base, None
+        node = repeated.base
+        new_value = None
         change = call = self._calls.of_node(node)
-        calls = []
-        for view in first.views:
-            call = self._calls.log.common(call, view.call)
+        calls = []  # for each step, the innermost call around the change and the views so far
+        for step in sequence.steps:
+            call = self._calls.log.common(call, step.call)
             calls.append(call)
         for call in reversed(calls):
-            value = reversed_view(node) if node in traced else None
-            if value is None:
+            new_value = reversed_view(node) if node in traced else None
+            if new_value is None:
                 break
-            self._calls.assign(node, call)
-            self._change[self._mark(node)] = change
+            self._assign_after_change(node, call, change)
             self._written.add(node)
+            # the views below this one, repeated as they were before the change
             below = node.args[0]
-            # the views before this one, as they were
-            while below is not value and below in traced and is_view(below):
-                self._calls.assign(below, call)
-                self._change[self._mark(below)] = change
+            while below is not new_value and below in traced and is_view(below):
+                self._assign_after_change(below, call, change)
                 below = below.args[0]
-            node = value
-        self._computed_again(first, state.maker, traced)
-        return value
+            node = new_value
+        self._assign_repeated(sequence, state.producer, traced)
+        return new_value
+
+    def _assign_after_change(self, node: Any, call: int, change: int) -> None:
+        self._calls.assign(node, call)
+        self._change[self._number_of(node)] = change
 
 
-def _step(node: Any) -> tuple[list[Any], Any]:
-    """The nodes of the view that a node gives, and the node that gives the tensor under it."""
-    several = node.args[0]
-    return (
-        ([node, several], several.args[0]) if node.target is operator.getitem else ([node], several)
-    )
+def _view_nodes(node: Any) -> tuple[list[Any], Any]:
+    """The nodes of the view that a node returns, and the node that returns the tensor below."""
+    source = node.args[0]
+    if node.target is operator.getitem:  # one result of an operator with several
+        return [node, source], source.args[0]
+    return [node], source
 
 
 class Decomposition:
-    """The decomposition of one exported program, as it happens."""
+    """The decomposition of one exported program, observed as it happens."""
 
     def __init__(self, calls: FxCalls) -> None:
-        self.runs = False  # whether torch is at it
-        # Call → other calls to which its work was given, because nothing is left of what it did
-        # itself
+        self.runs = False  # whether torch is decomposing the program
+        # Call → other calls that its work was assigned to, because no node of it is left
         self.moved: dict[int, set[int]] = {}
-        self._calls, self._decomposed = calls, Places("htp.decomposed")
-        self._replays = Replays(calls, self._decomposed)
+        self._calls = calls
+        self._decomposed = NodeNumbers("htp.decomposed")
+        self._repeated_views = RepeatedViews(calls, self._decomposed)
         self._outputs: list[Any] = []
-        # place → changes → places in graphs that were traced
+        # number of an exported node → changes of its result → numbers of traced nodes
         self._results: dict[int, dict[int, list[int]]] = {}
-        self._returned: list[Result | None] = []
-        self._names: dict[int, str] = {}  # place in the decomposed graph → name of its node
+        self._returned: list[NodeResult | None] = []
+        self._names: dict[int, str] = {}  # number of a node of the decomposed graph → its name
 
     def record(self, executed: ExecutedNode) -> None:
-        """Record an executed node."""
-        call = self._calls.of_node(executed.node) if executed.made else NO_CALL
-        for each in executed.made:  # a body's nodes come before the node that runs the body
-            self._decomposed.mark(each)
+        """Record an executed node, and assign the traced nodes to its call."""
+        call = self._calls.of_node(executed.node) if executed.traced else NO_CALL
+        for node in executed.traced:
+            self._decomposed.assign(node)
+            # nodes of a body keep their call: they come before the node that executes the body
             if call != NO_CALL:
-                each.meta.setdefault(self._calls.call_key, call)
-        changed = self._replays.record(executed)
-        if executed.node.op == "output":  # of a body, or of the whole, which comes last
-            changes = {state.node: state.changes for state in executed.read}
-            self._outputs = outputs_of(executed.node)
-            self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
+                node.meta.setdefault(self._calls.call_key, call)
+        changed = self._repeated_views.record(executed)
+        if executed.node.op == "output":  # of a body, or of the whole graph, which comes last
+            self._record_outputs(executed)
             return
-        self._note_same(executed)
+        self._record_unchanged(executed)
         for state in (*executed.read, *executed.returned):
             result = self._result(state.node, state.changes)
-            if result is not None and state.maker is not None:
-                if state.maker in changed:
-                    self._note(result, changed[state.maker])
-                self._note(result, state.maker)
+            if result is None or state.producer is None:
+                continue
+            if state.producer in changed:
+                self._add_producer(result, changed[state.producer])
+            self._add_producer(result, state.producer)
 
-    def _note_same(self, executed: ExecutedNode) -> None:
-        """Note that an operator, such as dropout in evaluation, gave back a tensor that it read."""
-        for state in executed.returned if not executed.made else ():
-            given = [
-                each
-                for each in executed.read
-                if (each.maker, each.changes) == (state.maker, state.changes)
-            ]
-            place, *same = (self._calls.places.read(each.node) for each in (state, *given))
-            if place is not None and len(same) == 1 and same[0] is not None:
-                self._results.setdefault(place, self._results.setdefault(same[0], {}))
+    def _record_outputs(self, executed: ExecutedNode) -> None:
+        changes = {state.node: state.changes for state in executed.read}
+        self._outputs = outputs_of(executed.node)
+        self._returned = [self._result(node, changes.get(node)) for node in self._outputs]
 
-    def _note(self, result: Result, maker: Any) -> None:
-        """Note what makes a tensor; torch computes it only when it is read: until then, it has what made it before."""
-        states, mark = self._results.setdefault(result.place, {}), self._decomposed.mark(maker)
-        nodes = states.get(result.changes, [])
-        if nodes[-1:] == [mark]:  # noted each time that it is read
+    def _record_unchanged(self, executed: ExecutedNode) -> None:
+        """Record that an operator returned a tensor that it read, such as dropout in evaluation."""
+        if executed.traced:
             return
-        if not any(mark in nodes for changes, nodes in states.items() if changes < result.changes):
-            states.setdefault(result.changes, []).append(mark)
+        for state in executed.returned:
+            number = self._calls.numbers.read(state.node)
+            same = [
+                self._calls.numbers.read(read.node)
+                for read in executed.read
+                if (read.producer, read.changes) == (state.producer, state.changes)
+            ]
+            if number is None or len(same) != 1 or same[0] is None:
+                continue
+            # both nodes share one entry from here on
+            states = self._results.setdefault(same[0], {})
+            self._results.setdefault(number, states)
 
-    def _result(self, node: Any, changes: int | None) -> Result | None:
-        place = None if node is None else self._calls.places.read(node)
-        return None if place is None or changes is None else Result(place, changes)
+    def _add_producer(self, result: NodeResult, producer: Any) -> None:
+        """Record the producer of a result.
+
+        torch repeats a view after a change only when it is read. Until then, its producer is the
+        one before the change, which does not count for the new state.
+        """
+        states = self._results.setdefault(result.number, {})
+        number = self._decomposed.assign(producer)
+        if states.get(result.changes, [])[-1:] == [number]:  # recorded at each read
+            return
+        earlier = (numbers for changes, numbers in states.items() if changes < result.changes)
+        if not any(number in numbers for numbers in earlier):
+            states.setdefault(result.changes, []).append(number)
+
+    def _result(self, node: Any, changes: int | None) -> NodeResult | None:
+        number = None if node is None else self._calls.numbers.read(node)
+        if number is None or changes is None:
+            return None
+        return NodeResult(number, changes)
 
     def finish(self, program: Any) -> None:
-        """Note that the decomposed program is complete."""
+        """Record that the decomposed program is complete."""
         self.runs = False
-        returned = outputs_of(next(iter(reversed(program.graph.nodes))))
-        late = {node for node in program.graph.nodes if self._decomposed.read(node) is None}
-        # From the end: what was changed of inputs and buffers comes before what the model returns.
-        self._replays.returned(zip(reversed(self._outputs), reversed(returned), strict=False), late)
+        nodes = program.graph.nodes
+        returned = outputs_of(next(iter(reversed(nodes))))
+        late = {node for node in nodes if self._decomposed.read(node) is None}
+        # Paired from the end: changed inputs and buffers come before the outputs of the model.
+        outputs = zip(reversed(self._outputs), reversed(returned), strict=False)
+        self._repeated_views.returned(outputs, late)
         for result, node in zip(reversed(self._returned), reversed(returned), strict=False):
             if result is not None and node is not None:
-                self._results.setdefault(result.place, {})[result.changes] = []
-                self._note(result, node)
-        places = ((self._decomposed.read(node), node.name) for node in program.graph.nodes)
-        self._names = {place: name for place, name in places if place is not None}
-        self._replays.settle(program.graph.nodes)
-        for moved in self._replays.moved:
-            if not self._named([moved.first, *self._replays.again.get(moved.first, ())]):
-                self.moved.setdefault(moved.call, set()).add(moved.now)
+                self._results.setdefault(result.number, {})[result.changes] = []
+                self._add_producer(result, node)
+        numbers = ((self._decomposed.read(node), node.name) for node in nodes)
+        self._names = {number: name for number, name in numbers if number is not None}
+        self._repeated_views.settle(nodes)
+        for view in self._repeated_views.moved:
+            same = self._repeated_views.again.get(view.first, ())
+            if not self._named([view.first, *same]):
+                self.moved.setdefault(view.first_call, set()).add(view.call)
 
-    def name_of(self, result: Result | None, *, read: bool = False) -> str | None:
-        """The name of the decomposed program's node that has a result; None where that is gone, or cannot be told.
+    def name_of(self, result: NodeResult | None, *, read: bool = False) -> str | None:
+        """The name of the node of the decomposed program that returns a result; None if unknown.
 
-        Where several nodes have it one after the other: with ``read``, what its readers read; else
-        what was made first.
+        If several nodes return it one after the other: with ``read``, the last one, whose result
+        consumers read; else the first one.
         """
-        states = {} if result is None else self._results.get(result.place, {})
+        states = {} if result is None else self._results.get(result.number, {})
         if result is None or not states:
             return None
-        # Operators that torch runs otherwise while it decomposes may count otherwise, too.
-        nodes = next(iter(states.values())) if len(states) == 1 else states.get(result.changes, ())
-        again = (copy for place in nodes for copy in self._replays.again.get(place, ()))
-        names = self._named(nodes) or self._named(again)
-        return names[-1 if read else 0] if names else None
+        if len(states) == 1:
+            # Operators that torch executes differently while decomposing may count changes
+            # differently, too.
+            numbers: Sequence[int] = next(iter(states.values()))
+        else:
+            numbers = states.get(result.changes, ())
+        again = self._repeated_views.again
+        names = self._named(numbers)
+        if not names:
+            for number in numbers:
+                names += self._named(again.get(number, ()))
+        if not names:
+            return None
+        return names[-1] if read else names[0]
 
-    def _named(self, places: Iterable[int]) -> list[str]:
-        return [self._names[place] for place in places if place in self._names]
+    def _named(self, numbers: Iterable[int]) -> list[str]:
+        return [self._names[number] for number in numbers if number in self._names]

@@ -1,23 +1,24 @@
-"""Capture under ``dynamo=True``: FX module stacks say who ran what, onnx_ir says what became of it.
+"""Capture under ``dynamo=True``: calls from FX module stacks, tensors by replacements in onnx_ir.
 
-When the FX graph is translated into ONNX, every node knows its call exactly. What follows replaces
-values by others, always through two methods of onnx_ir: watching those tells which tensor of the
-last graph holds each first value.
+When the FX graph is translated into ONNX, every node knows its call exactly. Later steps replace
+values by others, always with two methods of onnx_ir. Observing these shows which tensor of the last
+graph has each first value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterator
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from htp_export.exporter.capture.calls import NO_CALL, CallTensors, Operation, Record, last_in_place
 from htp_export.exporter.capture.decomposition import Decomposition
-from htp_export.exporter.capture.fx_calls import FxCalls, Result
+from htp_export.exporter.capture.fx_calls import FxCalls, NodeResult
 from htp_export.exporter.capture.made_weights import MadeWeights
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.onnx_graph import (
     STAMP,
+    BodyFunction,
     bodies_of_node,
     copy_stamps,
     describe,
@@ -42,20 +43,20 @@ _STACK_TRACE = "pkg.torch.onnx.stack_trace"
 
 @dataclass
 class _FirstGraph:
-    """The ONNX graph as it was translated, before anything changed it."""
+    """The ONNX graph as it was translated, before any change."""
 
-    graph: ir.Graph  # the graph; another one, once it was read back from bytes
+    graph: ir.Graph  # the graph; another one after it was read back from bytes
     operations: list[Operation]  # its nodes
-    inputs: list[ir.Value]  # what it was given
-    outputs: list[ir.Value]  # what it returned
-    # each of its tensors that is equal to others → these
+    inputs: list[ir.Value]
+    outputs: list[ir.Value]
+    # tensor → other tensors of the graph that are equal
     equal: dict[ir.Value, tuple[ir.Value, ...]]
     call_tensors: dict[int, CallTensors]  # as of `Record`
-    weights: MadeWeights  # how its constants are made
+    weights: MadeWeights  # recipes of its constants
 
     @property
     def tensors(self) -> Iterator[ir.Value]:
-        """Every tensor that an export can give away."""
+        """Every tensor with a possible counterpart in the exported graph."""
         yield from self.inputs
         yield from self.outputs
         for operation in self.operations:
@@ -63,21 +64,21 @@ class _FirstGraph:
 
 
 class DynamoCapture(Guarded):
-    """One export through ``torch.export``, as it happens."""
+    """One export through ``torch.export``, observed as it happens."""
 
     def __init__(self, calls: FxCalls) -> None:
         super().__init__()
         self.calls = calls  # the calls of its modules, and of the nodes of FX graphs
-        self.decomposition = Decomposition(calls)  # what becomes of the exported FX graph
+        self.decomposition = Decomposition(calls)  # of the exported FX graph
         self._values: dict[str, Any] = {}  # FX node → its value in the first ONNX graph
         self._first: _FirstGraph | None = None
         self._replaced: dict[ir.Value, ir.Value] = {}
-        # once the model is tagged: its values, and what replaced them
+        # after the model was tagged: its values, and their replacements
         self._followed: set[ir.Value | None] = set()
 
     @classmethod
     def of(cls, names: ModuleNames) -> DynamoCapture:
-        """A capture of the export of a model whose modules have these names."""
+        """A capture of the export of a model with these module names."""
         return cls(FxCalls(names))
 
     @property
@@ -86,116 +87,126 @@ class DynamoCapture(Guarded):
         return self.calls.log.running
 
     def resumed(self) -> DynamoCapture:
-        """A capture that goes on from here, once the program is made; any number can, and none holds the model."""
+        """A new capture that continues after the export; it does not keep the model alive."""
         return DynamoCapture(self.calls.resumed())
 
     # --- the FX graph, and the first ONNX graph ---------------------------------------------------
 
     def exported(self, program: Any) -> None:
-        """Note which calls the model's result needs; from now on, the program is decomposed."""
+        """Record which calls the model's outputs depend on, before the program is decomposed."""
         self.calls.exported(program)
         self.decomposition = Decomposition(self.calls)
         self.decomposition.runs = True
 
     def translated_nodes(self, values: dict[str, Any]) -> None:
-        """Note the values that the nodes of an FX graph became; the outermost graph comes last."""
+        """Record the values of the nodes of an FX graph; the outermost graph comes last."""
         self._values.update(values)
 
     def translated_program(self, program: Any) -> None:
-        """Note the graph of an ``ONNXProgram`` as it was translated."""
+        """Record the graph of an ``ONNXProgram`` as it was translated."""
         exported = program.exported_program
-        self.translated(
-            program.model,
-            program.model.graph.initializers if exported is None else exported.state_dict,
-        )
+        state = program.model.graph.initializers if exported is None else exported.state_dict
+        self.translated(program.model, state)
 
     def translated(self, model: ir.Model, state: Collection[str] = ()) -> None:
-        """Note the ONNX graph as it was translated, before anything changed it; ``state``: names of parameters."""
-        nodes, calls = list(every_node(model.graph)), self.calls
-        operations = [
-            Operation(
-                calls.of_node(source),
-                reads_of(node),
-                tuple(node.outputs),
-                is_standard(node, *SIZES_ONLY),
-                computes_a_size(source),
-                node.inputs[0] if is_standard(node, "Identity") else None,
-            )
-            for node in nodes
-            for source in [node.meta.get("node")]
-        ]
+        """Record the ONNX graph as it was translated; ``state``: parameters and buffers."""
+        nodes = list(every_node(model.graph))
+        operations = [self._operation_of(node) for node in nodes]
         equal = equal_tensors(nodes)
         self._stamp_bodies(model)
         call_tensors = {
-            call: CallTensors(
-                tuple((name, self._value_of(result, read=True)) for name, result in tensors.inputs),
-                tuple(map(self._value_of, tensors.outputs)),
-                tensors.containers,
-            )
-            for call, tensors in calls.log.call_tensors.items()
+            call: self._values_of(tensors) for call, tensors in self.calls.log.call_tensors.items()
         }
-        given, returned = list(model.graph.inputs), list(model.graph.outputs)
+        inputs = list(model.graph.inputs)
+        outputs = list(model.graph.outputs)
         weights = MadeWeights(model.graph, nodes, frozenset(state))
         self._first = _FirstGraph(
-            model.graph, operations, given, returned, equal, call_tensors, weights
+            model.graph, operations, inputs, outputs, equal, call_tensors, weights
         )
 
+    def _operation_of(self, node: ir.Node) -> Operation:
+        fx_node = node.meta.get("node")
+        return Operation(
+            self.calls.of_node(fx_node),
+            reads_of(node),
+            tuple(node.outputs),
+            is_standard(node, *SIZES_ONLY),
+            computes_a_size(fx_node),
+            node.inputs[0] if is_standard(node, "Identity") else None,
+        )
+
+    def _values_of(self, tensors: CallTensors) -> CallTensors:
+        inputs = tuple((name, self._value_of(result, read=True)) for name, result in tensors.inputs)
+        return CallTensors(inputs, tuple(map(self._value_of, tensors.outputs)), tensors.containers)
+
     def _stamp_bodies(self, model: ir.Model) -> None:
-        """Write its call on each node of a body; torch makes a function of each body, and inlines it later."""
-        calls = self.calls
+        """Write the call on each node of a body.
+
+        torch makes a function of each body, and inlines it later.
+        """
         for node in model.graph:
             bodies = list(bodies_of_node(node, model.functions))
             if not bodies:
                 continue
-            holder = calls.of_node(node.meta.get("node"))
-            traces = [
-                inner.metadata_props.get(_STACK_TRACE) for body in bodies for inner in body.nodes
-            ]
-            known = calls.bodies.calls(holder, traces)
+            holder = self.calls.of_node(node.meta.get("node"))
+            traces: list[str | None] = []
+            for body in bodies:
+                traces += [inner.metadata_props.get(_STACK_TRACE) for inner in body.nodes]
+            call_by_trace = self.calls.bodies.calls(holder, traces)
             for body in bodies:
                 for inner in body.nodes:
-                    call, evidence = (
-                        known.get(inner.metadata_props.get(_STACK_TRACE) or "", NO_CALL),
-                        Reason.SCOPE,
-                    )
-                    call = calls.of_node(inner.meta.get("node")) if call == NO_CALL else call
-                    if call == NO_CALL:
-                        call, evidence = (
-                            calls.by_parameters(body.parameters(inner)),
-                            Reason.PARAMETERS,
-                        )
-                    # constants belong to their consumers
-                    if call == NO_CALL and inner.meta.get("node") is not None:
-                        call, evidence = holder, Reason.FLOW
+                    call, evidence = self._call_in_body(inner, body, holder, call_by_trace)
                     if call != NO_CALL:
-                        # outlives inlining, which copies nodes
+                        # metadata is kept when nodes are copied to be inlined, ``meta`` is not
                         inner.metadata_props[STAMP] = f"{call} {evidence}"
 
-    def _value_of(self, result: Result | None, *, read: bool = False) -> Any:
-        """The value of the first ONNX graph that holds the result of a node of the traced FX graph, or None."""
-        value = self._values.get(self.decomposition.name_of(result, read=read) or "")
-        return None if isinstance(value, (list, tuple)) else value
+    def _call_in_body(
+        self,
+        node: ir.Node,
+        body: BodyFunction,
+        holder: int,
+        call_by_trace: Mapping[str, int],
+    ) -> tuple[int, Reason]:
+        """The call of a node in a body, with its evidence: stack trace, scope, parameters, flow."""
+        call = call_by_trace.get(node.metadata_props.get(_STACK_TRACE) or "", NO_CALL)
+        fx_node = node.meta.get("node")
+        if call == NO_CALL:
+            call = self.calls.of_node(fx_node)
+        if call != NO_CALL:
+            return call, Reason.SCOPE
+        call = self.calls.by_parameters(body.parameters(node))
+        # constants, which have no FX node, belong to their consumers
+        if call != NO_CALL or fx_node is None:
+            return call, Reason.PARAMETERS
+        return holder, Reason.FLOW
 
-    # --- while it is optimised --------------------------------------------------------------------
+    def _value_of(self, result: NodeResult | None, *, read: bool = False) -> Any:
+        """The value of the first ONNX graph for the result of a traced FX node, or None."""
+        value = self._values.get(self.decomposition.name_of(result, read=read) or "")
+        if isinstance(value, (list, tuple)):
+            return None
+        return value
+
+    # --- optimisation --------------------------------------------------------------------
 
     def follow(self, model: ir.Model) -> None:
-        """Go on after the model was tagged; what is known of the PyTorch model is let go."""
+        """Continue after the model was tagged; the PyTorch model is released."""
         self.calls.release()
         self._followed = set(all_values(model.graph))
 
     def replaced_later(self, old: ir.Value | None, new: ir.Value | None) -> None:
-        """As `replaced`, for values of any model: those that do not stand for tensors of this one do not count."""
+        """As `replaced`, for values of any model; only values of the tagged model count."""
         if old in self._followed and new is not None:
             self._followed.add(new)
             self.replaced(old, new)
 
     def replaced(self, old: ir.Value | None, new: ir.Value | None) -> None:
-        """Note that ``new`` now stands where ``old`` stood."""
+        """Record that ``new`` replaces ``old``."""
         if self._first is not None and old is not None and new is not None and old is not new:
             self._replaced[old] = new
 
     def converted(self, model: ir.Model) -> None:
-        """Note that the graph may have been read back from bytes: tensors are found again by name."""
+        """Record that the graph may have been read back from bytes: tensors are matched by name."""
         first = self._first
         if first is None or model.graph is first.graph:
             return
@@ -213,34 +224,36 @@ class DynamoCapture(Guarded):
     # --- the result -------------------------------------------------------------------------------
 
     def finish(self, model: ir.Model) -> tuple[Record, list[ir.Node]]:
-        """What is known of the exported model, and its nodes in the order of ``Record.nodes``."""
+        """The record of the exported model, and its nodes in the order of ``Record.nodes``."""
         self.converted(model)
         first = self._first
         if first is None:
             raise RuntimeError("torch has translated no graph")
         record = Record(self.calls.log, dead=self.calls.dead, moved=self.decomposition.moved)
         nodes = describe(model, record)
-        # they are changed
+        # copies, because `relocate_operations` modifies them
         record.operations = [replace(operation) for operation in first.operations]
         record.call_tensors = first.call_tensors
-        record.inputs, record.outputs = set(first.inputs), list(first.outputs)
+        record.inputs = set(first.inputs)
+        record.outputs = list(first.outputs)
         record.final = self._counterparts(first, model.graph)
         for node, described in zip(nodes, record.nodes, strict=True):
             node.meta.setdefault(STAMP, node.metadata_props.pop(STAMP, None))
             stamp = node.meta[STAMP]
             if stamp is not None:
                 call, _, evidence = stamp.partition(" ")
-                described.hint, described.evidence = int(call), Reason(evidence)
+                described.hint = int(call)
+                described.evidence = Reason(evidence)
         return record, nodes
 
     def write_recipes(self, model: ir.Model) -> None:
-        """Write how each initializer of the exported model was made."""
+        """Write the recipe of each initializer of the exported model."""
         if self._first is not None:
             alive = set(all_values(model.graph))
             self._first.weights.write(model, lambda value: self._last(value, alive))
 
     def _counterparts(self, first: _FirstGraph, graph: ir.Graph) -> dict[Any, Any]:
-        """For each tensor of the first graph, the one that holds its value now; absent where there is none."""
+        """Tensor of the first graph → the tensor that has its value now; absent without one."""
         alive = set(all_values(graph))
         ends = ((value, self._last(value, alive)) for value in first.tensors)
         final = {value: last for value, last in ends if last in alive}
@@ -254,7 +267,7 @@ class DynamoCapture(Guarded):
 
     @staticmethod
     def withdraw(model: ir.Model) -> None:
-        """Take out of a model what was written into it for `finish`."""
+        """Remove the stamps that were written into a model for `finish`."""
         for node in nodes_of_model(model):
             node.metadata_props.pop(STAMP, None)
             node.meta.pop(STAMP, None)

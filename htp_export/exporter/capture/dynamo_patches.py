@@ -1,4 +1,4 @@
-"""Wrappers that tell a running capture what torch's dynamo exporter does; `patches` says where each one goes."""
+"""Wrappers that report torch's dynamo export to the running capture; see `patches`."""
 
 from __future__ import annotations
 
@@ -18,8 +18,13 @@ _REPLACED = "following a value that the optimiser replaced"
 
 
 @replacing
-def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hand an export over to the exporter that was asked for tags in this thread."""
+def core_export(
+    original: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Pass an export to the exporter that adds tags in this thread, if there is one."""
     active = running.wanted()
     if active is None or running.dynamo_capture.get() is not None:
         return original(model, *args, **kwargs)
@@ -27,8 +32,13 @@ def core_export(original: Callable[..., Any], model: Any, *args: Any, **kwargs: 
 
 
 @replacing
-def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs: Any) -> Any:
-    """While tags are wanted, capture the modules that run while ``torch.export`` makes a program."""
+def export_program(
+    original: Callable[..., Any],
+    mod: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """If tags are wanted, capture the modules that run while ``torch.export`` exports a program."""
     active = running.wanted()
     if (
         active is None
@@ -40,7 +50,10 @@ def export_program(original: Callable[..., Any], mod: Any, *args: Any, **kwargs:
 
 
 def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch each module's call from one frame: for every FX node, torch looks up the line of each frame above it."""
+    """Observe each module's call, in a single frame.
+
+    For every FX node, torch looks up the line of each frame above it.
+    """
 
     @functools.wraps(original)
     def wrapper(self: Any, module: Any, forward: Any, args: Any, kwargs: Any) -> Any:
@@ -51,35 +64,41 @@ def call_module(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             name = self.path_of_module(called)
         except Exception:
-            # a module that was not in the model when the tracing began: torch has no scope for it
+            # a module that was registered after tracing began: torch has no scope for it
             name = None
-        calls, changes = [(called, name)], Changes()
-        if (inner := torch_internals.called_by_forward(called)) is not None:
+        calls = [(called, name)]
+        changes = Changes()
+        inner = torch_internals.called_by_forward(called)
+        if inner is not None:
             calls.append((inner, None))
         torch_internals.call_uncompiled(changes, called)
-        step = "noting that a module is called"
-        entered = [
-            each
-            for each, scope in calls
-            if capture.step(step, capture.calls.enter, self, each, scope, args, kwargs)
-        ]
+        step = "recording that a module is called"
+        entered = 0
+        for entering, scope in calls:
+            if capture.step(step, capture.calls.enter, self, entering, scope, args, kwargs):
+                entered += 1
         try:
             result = original(self, module, forward, args, kwargs)
         finally:
             changes.take_back()
-        for _ in entered:
-            capture.step("noting that a module returns", capture.calls.leave, self, result)
+        for _ in range(entered):
+            capture.step("recording that a module returns", capture.calls.leave, self, result)
         return result
 
     return wrapper
 
 
 @replacing
-def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a function that ``torch.compiler.nested_compile_region`` marks as if it were not marked.
+def call_region(
+    original: Callable[..., Any],
+    func: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run a function marked by ``torch.compiler.nested_compile_region`` as if it were not marked.
 
-    torch lets Dynamo trace such a region, and runs the graph of it in which no call of a module is
-    seen. The exported graph is the same without that.
+    torch lets Dynamo trace such a region, and runs its graph, in which no call of a module can be
+    observed. The exported graph is the same without it.
     """
     if torch.compiler.is_dynamo_compiling() or running.dynamo_capture.get() is None:
         return original(func, *args, **kwargs)
@@ -87,26 +106,33 @@ def call_region(original: Callable[..., Any], func: Any, *args: Any, **kwargs: A
 
 
 def call_operator(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Watch operators with branches or loop bodies."""
+    """Observe operators with branches or loop bodies."""
 
     @functools.wraps(original)
     def wrapper(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         capture = running.dynamo_capture.get()
         if capture is None or not capture.step(
-            "noting the bodies of an operator", capture.calls.enter_operator, self, args
+            "recording the bodies of an operator", capture.calls.enter_operator, self, args
         ):
             return original(self, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:
-            capture.step("noting that an operator with bodies returns", capture.calls.bodies.leave)
+            capture.step(
+                "recording that an operator with bodies returns", capture.calls.bodies.leave
+            )
 
     return wrapper
 
 
 @replacing
-def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **kwargs: Any) -> Any:
-    """While torch decomposes the exported program, watch what becomes of each node."""
+def prepare(
+    original: Callable[..., Any],
+    exported_program: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Observe the decomposition of the exported program, node by node."""
     capture = running.dynamo_capture.get()
     if capture is None:
         return original(exported_program, *args, **kwargs)
@@ -125,8 +151,13 @@ def prepare(original: Callable[..., Any], exported_program: Any, *args: Any, **k
     return prepared
 
 
-def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, changes: Changes) -> Any:
-    """Decompose a program; once more where torch fails at containers that the program takes or returns."""
+def _decomposed(
+    capture: Any,
+    decompose: Callable[[], Any],
+    program: Any,
+    changes: Changes,
+) -> Any:
+    """Decompose a program; if torch fails at containers of other libraries, again without them."""
     try:
         return decompose()
     except Exception as error:
@@ -141,7 +172,7 @@ def _decomposed(capture: Any, decompose: Callable[[], Any], program: Any, change
 
 
 def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Note what each node became: torch runs an exported graph node by node while it decomposes it."""
+    """Record each executed node: torch decomposes an exported graph by executing its nodes."""
 
     @functools.wraps(original)
     def wrapper(self: Any, n: Any) -> Any:
@@ -153,8 +184,13 @@ def run_node(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: Any) -> Any:
-    """Run a node of an FX graph and return what it gives; if another graph is traced meanwhile, note what it became."""
+def _run_watched(
+    capture: Any,
+    run: Callable[[], Any],
+    interpreter: Any,
+    node: Any,
+) -> Any:
+    """Execute a node of an FX graph, and record the nodes of another graph traced meanwhile."""
     before = capture.step(
         "looking for the FX trace that runs", torch_internals.fx_tracing, interpreter, node
     )
@@ -168,7 +204,7 @@ def _run_watched(capture: Any, run: Callable[[], Any], interpreter: Any, node: A
 
 @replacing
 def optimize(original: Callable[..., Any], self: Any) -> Any:
-    """Find tensors again before the graph is optimised: it may have been read back from bytes."""
+    """Match tensors before the graph is optimised: it may have been read back from bytes."""
     capture = running.dynamo_capture.get()
     if capture is not None:
         capture.step(
@@ -178,8 +214,13 @@ def optimize(original: Callable[..., Any], self: Any) -> Any:
 
 
 @replacing
-def replace_input_with(original: Callable[..., Any], self: Any, index: int, value: Any) -> Any:
-    """Note which value replaces another at one of its consumers."""
+def replace_input_with(
+    original: Callable[..., Any],
+    self: Any,
+    index: int,
+    value: Any,
+) -> Any:
+    """Record the value that replaces another one at one of its consumers."""
     if 0 <= index < len(self.inputs):
         _replaced(self.inputs[index], value)
     original(self, index, value)
@@ -187,15 +228,21 @@ def replace_input_with(original: Callable[..., Any], self: Any, index: int, valu
 
 @replacing
 def replace_all_uses_with(
-    original: Callable[..., Any], self: Any, replacement: Any, /, *args: Any, **kwargs: Any
+    original: Callable[..., Any],
+    self: Any,
+    replacement: Any,
+    /,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
-    """Note which value replaces another."""
+    """Record the value that replaces another one."""
     _replaced(self, replacement)
     original(self, replacement, *args, **kwargs)
 
 
 def _replaced(old: Any, new: Any) -> None:
-    capture, active = running.dynamo_capture.get(), running.wanted()
+    capture = running.dynamo_capture.get()
+    active = running.wanted()
     if capture is not None:
         capture.step(_REPLACED, capture.replaced, old, new)
     elif active is not None:
@@ -204,7 +251,7 @@ def _replaced(old: Any, new: Any) -> None:
 
 @replacing
 def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Bring the tags of models that were rewritten up to date before a model is written."""
+    """Update the tags of models that were rewritten before a model is written."""
     active = running.wanted()
     if active is not None and running.dynamo_capture.get() is None:
         active.settle()
@@ -212,11 +259,15 @@ def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 @replacing
-def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any) -> Any:
-    """Let Dynamo trace torch's own layers where they are called from code that it cannot trace.
+def skips_frame(
+    original: Callable[..., Any],
+    obj: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    """Let Dynamo trace torch's own layers if they are called from code that it cannot trace.
 
-    As a rule it leaves them alone there, as functions of torch, and the graphs of such a model lack
-    them.
+    By default it skips them there, as functions of torch, and the graphs of such a model lack them.
     """
     inlined = rest[0] if rest else named.get("is_inlined_call", False)
     if (
@@ -230,14 +281,14 @@ def skips_frame(original: Callable[..., Any], obj: Any, *rest: Any, **named: Any
 
 @replacing
 def reset_dynamo(original: Callable[..., Any]) -> Any:
-    """Let nothing forget what Dynamo has compiled: ``torch.export`` resets it before it traces in strict mode."""
+    """Keep Dynamo's compiled code, although ``torch.export`` resets Dynamo in strict mode."""
     if not running.keeps_dynamo.get():
         original()
 
 
 @replacing
 def list_once(original: Callable[..., Any]) -> Any:
-    """List the operators that can be decomposed once, and again if there are others: torch takes 0.1 s an export."""
+    """List the operators with decompositions once per set of operators: it takes 0.1 s."""
     composite = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     return _listed(original, tuple(composite))
 
@@ -248,7 +299,7 @@ def _listed(find: Callable[[], Any], names: tuple[str, ...]) -> Any:
 
 
 def read_once(original: Callable[..., Any]) -> Any:
-    """Read torch's translations of all operators once; torch reads them anew for every export, which takes a second."""
+    """Read torch's translations of operators once; torch needs a second for it in every export."""
 
     @functools.wraps(original)
     def from_torchlib(**options: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The call of each node of a JIT graph: of one that was traced, from the nodes as they were while tracing; of a script.
+"""The call of each node of a JIT graph, for traced modules and for scripts.
 
 While PyTorch traces, each module's call has a block of nodes of its own, which is dissolved when
-the trace ends.
+the trace ends: `Trace` reads the blocks before. Nodes of a script have chains of attribute names:
+`ScriptCalls`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from htp_export.exporter.capture.calls import NO_CALL, CallLog, CallTensors, key
 from htp_export.exporter.capture.modules import ModuleNames
 from htp_export.exporter.capture.torchscript_internals import (
     CONSTANTS,
+    JitStep,
     Reading,
     flattened,
     is_listed,
@@ -42,35 +44,36 @@ _PART = re.compile(r"([^.()]+)\([^()]*\)")
 class TracedNode(NamedTuple):
     """One node of a JIT graph while it is traced."""
 
-    kind: str  # what it does; an operation in place is called as the one that is not
+    kind: str  # its operator; one in place has the name of the operator out of place
     call: int  # index of the call that ran it
-    outputs: tuple[int, ...]  # the numbers of what it makes
-    inputs: tuple[int, ...]  # the numbers of what it reads
+    outputs: tuple[int, ...]  # numbers of its outputs
+    inputs: tuple[int, ...]  # numbers of its inputs
 
 
 class Trace:
-    """One export's attempts at ``torch.jit.trace``, as they happen; a new one starts from nothing."""
+    """Attempts at ``torch.jit.trace`` in one export; a new attempt discards the earlier one."""
 
     def __init__(self, names: ModuleNames) -> None:
         self.log = CallLog()  # the calls
-        # what was traced, without constants, in order; once the trace is over
+        # the traced nodes without constants, in order; filled when the trace ends
         self.nodes: list[TracedNode] = []
-        self.inputs: list[int] = []  # the numbers of the inputs
-        # The numbers of what the model returns; None for what the tracer does not know
+        self.inputs: list[int] = []  # numbers of the graph's inputs
+        # numbers of the model's outputs; None for one that the tracer does not know
         self.outputs: tuple[int | None, ...] = ()
         self._names = names
         self._scope_names: dict[str, str] = {}  # module path → the name of its scope
         self._has_root_scope = True
-        self._unscoped: set[int] = set()  # calls that have no scope
-        self._numbers: set[int | None] = set()  # what stands for numbers that the model is given
-        # call → the numbers between which what has its caller's scope is its
+        self._unscoped: set[int] = set()  # calls without a scope
+        # traced tensors in place of numbers among the model's arguments
+        self._numbers: set[int | None] = set()
+        # call → two numbers: values between them, in the caller's scope, belong to the call
         self._between: dict[int, list[int]] = {}
 
     def enter(self, module: Any, state: Any) -> str | None:
-        """Note that a module's ``forward`` begins, and return the name of its scope; None if nothing is to be noted.
+        """Record that a module's ``forward`` begins, and return the name of its scope.
 
-        The name is empty if the tracer has no scope for it, as it was put in place while the model
-        ran.
+        The name is empty if the tracer has no scope for the module, because it was registered while
+        the model ran; None if the call is not recorded.
         """
         path = self._names.path_now(module) if state is not None else None
         if path is None or is_script_method(module.forward):
@@ -79,8 +82,11 @@ class Trace:
         name = self._scope_names.get(path) if is_listed(module) else ""
         if name is None:
             return None
-        if not self.log.stack:
-            self.log, self._unscoped, self._between, self._numbers = CallLog(), set(), {}, set()
+        if not self.log.stack:  # a new attempt
+            self.log = CallLog()
+            self._unscoped = set()
+            self._between = {}
+            self._numbers = set()
             self._has_root_scope = bool(name)
         elif not name:
             index = len(self.log.calls)
@@ -90,15 +96,22 @@ class Trace:
         return name
 
     def runs_hooks(self) -> None:
-        """Note that the user's forward hooks run before the innermost module returns: outside of its scope."""
+        """Record that forward hooks run before the innermost module returns, outside its scope."""
         self._between.setdefault(self.log.stack[-1], [next_number()])
 
     def leave(
-        self, state: Any, given: CallTensors, result: Any, changed: Callable[[Any], Any] | None
+        self,
+        state: Any,
+        given: CallTensors,
+        result: Any,
+        changed: Callable[[Any], Any] | None,
     ) -> None:
-        """Note that the innermost running module returns ``result``, or what ``changed`` gives in its place."""
-        # Only now: the tracer would make a tensor that it does not know a constant, and name it by
-        # the caller's scope.
+        """Record that the innermost running module returns ``result``.
+
+        ``changed``, for the model itself, is applied to the result before it becomes an output.
+        """
+        # Not before: the tracer would turn an unknown tensor into a constant, named after the
+        # caller's scope.
         index = self.log.stack[-1]
         self.log.record_inputs(self._without_numbers(given), traced_number)
         self.log.exit(self._tensors(list(tensors_in(result))), traced_number)
@@ -107,63 +120,73 @@ class Trace:
         if self.log.stack:
             return
         graph = state.graph()
-        scoped = (at for at in range(len(self.log.calls)) if at not in self._unscoped)
-        self.nodes = list(
-            self._noted(graph.nodes(), NO_CALL if self._has_root_scope else index, list(scoped))
-        )
-        self._place_between()
+        scoped = [call for call in range(len(self.log.calls)) if call not in self._unscoped]
+        outermost = NO_CALL if self._has_root_scope else index
+        self.nodes = list(self._traced_nodes(graph.nodes(), outermost, scoped))
+        self._assign_between()
         self.inputs = [value.unique() for value in graph.inputs()]
-        # the tracer refuses the result, and the export fails
+        # raised if the tracer rejects the result: then the export fails, too
         with contextlib.suppress(RuntimeError):
             self.outputs = keys_of(
                 flattened(result if changed is None else changed(result)), traced_number
             )
 
     def given_numbers(self, numbers: list[Any]) -> None:
-        """Note the tensors that stand for numbers among the model's arguments, when the model is called."""
+        """Record the traced tensors in place of numbers among the arguments of the model."""
         self._numbers = set(keys_of(numbers, traced_number))
 
     def _without_numbers(self, given: CallTensors) -> CallTensors:
-        """The tensors that enter a call, without those that are numbers in PyTorch.
+        """The input tensors of a call, without tensors that are numbers in PyTorch.
 
-        Those that the model is given are inputs of the graph, and only marked.
+        Numbers among the arguments of the model are inputs of the graph: they stay, and are marked.
         """
         flags = keys_of([tensor for _, tensor in given.inputs], self._is_number)
         numbers = frozenset(name for name, _ in itertools.compress(given.inputs, flags))
         if not numbers or len(self.log.stack) == 1:
             return replace(given, numbers=numbers)
-        return replace(given, inputs=tuple(each for each in given.inputs if each[0] not in numbers))
+        return replace(given, inputs=tuple(pair for pair in given.inputs if pair[0] not in numbers))
 
     def _tensors(self, traced: list[Any]) -> list[Any]:
-        """Those tensors of the trace that are tensors in PyTorch, too."""
+        """The subset of traced tensors that are tensors in PyTorch, too."""
         flags = keys_of(traced, self._is_number)
         return list(itertools.compress(traced, map(operator.not_, flags)))
 
     def _is_number(self, *tensor: Any) -> bool:
         return is_number(self._numbers, *tensor)
 
-    def _noted(self, nodes: Any, call: int, later: list[int]) -> Iterator[TracedNode]:
-        """Every traced node but constants, in order; ``later`` are the calls whose blocks are to come, in order.
+    def _traced_nodes(
+        self,
+        nodes: Any,
+        call: int,
+        later: list[int],
+    ) -> Iterator[TracedNode]:
+        """Every traced node except constants, in order; ``later`` are the calls of blocks to come.
 
-        The node of a module's block names the module as the trace module map does.
+        The node of a module's block has the module's scope name. A block belongs to the first later
+        call of that module, which is removed from ``later`` with the calls before it.
         """
         for node in nodes:
             kind = node.kind()
             if kind == "prim::TracedModuleForward":
-                name, inner = node.s("scope"), call
-                for place, index in enumerate(later):
-                    if self._scope_names.get(self.log.calls[index].path) == name:
-                        inner = index
-                        del later[: place + 1]
-                        break
+                inner = self._call_of_block(node.s("scope"), call, later)
                 for block in node.blocks():
-                    yield from self._noted(block.nodes(), inner, later)
+                    yield from self._traced_nodes(block.nodes(), inner, later)
             elif kind not in CONSTANTS:
                 numbers = numbers_of_outputs(node), numbers_of_inputs(node)
                 yield TracedNode(out_of_place(kind), call, *numbers)
 
-    def _place_between(self) -> None:
-        """Give calls, outer ones first, what was traced while they ran and has their callers' scope."""
+    def _call_of_block(self, scope: str, call: int, later: list[int]) -> int:
+        for place, index in enumerate(later):
+            if self._scope_names.get(self.log.calls[index].path) == scope:
+                del later[: place + 1]
+                return index
+        return call
+
+    def _assign_between(self) -> None:
+        """Assign nodes traced during calls, but in the callers' scope, to these calls.
+
+        Outer calls come first.
+        """
         for index, (began, ended) in sorted(self._between.items()):
             parent = self.log.calls[index].parent
             for place, node in enumerate(self.nodes):
@@ -175,116 +198,130 @@ def _with_usual_names(traced: Sequence[TracedNode], reading: Reading) -> Sequenc
     """The nodes, with the names that the tracer gives operators when it ends."""
     others = {node.kind for node in traced} - {step.kind for step in reading.outermost}
     usual = {kind: usual_name(kind) for kind in others}
-    return (
-        [node._replace(kind=usual.get(node.kind, node.kind)) for node in traced]
-        if usual
-        else traced
-    )
+    if not usual:
+        return traced
+    return [node._replace(kind=usual.get(node.kind, node.kind)) for node in traced]
 
 
 class Matching:
-    """Which node of the trace each node of the graph is: the graph is the trace, without dead nodes.
+    """Matches the nodes of a graph with traced nodes; the graph is the trace without dead nodes.
 
-    Neither kind nor order can tell a dead node from a live one like it, so that the graph is
-    matched from its end: a node's consumers are matched first, and what they read in the trace is
-    what the node made there.
+    Neither kind nor order can tell a dead node from a live one like it. Therefore the graph is
+    matched from its end: a node's consumers are matched first, and the inputs of their traced nodes
+    are the outputs of its traced node.
 
-    ``reading`` is the graph as it was traced, or that of a module which was made by tracing and
+    ``reading`` is the graph as it was traced, or that of a module which was created by tracing and
     inlined; ``inputs`` has the numbers of its inputs: while tracing → in the graph.
     """
 
-    def __init__(self, trace: Trace, reading: Reading, inputs: Mapping[int, int]) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        reading: Reading,
+        inputs: Mapping[int, int],
+    ) -> None:
         self._traced = traced = _with_usual_names(trace.nodes, reading)
         self._steps = reading.outermost
-        self._made_at = {
-            number: place for place, node in enumerate(traced) for number in node.outputs
-        }
-        self._made_by = {
-            number: index for index, step in enumerate(self._steps) for number in step.outputs
-        }
-        # in the graph → while tracing
+        self._traced_producer = _places_of_outputs(traced)
+        self._producer = _places_of_outputs(self._steps)
+        # number in the graph → number while tracing
         self._was: dict[int, int] = {number: old for old, number in inputs.items()}
+        # for each node of the graph, the place of its traced node
         self._places: list[int | None] = [None] * len(self._steps)
         if len(trace.outputs) == len(reading.outputs):
             pairs = zip(reading.outputs, trace.outputs, strict=True)
             self._was.update((number, old) for number, old in pairs if old is not None)
+        # first with the evidence that is certain, then with the rest
         for find in (self._by_consumers, self._by_inputs):
             for index in reversed(range(len(self._steps))):
                 if self._places[index] is None:
-                    self._put(index, find(index))
-        # The call of each node of the graph's outermost block that is no constant
+                    self._match(index, find(index))
+        # the call of each node of the graph's outermost block that is not a constant
         self.calls = [NO_CALL if place is None else traced[place].call for place in self._places]
-        # calls all of whose nodes are gone
+        # calls of which no node is left
         self.dead = {node.call for node in traced} - set(self.calls)
         self.numbers: dict[int, int] = dict(inputs)  # while tracing → in the graph
         for step, place in zip(self._steps, self._places, strict=True):
             if place is not None:
                 self.numbers.update(zip(traced[place].outputs, step.outputs, strict=False))
 
-    def _put(self, index: int, place: int | None) -> None:
+    def _match(self, index: int, place: int | None) -> None:
         self._places[index] = place
-        if place is not None:
-            for number, old in zip(
-                self._steps[index].inputs, self._traced[place].inputs, strict=False
-            ):
-                self._was.setdefault(number, old)
+        if place is None:
+            return
+        pairs = zip(self._steps[index].inputs, self._traced[place].inputs, strict=False)
+        for number, old in pairs:
+            self._was.setdefault(number, old)
 
     def _by_consumers(self, index: int) -> int | None:
-        """The node that made, while tracing, what consumers of this one read."""
+        """The traced node whose outputs are inputs of the matched consumers of a node."""
         step = self._steps[index]
-        places = (
-            self._made_at.get(self._was[number]) for number in step.outputs if number in self._was
-        )
-        return next(
-            (
-                place
-                for place in places
-                if place is not None and self._traced[place].kind == step.kind
-            ),
-            None,
-        )
+        for number in step.outputs:
+            if number in self._was:
+                place = self._traced_producer.get(self._was[number])
+                if place is not None and self._traced[place].kind == step.kind:
+                    return place
+        return None
 
     def _by_inputs(self, index: int) -> int | None:
-        """For a node whose results nothing reads, as it changes a tensor in place: the last that reads the same.
+        """The last traced node with the same inputs, between the matched nodes around a node.
 
-        It stands between those of the nodes around it.
+        For a node without consumers, which changes a tensor in place.
         """
-        place = self._by_consumers(index)  # of one that has only consumers of this sort
+        place = self._by_consumers(index)  # if all its consumers are such nodes
         if place is not None:
             return place
-        begin = next((at for at in reversed(self._places[:index]) if at is not None), -1)
-        end = next((at for at in self._places[index + 1 :] if at is not None), len(self._traced))
-        same = (place for place in range(end - 1, begin, -1) if self._does_the_same(index, place))
-        return next(same, None)
+        begin = _first_known(reversed(self._places[:index]), -1)
+        end = _first_known(self._places[index + 1 :], len(self._traced))
+        for candidate in range(end - 1, begin, -1):
+            if self._computes_same(index, candidate):
+                return candidate
+        return None
 
-    def _does_the_same(self, index: int, place: int) -> bool:
-        """Whether a node of the graph and one of the trace compute the same from what is known to be the same."""
-        waiting, seen = [(index, place)], set()
+    def _computes_same(self, index: int, place: int) -> bool:
+        """Whether a node and a traced node compute the same from inputs that are matched."""
+        waiting = [(index, place)]
+        seen = set()
         while waiting:
             pair = waiting.pop()
-            step, node = self._steps[pair[0]], self._traced[pair[1]]
+            step = self._steps[pair[0]]
+            node = self._traced[pair[1]]
             if step.kind != node.kind or len(step.outputs) != len(node.outputs):
                 return False
             seen.add(pair)
             for number, old in zip(step.inputs, node.inputs, strict=False):
-                if number in self._was and self._was[number] != old:
-                    return False
-                producer, at = self._made_by.get(number), self._made_at.get(old)
-                if number in self._was or producer is None:  # known, or a constant
+                if number in self._was:
+                    if self._was[number] != old:
+                        return False
                     continue
-                if at is None:
+                producer = self._producer.get(number)
+                if producer is None:  # a constant
+                    continue
+                traced_producer = self._traced_producer.get(old)
+                if traced_producer is None:
                     return False
-                if (producer, at) not in seen:
-                    waiting.append((producer, at))
+                if (producer, traced_producer) not in seen:
+                    waiting.append((producer, traced_producer))
         return True
 
 
+def _places_of_outputs(nodes: Iterable[TracedNode | JitStep]) -> dict[int, int]:
+    places: dict[int, int] = {}
+    for place, node in enumerate(nodes):
+        places.update(dict.fromkeys(node.outputs, place))
+    return places
+
+
+def _first_known(places: Iterable[int | None], default: int) -> int:
+    return next((place for place in places if place is not None), default)
+
+
 class ScriptCalls:
-    """The calls of a `ScriptModule`, operation by operation: no calls of Python are seen.
+    """The calls of a `ScriptModule`, from its operations, because no Python calls can be observed.
 
     Inlined operations have a chain of attribute names, ``0(Block).fc(Linear)``, without the
-    containers in between (``layers.0``) and the same for every call. Parameters that they read tell
-    containers apart; order tells the rest.
+    containers between them (``layers.0``) and equal for every call. Containers are distinguished by
+    the parameters that operations read, and otherwise by order.
     """
 
     def __init__(self, log: CallLog, paths: Iterable[str]) -> None:
@@ -295,85 +332,112 @@ class ScriptCalls:
         self._places: dict[str, list[int]] = {}
         for place, path in enumerate(self._paths):
             self._places.setdefault(_last_part(path), []).append(place)
-        self._sorted = {
-            name: sorted(self._paths[place] for place in places)
-            for name, places in self._places.items()
-        }
-        self._running: list[tuple[str, str, int]] = [("", "", log.enter(""))]  # name, path, call
+        self._sorted: dict[str, list[str]] = {}  # the same with paths, sorted
+        for name, places in self._places.items():
+            self._sorted[name] = sorted(self._paths[place] for place in places)
+        self._running = [_RunningModule("", "", log.enter(""))]
         log.stack.pop()
 
     def of_graph(
-        self, graph: Any, reading: Reading, parameters: Mapping[int, str]
+        self,
+        graph: Any,
+        reading: Reading,
+        parameters: Mapping[int, str],
     ) -> Iterator[int]:
-        """The call of each step of a graph; ``parameters`` has the names of its inputs that are parameters."""
+        """The call of each step of a graph; ``parameters`` names the inputs that are parameters."""
         nodes = (node for node in nodes_of(graph) if node.kind() not in CONSTANTS)
         for node, step in zip(nodes, reading.steps, strict=True):
-            held = [parameters[number] for number in step.inputs if number in parameters]
-            yield self.call_of(node.getModuleHierarchy(), held)
+            read = [parameters[number] for number in step.inputs if number in parameters]
+            yield self.call_of(node.getModuleHierarchy(), read)
 
     def call_of(self, hierarchy: str, parameters: Sequence[str]) -> int:
-        """The call of one operation, from its chain, empty in the root, and the parameters that it reads."""
+        """The call of one operation, from its chain (empty in the root) and its parameters."""
         holders = [name.rpartition(".")[0] for name in parameters]
         names = _PART.findall(hierarchy)
         for depth, name in enumerate(names, 1):
-            same = depth < len(self._running) and self._running[depth][0] == name
-            if same and (depth < len(names) or self._holds(self._running[depth][1], holders)):
-                continue
-            _, above, parent = self._running[depth - 1]
-            path = self._resolve(
-                above,
-                name,
-                holders,
-                self._running[depth][1] if depth < len(self._running) else None,
-            )
+            running = self._running[depth] if depth < len(self._running) else None
+            if running is not None and running.name == name:
+                is_innermost = depth == len(names)  # only this one must hold the parameters
+                if not is_innermost or self._may_hold(running.path, holders):
+                    continue
+            above = self._running[depth - 1]
+            last = None if running is None else running.path
+            path = self._resolve(above.path, name, holders, last)
             del self._running[depth:]
-            # A frozen module has no modules in it any more: what they computed is its own work, in
-            # one call of it.
-            call = parent if path == above else self._log.add(path, parent)
-            self._running.append((name, path, call))
+            # A frozen module contains no modules any more: their operations are its own, in one
+            # call.
+            call = above.call if path == above.path else self._log.add(path, above.call)
+            self._running.append(_RunningModule(name, path, call))
         del self._running[len(names) + 1 :]
-        return self._running[-1][2]
+        return self._running[-1].call
 
     @staticmethod
-    def _holds(path: str, holders: Sequence[str]) -> bool:
-        return not holders or any(
-            tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders
-        )
+    def _may_hold(path: str, holders: Sequence[str]) -> bool:
+        """Whether a module, or one around or inside it, is among the holders, if there are any."""
+        if not holders:
+            return True
+        return any(tags.is_under(holder, path) or tags.is_under(path, holder) for holder in holders)
 
-    def _resolve(self, above: str, name: str, holders: Sequence[str], last: str | None) -> str:
-        """The module called ``name`` below ``above``: by parameters, else the next one in order, else the nearest.
+    def _resolve(
+        self,
+        above: str,
+        name: str,
+        holders: Sequence[str],
+        last: str | None,
+    ) -> str:
+        """The module called ``name`` below ``above``: by parameters, by order, or the nearest.
 
-        ``holders`` are the modules whose parameters are read; ``last``: the one that ran before, if
-        any did.
+        ``holders`` are the modules whose parameters are read; ``last`` is the module that ran
+        before, or None.
         """
         found = self._around(holders, above, name)
         if found is None and last is not None:
             found = self._next_after(last, above, name)
-        return self._nearest(above, name) if found is None else found
+        if found is None:
+            return self._nearest(above, name)
+        return found
 
     def _around(self, holders: Sequence[str], above: str, name: str) -> str | None:
-        """The first module called ``name`` below ``above`` that is one of some, or around one of them."""
-        around = {
-            path for holder in holders for path in tags.ancestors(holder) if path in self._order
-        }
-        found = [path for path in around if _last_part(path) == name and _is_below(path, above)]
+        """The first module called ``name`` below ``above`` of the holders and their ancestors."""
+        found: set[str] = set()
+        for holder in holders:
+            for path in tags.ancestors(holder):
+                is_named = path in self._order and _last_part(path) == name
+                if is_named and _is_below(path, above):
+                    found.add(path)
         return min(found, key=self._order.__getitem__, default=None)
 
     def _next_after(self, last: str, above: str, name: str) -> str | None:
         """The first module called ``name`` below ``above`` that comes after another one."""
         places = self._places.get(name, [])
         first = bisect.bisect_right(places, self._order.get(last, -1))
-        later = (self._paths[place] for place in itertools.islice(places, first, None))
-        return next((path for path in later if _is_below(path, above)), None)
+        for place in itertools.islice(places, first, None):
+            if _is_below(self._paths[place], above):
+                return self._paths[place]
+        return None
 
     def _nearest(self, above: str, name: str) -> str:
-        """The module called ``name`` that is least deep below ``above``; ``above`` itself if there is none."""
+        """The least deep module called ``name`` below ``above``; ``above`` if there is none."""
         named = self._sorted.get(name, [])
-        if above:  # those below it stand together: "/" comes after "."
-            begin, end = (bisect.bisect_left(named, f"{above}{sign}") for sign in "./")
+        if above:
+            # paths below it are neighbours in the sorted list, because "/" comes after "."
+            begin = bisect.bisect_left(named, f"{above}.")
+            end = bisect.bisect_left(named, f"{above}/")
             named = named[begin:end]
+
+        def depth_and_order(path: str) -> tuple[int, int]:
+            return path.count("."), self._order[path]
+
         below = (path for path in named if path != above)
-        return min(below, key=lambda path: (path.count("."), self._order[path]), default=above)
+        return min(below, key=depth_and_order, default=above)
+
+
+class _RunningModule(NamedTuple):
+    """A module in which the current operation of a script runs."""
+
+    name: str  # in the chain of attribute names
+    path: str
+    call: int
 
 
 def _last_part(path: str) -> str:

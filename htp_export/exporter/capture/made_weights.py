@@ -1,8 +1,8 @@
-"""How the initializers of an export were made: of which parameters and buffers, and by which operators."""
+"""Recipes of the initializers of an export: from which parameters, and by which operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import onnx_ir as ir
@@ -27,28 +27,32 @@ class _Folding(NamedTuple):
 
     result: ir.Value
     weight: ir.Value
-    zeros: bool  # the layer has a bias of zeros, which is removed before
-    recipes: tuple[Recipe, Recipe]
+    zeros: bool  # whether the layer has a bias of zeros, which torch may remove before
+    recipes: tuple[Recipe, Recipe]  # of the folded weight and bias
 
 
 class MadeWeights:
-    """What stands in a graph as torch translated it, and depends on no input of the model.
+    """Recipes of the constant tensors in a graph as torch translated it.
 
     ``nodes`` have producers before consumers; initializers that are not in ``state`` are constants.
     """
 
-    def __init__(self, graph: ir.Graph, nodes: Sequence[ir.Node], state: Collection[str]) -> None:
+    def __init__(
+        self,
+        graph: ir.Graph,
+        nodes: Sequence[ir.Node],
+        state: Collection[str],
+    ) -> None:
         self.known: dict[ir.Value, Recipe] = {
             value: str(value.name) if value.name in state else CONSTANT
             for value in graph.initializers.values()
         }
-        self._state, self._foldings = state, list[_Folding]()
+        self._state = state
+        self._foldings = list[_Folding]()
         follow(graph, nodes, self.known)
         for node in nodes:
-            if (
-                is_standard(node, "BatchNormalization")
-                and (folding := self._folding(node)) is not None
-            ):
+            folding = self._folding(node) if is_standard(node, "BatchNormalization") else None
+            if folding is not None:
                 self._foldings.append(folding)
 
     def _folding(self, norm: ir.Node) -> _Folding | None:
@@ -57,42 +61,54 @@ class MadeWeights:
             return None
         if layer.op_type == "ConvTranspose" and layer.attributes.get_int("group", 1) != 1:
             return None
-        read = [value for value in (*layer.inputs[1:3], *norm.inputs[1:5]) if value is not None]
-        tensor = read[0].const_value
-        if tensor is None or any(value not in self.known for value in read):
+        # weight and bias, if any, of the layer; scale, bias, mean and variance of the normalization
+        all_inputs = (*layer.inputs[1:3], *norm.inputs[1:5])
+        inputs = [value for value in all_inputs if value is not None]
+        weight = inputs[0].const_value
+        recipes_of_inputs = [self.known[value] for value in inputs if value in self.known]
+        if weight is None or len(recipes_of_inputs) < len(inputs):
             return None
-        weight, *bias = (self.known[value] for value in read[:-4])
-        of_norm, column = (
-            [self.known[value] for value in read[-4:]],
-            _column_of(layer, len(tensor.shape)),
-        )
-        epsilon = norm.attributes.get_float("epsilon", 1e-5)
-        zeros = bias == [CONSTANT]
+        of_weight, *of_bias = recipes_of_inputs[:-4]
+        of_norm = recipes_of_inputs[-4:]
+        zeros = of_bias == [CONSTANT]
         recipes = batchnorm_folded(
-            weight, bias[0] if bias and not zeros else None, of_norm, epsilon, column
+            of_weight,
+            of_bias[0] if of_bias and not zeros else None,
+            of_norm,
+            norm.attributes.get_float("epsilon", 1e-5),
+            _column_of(layer, len(weight.shape)),
         )
-        return _Folding(norm.outputs[0], read[0], zeros, recipes)
+        return _Folding(norm.outputs[0], inputs[0], zeros, recipes)
 
     def write(self, model: ir.Model, last: Callable[[ir.Value], ir.Value]) -> None:
-        """Write the recipes of an optimised model's initializers; ``last`` gives what stands for a first value now."""
-        made: dict[ir.Value, list[Recipe]] = {}
+        """Write the recipes of an optimised model's initializers.
+
+        ``last`` returns the value of the model that replaces a value of the translated graph.
+        """
+        recipes: dict[ir.Value, list[Recipe]] = {}
         for value, recipe in self.known.items():
-            made.setdefault(last(value), []).append(recipe)
-        for result, weight, zeros, recipes in self._foldings:
-            layer = last(result).producer()
-            parts = layer.inputs[1:3] if layer is not None and is_standard(layer, *_LAYERS) else ()
-            if len(parts) < 2 or None in parts or parts[0] is weight:
-                continue
-            if not zeros or parts[1].name == f"{parts[0].name}_bias":  # type: ignore[union-attr]
-                made.update(
-                    (part, [recipe])
-                    for part, recipe in zip(parts, recipes, strict=True)
-                    if part is not None
-                )
+            recipes.setdefault(last(value), []).append(recipe)
+        for folding in self._foldings:
+            recipes.update(self._folded_recipes(folding, last(folding.result).producer()))
         for graph in model.graphs():
             for value in graph.initializers.values():
                 if value.const_value is not None and value.const_value.dtype.is_floating_point():
-                    self._write(value, made.get(value))
+                    self._write(value, recipes.get(value))
+
+    @staticmethod
+    def _folded_recipes(folding: _Folding, layer: ir.Node | None) -> dict[ir.Value, list[Recipe]]:
+        """The recipes of a layer's weight and bias; empty if no normalization was folded in."""
+        parts = layer.inputs[1:3] if layer is not None and is_standard(layer, *_LAYERS) else ()
+        if len(parts) < 2:
+            return {}
+        weight, bias = parts
+        if weight is None or bias is None or weight is folding.weight:
+            return {}
+        # without a bias of the layer, torch adds one with this name
+        if folding.zeros and bias.name != f"{weight.name}_bias":
+            return {}
+        of_weight, of_bias = folding.recipes
+        return {weight: [of_weight], bias: [of_bias]}
 
     def _write(self, value: ir.Value, recipes: list[Recipe] | None) -> None:
         assert value.const_value is not None
@@ -104,85 +120,86 @@ class MadeWeights:
 
 
 def _column_of(layer: ir.Node, rank: int) -> list[int]:
-    """The shape of factors of the channels that a layer makes, for its weight."""
-    turned = layer.op_type == "ConvTranspose" or (
-        layer.op_type == "Gemm" and not layer.attributes.get_int("transB", 0)
-    )
-    return [-1 if axis == int(turned) else 1 for axis in range(rank)]
+    """The shape that broadcasts factors of a layer's output channels over its weight."""
+    is_transposed = layer.op_type == "ConvTranspose"
+    if layer.op_type == "Gemm":
+        is_transposed = not layer.attributes.get_int("transB", 0)
+    channels = 1 if is_transposed else 0
+    return [-1 if axis == channels else 1 for axis in range(rank)]
 
 
 _ONNX = "onnx::"
 
 
 class JitWeights:
-    """A graph before its constants are folded; ``state`` has the names in the model's ``state_dict``."""
+    """Recipes of the constant tensors in a JIT graph, read before its constants are folded.
 
-    def __init__(self, graph: Any, parameters: Mapping[str, Any], state: Collection[str]) -> None:
-        named = {
-            value.unique(): value.debugName()
-            for value in graph.inputs()
-            if value.debugName() in parameters
-        }
-        self._known: dict[int, Recipe] = {
-            number: name if name in state else CONSTANT for number, name in named.items()
-        }
-        # the first output of a node and a place → the constant read there
+    ``state`` has the names in the model's ``state_dict``.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        parameters: Mapping[str, Any],
+        state: Collection[str],
+    ) -> None:
+        self._known: dict[int, Recipe] = {}
+        for value in graph.inputs():
+            name = value.debugName()
+            if name in parameters:
+                self._known[value.unique()] = name if name in state else CONSTANT
+        # (first output of a node, position of an input) → the constant there
         self._read: dict[tuple[int, int], int] = {}
-        # what a normalisation makes → the convolution with it
+        # result of a batch normalization → recipes of weight and bias of the convolution with it
         self._norms: dict[int, tuple[Recipe, Recipe]] = {}
-        # a node that reads it, and where → the same
+        # (first output of a consumer, position of the input) → the same
         self._after: dict[tuple[int, int], tuple[Recipe, Recipe]] = {}
         self._contents: dict[int, Any] = {}
         self._convolutions: dict[int, JitStep] = {}
         self._state = state
         for node in nodes_of(graph):
-            self._note(node)
+            self._add(node)
         self._returned = [self._norms.get(value.unique()) for value in graph.outputs()]
 
-    def _note(self, node: Any) -> None:
-        kind, outputs = node.kind(), numbers_of_outputs(node)
+    def _add(self, node: Any) -> None:
+        kind = node.kind()
+        outputs = numbers_of_outputs(node)
         if kind in CONSTANTS:
             self._known.update(dict.fromkeys(outputs, CONSTANT))
             if node.hasAttribute("value") and node.kindOf("value") == "t":
                 self._contents[outputs[0]] = node.t("value")
             return
         inputs = numbers_of_inputs(node)
-        if outputs:
-            read = enumerate(inputs)
-            self._after.update(
-                ((outputs[0], at), self._norms[number])
-                for at, number in read
-                if number in self._norms
-            )
-        if not outputs or self._known.keys().isdisjoint(inputs):
+        if not outputs:
             return
-        self._read.update(
-            ((outputs[0], place), number)
-            for place, number in enumerate(inputs)
-            if number in self._known
-        )
-        step = JitStep(
-            kind.removeprefix(_ONNX), inputs, outputs, attributes=attributes_of(node, kind)
-        )
+        for position, number in enumerate(inputs):
+            if number in self._norms:
+                self._after[outputs[0], position] = self._norms[number]
+            if number in self._known:
+                self._read[outputs[0], position] = number
+        if self._known.keys().isdisjoint(inputs):
+            return
+        attributes = attributes_of(node, kind)
+        step = JitStep(kind.removeprefix(_ONNX), inputs, outputs, attributes=attributes)
         if all(number in self._known for number in inputs):
-            self._known.update(
-                (output, self._result(step, node, place)) for place, output in enumerate(outputs)
-            )
+            for place, output in enumerate(outputs):
+                self._known[output] = self._result(step, node, place)
         elif step.kind == "Conv":
             self._convolutions[outputs[0]] = step
-        elif (
-            step.kind == "BatchNormalization"
-            and (layer := self._convolutions.get(inputs[0])) is not None
-        ):
-            self._fold(layer, step)
+        elif step.kind == "BatchNormalization":
+            layer = self._convolutions.get(inputs[0])
+            if layer is not None:
+                self._fold(layer, step)
 
     def _result(self, step: JitStep, node: Any, place: int) -> Recipe:
         operands = [self._known[number] for number in step.inputs]
-        if all(each == CONSTANT for each in operands):
+        if all(recipe == CONSTANT for recipe in operands):
             return CONSTANT
 
-        def contents(at: int) -> Any:
-            tensor = self._contents.get(step.inputs[at]) if at < len(step.inputs) else None
+        def contents(position: int) -> Any:
+            if position >= len(step.inputs):
+                return None
+            tensor = self._contents.get(step.inputs[position])
             return None if tensor is None else tensor.numpy()
 
         def sizes() -> Any:
@@ -191,54 +208,88 @@ class JitWeights:
         return folded(step.kind, dict(step.attributes), operands, contents, sizes, place)
 
     def _fold(self, layer: JitStep, norm: JitStep) -> None:
-        if any(number not in self._known for number in (*layer.inputs[1:3], *norm.inputs[1:5])):
+        inputs = (*layer.inputs[1:3], *norm.inputs[1:5])
+        if not self._known.keys() >= set(inputs):
             return
-        weight, *bias = (self._known[number] for number in layer.inputs[1:3])
+        of_weight, *of_bias = (self._known[number] for number in layer.inputs[1:3])
         of_norm = [self._known[number] for number in norm.inputs[1:5]]
-        column = [-1, *[1] * (len(dict(layer.attributes).get("kernel_shape", ())) + 1)]
-        epsilon = dict(norm.attributes).get("epsilon", 1e-5)
-        made = batchnorm_folded(
-            weight, bias[0] if bias else None, of_norm, epsilon, column, "torch_sqrt"
+        kernel_rank = len(dict(layer.attributes).get("kernel_shape", ()))
+        self._norms[norm.outputs[0]] = batchnorm_folded(
+            of_weight,
+            of_bias[0] if of_bias else None,
+            of_norm,
+            dict(norm.attributes).get("epsilon", 1e-5),
+            [-1, *[1] * (kernel_rank + 1)],  # output channels, then input channels and kernel
+            "torch_sqrt",
         )
-        self._norms[norm.outputs[0]] = made
 
     def finish(self, graph: Any) -> dict[str, Recipe]:
-        """Name of an initializer → how it was made, where that is not the parameter of this name."""
+        """Name of an initializer → its recipe, unless it is the parameter of this name."""
         names = {value.unique(): value.debugName() for value in graph.inputs()}
-        nodes, same = list[tuple[tuple[int, ...], tuple[int, ...]]](), dict[int, int]()
-        for node in nodes_of(graph):
-            outputs, inputs = numbers_of_outputs(node), numbers_of_inputs(node)
-            if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:  # for one that is gone
-                same[outputs[0]] = inputs[0]
-            elif outputs:
-                nodes.append((outputs, tuple(same.get(number, number) for number in inputs)))
-        joined = {
-            value.unique(): made
-            for value, made in zip(graph.outputs(), self._returned, strict=False)
-            if made
-        }
-        for outputs, inputs in nodes:
-            for place, number in enumerate(inputs):
-                if (made := self._after.get((outputs[0], place))) is not None:
-                    joined[number] = made
+        nodes = _reads_without_identities(graph, names)
+        joined = self._convolutions_with_norms(graph, nodes)
         found: dict[str, list[Recipe]] = {}
-        for outputs, inputs in nodes:
-            for place, number in enumerate(inputs):
-                if (
-                    number in names
-                    and (recipe := self._recipe(outputs[0], place, names[number], joined))
-                    is not None
-                ):
+        for output, inputs in nodes:
+            for position, number in enumerate(inputs):
+                if number not in names:
+                    continue
+                recipe = self._recipe(output, position, names[number], joined)
+                if recipe is not None:
                     found.setdefault(names[number], []).append(recipe)
-        merged_recipes = {name: merged(recipes) for name, recipes in found.items()}
-        return {name: recipe for name, recipe in merged_recipes.items() if recipe != name}
+        recipes = {name: merged(recipes) for name, recipes in found.items()}
+        return {name: recipe for name, recipe in recipes.items() if recipe != name}
+
+    def _convolutions_with_norms(
+        self, graph: Any, nodes: Sequence[tuple[int, tuple[int, ...]]]
+    ) -> dict[int, tuple[Recipe, Recipe]]:
+        """Tensor read in place of the result of a normalization → recipes of weight and bias.
+
+        If torch folded the normalization, the convolution produces that tensor.
+        """
+        joined = {}
+        for value, recipes in zip(graph.outputs(), self._returned, strict=False):
+            if recipes:
+                joined[value.unique()] = recipes
+        for output, inputs in nodes:
+            for position, number in enumerate(inputs):
+                after = self._after.get((output, position))
+                if after is not None:
+                    joined[number] = after
+        return joined
 
     def _recipe(
-        self, output: int, place: int, name: str, joined: Mapping[int, tuple[Recipe, Recipe]]
+        self,
+        output: int,
+        position: int,
+        name: str,
+        joined: Mapping[int, tuple[Recipe, Recipe]],
     ) -> Recipe | None:
-        """How an initializer was made that a node reads in a place."""
-        if output in joined and output not in self._norms and place in (1, 2):
-            return joined[output][place - 1]
-        if (output, place) in self._read:
-            return self._known[self._read[output, place]]
-        return ["computed", name, "torch's optimizer"] if name in self._state else None
+        """The recipe of an initializer at an input of a node; None if unknown."""
+        # 1 and 2 are the positions of the weight and the bias of a convolution
+        if output in joined and output not in self._norms and position in (1, 2):
+            return joined[output][position - 1]
+        if (output, position) in self._read:
+            return self._known[self._read[output, position]]
+        if name in self._state:
+            return ["computed", name, "torch's optimizer"]
+        return None
+
+
+def _reads_without_identities(
+    graph: Any, names: Container[int]
+) -> list[tuple[int, tuple[int, ...]]]:
+    """The first output and the inputs of each node.
+
+    torch replaces an initializer that equals another one by an Identity of that one: its consumers
+    read the other one here.
+    """
+    same: dict[int, int] = {}
+    nodes = []
+    for node in nodes_of(graph):
+        outputs = numbers_of_outputs(node)
+        inputs = numbers_of_inputs(node)
+        if node.kind() == f"{_ONNX}Identity" and inputs[0] in names:
+            same[outputs[0]] = inputs[0]
+        elif outputs:
+            nodes.append((outputs[0], tuple(same.get(number, number) for number in inputs)))
+    return nodes

@@ -1,9 +1,9 @@
-"""The state of a model that a run may change, and how it is put back: nothing of htp_export changes a user's model.
+"""The state of a model that a run may change; it is saved and restored around each run.
 
 State are the buffers, the attributes of modules with all lists, dictionaries, tensors, random
 number generators and plain objects in them, such as counters and caches, the arguments, and the
-random numbers of the process. Parameters are too large to be copied for the few models whose
-``forward`` changes them: each is copied before the first operator that writes to it.
+random number generators of the process. Parameters are too large to be copied for the few models
+whose ``forward`` changes them: each is copied before the first operator that writes to it.
 """
 
 from __future__ import annotations
@@ -27,27 +27,31 @@ from htp_export.format.leaves import tensors_in
 from htp_export.process.restoring import Changes, enter, restored
 
 _MOST_OBJECTS = 100_000
-"""Beyond, the objects that a model refers to are data of its program: visiting so many takes a tenth of a second."""
+"""The largest number of objects that are saved; it takes a tenth of a second.
+
+Beyond, the objects that a model refers to are data of its program."""
 
 _PLAIN_CLASSES_OF_PYTHON = ("collections", "types")
-"""Modules of the standard library whose objects hold what users put there; others have threads, files and loggers."""
+"""Modules of the standard library whose objects contain the user's own.
+
+Objects of other modules are threads, files and loggers."""
 
 
 class ModelState:
-    """The state of a model, of its arguments and of random number generators: run twice, it gives what it gives once.
+    """The saved state of a model, of its arguments and of random number generators.
 
-    Parameters are those that the model has now, with the memory that they have now; for their
-    values see `unchanged`.
+    Restored between two runs, it makes the second run equal to the first. Parameters get the memory
+    back that they have now; for their values see `unchanged`.
     """
 
     def __init__(self, model: nn.Module, arguments: Any) -> None:
         self._undo: list[Callable[[], object]] = []
-        self._kept: list[Any] = []  # so that no id is that of another object later
+        self._kept: list[Any] = []  # keeps the objects alive, so that their ids stay unique
         self._seen = set[int]()
-        # those of scripted modules are in no attribute
+        # buffers of scripted modules are not in an attribute
         for tensor in (*model.buffers(), *tensors_in(arguments)):
             self._keep(tensor)
-        attributes = [each for module in model.modules() for each in self._keep(module)]
+        attributes = [held for module in model.modules() for held in self._keep(module)]
         self._walk([arguments, *attributes])
         cuda_runs = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         self._random, self._numpy = random.getstate(), np.random.get_state()  # noqa: NPY002 - the state of the process
@@ -55,7 +59,7 @@ class ModelState:
         self._devices = torch.cuda.get_rng_state_all() if cuda_runs else []
 
     def put_back(self) -> None:
-        """Undo what was changed since."""
+        """Restore the state."""
         for undo in self._undo:
             undo()
         random.setstate(self._random)
@@ -65,13 +69,13 @@ class ModelState:
             torch.cuda.set_rng_state_all(self._devices)
 
     def _walk(self, values: list[Any]) -> None:
-        """Keep some values, and what they hold, at any depth."""
+        """Save objects, and the objects in them, at any depth."""
         most = len(self._seen) + len(values) + _MOST_OBJECTS
         while values and len(self._seen) < most:
-            values = [each for value in values for each in self._keep(value)]
+            values = [held for value in values for held in self._keep(value)]
 
     def _keep(self, value: Any) -> Iterable[Any]:
-        """Record the contents of one object, and return the objects in it."""
+        """Save the contents of one object, and return the objects in it."""
         if id(value) in self._seen or isinstance(
             value, (str, bytes, int, float, complex, type(None))
         ):
@@ -86,14 +90,22 @@ class ModelState:
             return value
         elif isinstance(value, (dict, list, set, deque)):
             return self._keep_container(value)
-        elif (undo := _generator_undo(value)) is not None:
-            self._undo.append(undo)
-        elif _holds_state(value):
-            return [*self._keep_slots(value), *self._keep(getattr(value, "__dict__", None))]
+        else:
+            return self._keep_object(value)
         return ()
 
+    def _keep_object(self, value: Any) -> Iterable[Any]:
+        """Save a random number generator, or an object with attributes."""
+        undo = _generator_undo(value)
+        if undo is not None:
+            self._undo.append(undo)
+            return ()
+        if not _holds_state(value):
+            return ()
+        return [*self._keep_slots(value), *self._keep(getattr(value, "__dict__", None))]
+
     def _keep_slots(self, value: Any) -> list[Any]:
-        """Record the attributes of an object that its classes declare in ``__slots__``, and return them."""
+        """Save, and return, the attributes that an object's classes declare in ``__slots__``."""
         slots = _slots_of(type(value))
         if not slots:
             return []
@@ -106,13 +118,16 @@ class ModelState:
         self._undo.append(functools.partial(_put_container_back, value, contents))
         if len(contents) > _MOST_OBJECTS:
             return ()
-        return [each for _, each in contents] if isinstance(value, dict) else contents
+        if isinstance(value, dict):
+            return [item for _, item in contents]
+        return contents
 
 
 def _holds_state(value: Any) -> bool:
-    """Whether the attributes of an object are state: a module, or an object of a class that is not Python's or torch's.
+    """Whether the attributes of an object are state.
 
-    Objects of torch are graphs and programs, whose caches are their own.
+    They are for a module, and for an object of a class outside Python and torch. Objects of torch
+    are graphs and programs, whose caches are their own.
     """
     if isinstance(value, nn.Module):
         return True
@@ -127,14 +142,14 @@ def _holds_state(value: Any) -> bool:
 
 
 _UNSET: Any = object()
-"""The value of a slot that was never set, or was deleted."""
+"""The value of a slot that is not set."""
 
 
 def _slots_of(kind: type) -> tuple[Any, ...]:
-    """The descriptors of the slots of a class and its bases; those of classes in C are none of a program."""
+    """The descriptors of the slots of a class and its bases, except classes written in C."""
     owners = [base for base in kind.__mro__ if "__slots__" in vars(base)]
-    held = [each for base in owners for each in vars(base).values()]
-    return tuple(each for each in held if isinstance(each, types.MemberDescriptorType))
+    attributes = [attribute for base in owners for attribute in vars(base).values()]
+    return tuple(slot for slot in attributes if isinstance(slot, types.MemberDescriptorType))
 
 
 def _read_slot(slot: Any, owner: Any) -> Any:
@@ -145,7 +160,7 @@ def _read_slot(slot: Any, owner: Any) -> Any:
 
 
 def _put_slots_back(owner: Any, contents: Iterable[tuple[Any, Any]]) -> None:
-    """Set slots to what they held, without the methods of the class, which may refuse it, as a frozen one does."""
+    """Restore slots without the methods of the class, which may reject it, as a frozen one does."""
     for slot, held in contents:
         if _read_slot(slot, owner) is held:
             continue
@@ -156,10 +171,10 @@ def _put_slots_back(owner: Any, contents: Iterable[tuple[Any, Any]]) -> None:
 
 
 def _generator_undo(value: Any) -> Callable[[], object] | None:
-    """Return a function that puts a random number generator back; None for anything else."""
+    """Return a function that restores a random number generator; None for other objects."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
-    # which has no state
+    # `SystemRandom` has no state
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
         return functools.partial(value.setstate, value.getstate())
     if isinstance(value, np.random.RandomState):
@@ -172,13 +187,13 @@ def _generator_undo(value: Any) -> Callable[[], object] | None:
 
 
 def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
-    """Return a function that gives a tensor its memory back, and its values unless it is a parameter."""
+    """Return a function that restores a tensor's memory, and values if it is not a parameter."""
     if is_lazy(tensor):
         return lambda: None
     try:
         memory = tensor.data
         values = None if isinstance(tensor, nn.Parameter) else memory.clone()
-    except (RuntimeError, TypeError):  # a tensor of another library that has no such memory
+    except (RuntimeError, TypeError):  # a tensor of another library without such memory
         return lambda: None
 
     def undo() -> None:
@@ -186,8 +201,8 @@ def _tensor_undo(tensor: torch.Tensor) -> Callable[[], None]:
             tensor.data = memory
         if values is None:
             return
-        # Without values of their own: sparse and fake tensors. Versions do not say whether a tensor
-        # was changed: batch normalization counts none.
+        # Sparse and fake tensors, without values of their own, raise. Versions do not show whether
+        # a tensor was changed: batch normalization does not count its changes.
         with (
             contextlib.suppress(RuntimeError),
             torch.no_grad(),
@@ -204,7 +219,7 @@ def _is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     try:
         same_place = one.data_ptr() == other.data_ptr() and one.stride() == other.stride()
-    except RuntimeError:  # it has no memory of its own: sparse, fake
+    except RuntimeError:  # no memory of its own: sparse, fake
         return True
     return same_place
 
@@ -215,12 +230,12 @@ def _put_array_back(array: Any, values: Any) -> None:
 
 
 def _put_container_back(container: Any, contents: list[Any]) -> None:
-    """Fill a container with what it held, by the methods of Python's own class: a subclass may refuse them.
+    """Restore the contents of a container, if they changed.
 
-    One that holds the same is not touched.
+    The methods of Python's own class are called, because a subclass may reject changes.
     """
     kinds: tuple[Any, ...] = (OrderedDict, dict, list, set, deque)
-    kind = next(each for each in kinds if isinstance(container, each))
+    kind = next(candidate for candidate in kinds if isinstance(container, candidate))
     if isinstance(container, dict):
         if _identities(container.items()) != _identities(contents):
             kind.clear(container)
@@ -228,7 +243,10 @@ def _put_container_back(container: Any, contents: list[Any]) -> None:
                 kind.__setitem__(container, key, value)
     elif list(map(id, container)) != list(map(id, contents)):
         kind.clear(container)
-        kind.update(container, contents) if kind is set else kind.extend(container, contents)
+        if kind is set:
+            kind.update(container, contents)
+        else:
+            kind.extend(container, contents)
 
 
 def _identities(items: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
@@ -236,7 +254,7 @@ def _identities(items: Iterable[tuple[Any, Any]]) -> list[tuple[int, int]]:
 
 
 class _WrittenParameters:
-    """The values of the parameters of a model that operators write to, as they were before."""
+    """The values of a model's parameters before operators write to them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._by_storage: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
@@ -247,13 +265,13 @@ class _WrittenParameters:
                 self._by_storage[storage].append(parameter.data)
 
     def note(self, tensor: torch.Tensor) -> None:
-        """Copy the parameters that lie in the memory of a tensor, which is about to change."""
+        """Copy the parameters in the memory of a tensor that is about to change."""
         storage = _storage(tensor)
         for memory in self._by_storage.pop(storage, ()) if storage is not None else ():
             self._before.append((memory, memory.clone()))
 
     def put_back(self) -> None:
-        """Write the values back."""
+        """Restore the values."""
         for memory, values in self._before:
             memory.copy_(values)
         self._before.clear()
@@ -268,15 +286,21 @@ def _storage(tensor: torch.Tensor) -> int | None:
 
 
 @contextlib.contextmanager
-def unchanged(model: nn.Module, arguments: Any, *, traced: bool = False) -> Iterator[None]:
-    """Put back what runs of a model inside a ``with`` block change, on errors too: `ModelState`, and parameters.
+def unchanged(
+    model: nn.Module,
+    arguments: Any,
+    *,
+    traced: bool = False,
+) -> Iterator[None]:
+    """Restore the state that runs of a model change in a ``with`` block, on errors too.
 
-    Parameters that are written to are not noted if the runs are ``traced``: torch's tracers work on
-    stand-ins for them.
+    That is `ModelState`, and parameters. Writes to parameters are not observed if the runs are
+    ``traced``: torch's tracers replace parameters by other tensors.
     """
 
     def make(changes: Changes) -> None:
-        state, written = ModelState(model, arguments), _WrittenParameters(model)
+        state = ModelState(model, arguments)
+        written = _WrittenParameters(model)
         changes.will_undo(written.put_back)
         changes.will_undo(state.put_back)  # first: parameters get the memory back that they had
         if not traced:

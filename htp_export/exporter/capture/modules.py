@@ -1,4 +1,4 @@
-"""The modules of a model: their names, as the captures need them, and their training modes."""
+"""The modules of a model: their names for the captures, and their training modes."""
 
 from __future__ import annotations
 
@@ -13,70 +13,76 @@ from htp_export.process.restoring import Changes
 
 
 class ModuleNames:
-    """A model's modules under every name that leads to them."""
+    """The module paths of a model by identity, and by every registered name."""
 
     def __init__(self, model: Any) -> None:
         import torch
 
         # ``id(module.__dict__)`` → module path. torch's tracer wraps modules in objects that share
-        # their ``__dict__``, and a module registered under several names has the first of them.
+        # their ``__dict__``; a module registered under several names has the first of them.
         self.paths: dict[int, str] = {}
         # every name under which a module is registered → its path
         self.aliases: dict[str, str] = {}
         self._model = model if isinstance(model, torch.nn.Module) else None
         self.by_id: dict[int, str] = {}  # ``id(module)`` → module path
-        self._seen: list[Any] = []  # kept, so that their ids are nobody else's
+        self._seen: list[Any] = []  # keeps the modules alive, so that their ids stay unique
         for path, module in self._named():
             self.by_id[id(module)] = self.paths.setdefault(id(module.__dict__), path)
             self._seen.append(module)
-        for name, module in (
-            () if self._model is None else self._model.named_modules(remove_duplicate=False)
-        ):
-            self.aliases.setdefault(name, self.by_id[id(module)])
+        if self._model is not None:
+            for name, module in self._model.named_modules(remove_duplicate=False):
+                self.aliases.setdefault(name, self.by_id[id(module)])
 
     def _named(self) -> Iterable[tuple[str, Any]]:
-        return (
-            ()
-            if self._model is None
-            else ((path, module) for path, _, module in module_paths(self._model))
-        )
+        if self._model is None:
+            return ()
+        return ((path, module) for path, _, module in module_paths(self._model))
 
     @property
     def hierarchy(self) -> Hierarchy | None:
-        """The module tree as it is now, in the order of ``named_modules()``; None for what is no ``nn.Module``."""
-        return None if self._model is None else Hierarchy.from_module(self._model)
+        """The current module tree, in the order of ``named_modules()``; None without a module."""
+        if self._model is None:
+            return None
+        return Hierarchy.from_module(self._model)
 
     @property
     def parameters(self) -> dict[str, ModuleParameters] | None:
-        """Module path → the parameters it holds now; None for what is no ``nn.Module``."""
-        return None if self._model is None else parameters_of(self._model)
+        """Module path → its current parameters; None without an ``nn.Module``."""
+        if self._model is None:
+            return None
+        return parameters_of(self._model)
 
     def without_model(self) -> ModuleNames:
-        """The same names, of modules that may be gone."""
+        """The same names, without keeping the modules alive."""
         other = ModuleNames(None)
-        other.aliases, other.by_id = self.aliases, self.by_id
+        other.aliases = self.aliases
+        other.by_id = self.by_id
         return other
 
     def path_now(self, module: Any) -> str | None:
-        """The path of a module that may have been put in place after the names were taken; None if it is none."""
+        """The path of a module, which may have been registered since; None for other modules."""
         key = id(module.__dict__)
         if key not in self.paths:
-            path = next(
-                (name for name, each in self._named() if each.__dict__ is module.__dict__), None
-            )
+            path = self._registered_path(module)
             if path is None:
                 return None
             self._seen.append(module)
             self.paths[key] = self.by_id[id(module)] = path
         return self.paths[key]
 
+    def _registered_path(self, module: Any) -> str | None:
+        for path, registered in self._named():
+            if registered.__dict__ is module.__dict__:
+                return path
+        return None
+
 
 def keep_training_modes(changes: Changes, model: Any) -> None:
-    """Give every module its own training mode back: torch's TorchScript exporter sets the root's on all of them."""
+    """Restore every module's training mode: torch's TorchScript exporter sets the root's on all."""
     import torch
 
     modules = list(model.modules()) if isinstance(model, torch.nn.Module) else []
-    # a frozen one has no mode any more
+    # a frozen module has no mode
     modules = [module for module in modules if hasattr(module, "training")]
     modes = [module.training for module in modules]
 
@@ -89,13 +95,13 @@ def keep_training_modes(changes: Changes, model: Any) -> None:
 
 
 def set_eval_mode(model: Any) -> None:
-    """Put a model into eval mode; the module of an ``ExportedProgram`` refuses it, as its mode is fixed."""
+    """Set a model to eval mode, unless it is the module of an ``ExportedProgram``, which raises."""
     with contextlib.suppress(NotImplementedError):
         model.eval()
 
 
 def refused_modules(model: Any, *, dynamo: bool) -> Iterator[str]:
-    """What to do about modules of kinds that torch's exporter refuses inside others, for an export that failed."""
+    """Advice for an export that failed, on modules that torch's exporters reject inside others."""
     import torch
 
     if not isinstance(model, torch.nn.Module) or isinstance(model, torch.jit.ScriptModule):

@@ -1,4 +1,4 @@
-"""The ONNX graph of a dynamo export, as a capture reads it: nodes and bodies, what they read, and equal tensors."""
+"""The ONNX graph of a dynamo export, for a capture: nodes, bodies, their inputs, equal tensors."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 STAMP = "htp.stamp"
-"""Key in a node's metadata while it is exported: the call of a node in a body, and the evidence for it."""
+"""Metadata key during an export: the call of a node in a body, and the evidence for it."""
 
 
 def every_node(graph: Any) -> Iterator[ir.Node]:
-    """Nodes of a graph or function, those of a node's bodies before the node: producers before consumers."""
+    """Nodes of a graph or function, each after the nodes of its bodies."""
     for node in graph:
         for body in subgraphs(node):
             yield from every_node(body)
@@ -33,13 +33,13 @@ def every_node(graph: Any) -> Iterator[ir.Node]:
 
 
 def nodes_of_model(model: ir.Model) -> Iterator[ir.Node]:
-    """The same for a model, whose functions come last."""
+    """All nodes of a model, in the order of `every_node`; functions come last."""
     for graph in (model.graph, *model.functions.values()):
         yield from every_node(graph)
 
 
 def reads_of(node: ir.Node) -> tuple[ir.Value, ...]:
-    """What a node reads; for one with bodies, also what its bodies return."""
+    """The inputs of a node, and the outputs of its bodies."""
     reads = [value for value in values_read(operator_of(node), node.inputs) if value is not None]
     for body in subgraphs(node):
         reads.extend(body.outputs)
@@ -47,7 +47,7 @@ def reads_of(node: ir.Node) -> tuple[ir.Value, ...]:
 
 
 def describe(model: ir.Model, record: Record) -> list[ir.Node]:
-    """Fill the exported graph into a record, and return the nodes of the model in the order of ``Record.nodes``."""
+    """Fill the exported graph into a record; return its nodes in the order of ``Record.nodes``."""
     nodes = list(nodes_of_model(model))
     record.nodes = [
         Node(reads_of(node), tuple(node.outputs), shape_only=is_standard(node, *SIZES_ONLY))
@@ -61,41 +61,50 @@ def describe(model: ir.Model, record: Record) -> list[ir.Node]:
 
 
 def copy_stamps(graph: ir.Graph, named: Mapping[str | None, ir.Value]) -> None:
-    """Write the calls of a graph's nodes on the nodes that make tensors of the same names, which have no metadata."""
+    """Copy the stamps of nodes to the nodes of a copied graph that produce tensors of equal names.
+
+    A graph that was read back from bytes has no metadata.
+    """
     for node in every_node(graph):
-        if STAMP in node.metadata_props:
-            for output in node.outputs:
-                value = named.get(output.name)
-                producer = None if value is None else value.producer()
-                if producer is not None:
-                    producer.metadata_props[STAMP] = node.metadata_props[STAMP]
+        if STAMP not in node.metadata_props:
+            continue
+        for output in node.outputs:
+            counterpart = named.get(output.name)
+            producer = None if counterpart is None else counterpart.producer()
+            if producer is not None:
+                producer.metadata_props[STAMP] = node.metadata_props[STAMP]
 
 
 def equal_tensors(nodes: Iterable[ir.Node]) -> dict[ir.Value, tuple[ir.Value, ...]]:
-    """Tensors of a graph that are equal whatever the inputs are: each → the others, in the order of production.
+    """Tensor → other tensors that are equal for all inputs, in the order of production.
 
-    A tensor that is reshaped, and then gets a shape back that it had before, is the tensor that had
-    this shape; so is one that is padded by nothing. ``nodes`` have producers before consumers.
+    A tensor that is reshaped, and then reshaped back to an earlier shape, equals the tensor that
+    had this shape; a tensor padded by nothing equals its input. ``nodes`` have producers before
+    consumers.
     """
-    source: dict[ir.Value, ir.Value] = {}
+    first_of: dict[ir.Value, ir.Value] = {}  # tensor → the first one with the same elements
+    # (first tensor, sizes) → the tensors with its elements and these sizes
     groups: dict[tuple[ir.Value, tuple[str, ...]], list[ir.Value]] = {}
     for node in nodes:
-        source_value = node.inputs[0] if node.inputs and _keeps_elements(node) else None
-        if source_value is None:
+        source = node.inputs[0] if node.inputs and _keeps_elements(node) else None
+        if source is None:
             continue
-        first = source.setdefault(source_value, source_value)
-        if first is source_value and (sizes := _sizes(source_value)) is not None:
-            groups.setdefault((source_value, sizes), [source_value])
+        first = first_of.setdefault(source, source)
+        if first is source:
+            sizes = _sizes(source)
+            if sizes is not None:
+                groups.setdefault((source, sizes), [source])
         result = node.outputs[0]
-        source[result] = first
-        if (sizes := _sizes(result)) is not None:
+        first_of[result] = first
+        sizes = _sizes(result)
+        if sizes is not None:
             groups.setdefault((first, sizes), []).append(result)
-    return {
-        value: tuple(member for member in group if member is not value)
-        for group in groups.values()
-        if len(group) > 1
-        for value in group
-    }
+    equal: dict[ir.Value, tuple[ir.Value, ...]] = {}
+    for group in groups.values():
+        if len(group) > 1:
+            for tensor in group:
+                equal[tensor] = tuple(other for other in group if other is not tensor)
+    return equal
 
 
 def _keeps_elements(node: ir.Node) -> bool:
@@ -108,25 +117,28 @@ def _keeps_elements(node: ir.Node) -> bool:
 
 
 def _sizes(value: ir.Value) -> tuple[str, ...] | None:
-    """The dimensions of a tensor; None where one is not known, not even as a symbol."""
-    dims = (
-        None
-        if value.shape is None
-        else [dim if isinstance(dim, int) else dim.value for dim in value.shape]
-    )
-    return None if dims is None or None in dims else tuple(map(str, dims))
+    """The dimensions of a tensor; None if one is unknown, even as a symbol."""
+    if value.shape is None:
+        return None
+    sizes = []
+    for dim in value.shape:
+        size = dim if isinstance(dim, int) else dim.value
+        if size is None:
+            return None
+        sizes.append(str(size))
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)
 class BodyFunction:
-    """A function that stands for a branch or loop body of a graph that was just translated: torch inlines it later."""
+    """The function of a branch or loop body in a translated graph; torch inlines it later."""
 
-    nodes: tuple[ir.Node, ...]  # its nodes; those of functions that it calls are not among them
-    # FX node → names of the initializers that the ONNX nodes made of it read
+    nodes: tuple[ir.Node, ...]  # its nodes, without those of functions that it calls
+    # FX node → names of the initializers that its ONNX nodes read
     read: Mapping[Any, frozenset[str]]
 
     def parameters(self, node: ir.Node) -> frozenset[str]:
-        """The initializers that a node reads, or another node that torch made of the same node of the FX graph."""
+        """The initializers that a node reads, or another node translated from the same FX node."""
         return self.read.get(node.meta.get("node"), frozenset())
 
 
@@ -135,34 +147,40 @@ def bodies_of_node(
     functions: Mapping[Any, ir.Function],
     initializer_names: Mapping[Any, str] | None = None,
 ) -> Iterator[BodyFunction]:
-    """The bodies of a node, and the bodies inside them; ``initializer_names``: inputs of the function around it."""
+    """The bodies of a node, with inner ones.
+
+    ``initializer_names``: inputs of the outer function → initializers that they receive.
+    """
     for body in subgraphs(node):
         for call in every_node(body):
             function = functions.get(call.op_identifier())
             if function is None:
                 continue
-            formals = zip(function.inputs, call.inputs, strict=False)
-            names = {
-                formal: name
-                for formal, value in formals
-                if (name := _initializer(value, initializer_names))
-            }
-            nodes = tuple(every_node(function))
-            read: dict[Any, frozenset[str]] = {}
-            for inner in nodes:
-                key = inner.meta.get("node")
-                if key is not None and not subgraphs(inner):
-                    initializers = frozenset(
-                        name for value in inner.inputs if (name := _initializer(value, names))
-                    )
-                    read[key] = read.get(key, frozenset()) | initializers
-            yield BodyFunction(nodes, read)
+            names: dict[Any, str] = {}  # input of the function → initializer that it receives
+            for formal, value in zip(function.inputs, call.inputs, strict=False):
+                name = _initializer(value, initializer_names)
+                if name:
+                    names[formal] = name
+            yield _body_function(function, names)
             for inner in function:
                 yield from bodies_of_node(inner, functions, names)
 
 
+def _body_function(function: ir.Function, names: Mapping[Any, str]) -> BodyFunction:
+    nodes = tuple(every_node(function))
+    read: dict[Any, frozenset[str]] = {}
+    for node in nodes:
+        fx_node = node.meta.get("node")
+        if fx_node is not None and not subgraphs(node):
+            initializers = {_initializer(value, names) for value in node.inputs} - {""}
+            read[fx_node] = read.get(fx_node, frozenset()) | initializers
+    return BodyFunction(nodes, read)
+
+
 def _initializer(value: ir.Value | None, names: Mapping[Any, str] | None) -> str:
-    """The name of the initializer that a value is, or stands for; empty where it is none."""
+    """The name of the initializer that a value is, or receives; empty without one."""
     if value is None:
         return ""
-    return (names or {}).get(value) or (str(value.name) if value.is_initializer() else "")
+    if names is not None and value in names:
+        return names[value]
+    return str(value.name) if value.is_initializer() else ""

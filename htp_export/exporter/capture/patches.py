@@ -1,10 +1,10 @@
-"""Every patch of torch and onnx_ir: which wrapper goes where.
+"""Every patch of torch and onnx_ir: which wrapper replaces which function.
 
-A wrapper calls what it wraps and tells the capture of the running export what happened. Some do
-more while an export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and
-`call_region` do the work themselves, and `serialize` does the same work faster. In every other
-thread and task, all of them only call what they wrap. ``tests/exporter/test_torch_internals.py``
-fails where one of the places named here has moved.
+A wrapper calls the original and reports to the capture of the running export. Some do more while an
+export of ours runs in this thread: `slow_forward`, `traced`, `export_file` and `call_region`
+replace the original, and `serialize` does the same work faster. In every other thread and task, all
+of them only call the original. ``tests/exporter/test_torch_internals.py`` fails if a place in this
+file has moved.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CORE = "torch.onnx._internal.exporter._core"
 _SCRIPT = "torch.onnx._internal.torchscript_exporter.utils"
 _SCRIPT_PROTO = "torch.onnx._internal.torchscript_exporter.onnx_proto_utils"
 
-_OF_FX_GRAPH = "noting the ONNX values of an FX graph"
+_OF_FX_GRAPH = "recording the ONNX values of an FX graph"
 _FIRST_GRAPH = "reading the ONNX graph as it was translated"
 _JIT_GRAPH = "reading the graph that is to be translated"
 _OPERATOR = "following the translation of an operator"
 _FUNCTION = "following the translation of an autograd.Function"
 
-# Where an export begins. Apart, because the dynamo exporter takes 30 MB of memory to import.
+# The start of an export. In groups, because the dynamo exporter takes 30 MB of memory to import.
 DYNAMO_ENTRY = Patches(
     Patch(*saving.LATE_PLACE, saving.saving_after(dynamo_patches.core_export, wanted))
     if saving.is_late()
@@ -89,8 +89,7 @@ DYNAMO_RESET = Patches(Patch("torch._dynamo", "reset", dynamo_patches.reset_dyna
 
 TORCHSCRIPT = Patches(
     Patch(_SCRIPT, "_trace_and_get_graph_from_model", torchscript_patches.traced),
-    # Where the graph comes from: for a quantized model, from `torch.jit.trace`, which torch put
-    # before.
+    # The source of the graph: for a quantized model, torch runs `torch.jit.trace` before.
     Patch(_SCRIPT, "_create_jit_graph", noting(script_capture, _JIT_GRAPH, "created")),
     Patch(
         _SCRIPT, "_run_symbolic_function", noting(script_capture, _OPERATOR, "translation.node", 2)
@@ -113,9 +112,10 @@ EVERY = tuple(group for group in globals().copy().values() if isinstance(group, 
 def translations_read_once(
     read: dict[Any, Any] | None = None,
 ) -> contextlib.AbstractContextManager[None]:
-    """Read torch's translations of operators once for all exports inside: translations that come later are not seen.
+    """Read torch's translations of operators once for all exports in a ``with`` block.
 
-    ``read``: those that earlier exports have read; the ones that are read now are added.
+    Translations registered later are ignored. ``read``: translations that earlier exports have
+    read; new ones are added.
     """
 
     def make(changes: Changes) -> None:

@@ -1,4 +1,4 @@
-"""Putting wrappers in place of parts of torch and onnx_ir, and taking them out again."""
+"""Patches of torch and onnx_ir: wrappers that replace functions temporarily."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from htp_export.process.restoring import Changes, locked
 
 @dataclass(frozen=True)
 class Patch:
-    """A place in a package, and the wrapper that goes there."""
+    """A place in a package, and the wrapper to put there."""
 
     module: str
     name: str
     wrap: Callable[[Any], Any]
 
     def find(self) -> tuple[Any, str, Any]:
-        """The object that has the attribute, the attribute's name, and what is there now."""
+        """The object that has the attribute, the attribute's name, and its current value."""
         try:
             owner: Any = importlib.import_module(self.module)
             *path, last = self.name.split(".")
@@ -36,14 +36,14 @@ class Patch:
 
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes the wrapper of a function."""
+"""Creates the wrapper of a function."""
 
 
 def replacing(instead: Callable[..., Any]) -> Wrap:
-    """Make wrappers that call ``instead`` with the function and its arguments.
+    """Create wrappers that call ``instead`` with the function and its arguments.
 
-    A frame lies between them: whatever is on the stack of every operation that torch traces has a
-    wrapper of its own.
+    They add a frame. Functions that are on the stack of every traced operation have wrappers
+    without one.
     """
 
     @functools.wraps(instead)
@@ -57,11 +57,16 @@ def replacing(instead: Callable[..., Any]) -> Wrap:
     return wrap
 
 
-def noting(running: ContextVar[Any], seam: str, method: str, place: int | None = None) -> Wrap:
-    """Make the wrapper of a function whose result is given to a method of the running capture.
+def noting(
+    running: ContextVar[Any],
+    seam: str,
+    method: str,
+    place: int | None = None,
+) -> Wrap:
+    """Create the wrapper of a function whose result is passed to a method of the running capture.
 
-    ``seam`` says what is done, for an error; ``place`` is the positional argument that goes before
-    the result, if any.
+    ``seam`` names the step, for an error; ``place`` is the position of the argument that is passed
+    before the result, if any.
     """
 
     @replacing
@@ -69,19 +74,18 @@ def noting(running: ContextVar[Any], seam: str, method: str, place: int | None =
         result = original(*args, **kwargs)
         capture = running.get()
         if capture is not None:
-            capture.step(
-                seam,
-                attrgetter(method)(capture),
-                *(() if place is None else (args[place],)),
-                result,
-            )
+            record = attrgetter(method)(capture)
+            if place is None:
+                capture.step(seam, record, result)
+            else:
+                capture.step(seam, record, args[place], result)
         return result
 
     return note
 
 
 class Patches:
-    """Patches that go in together when the first user comes, and out when the last one leaves."""
+    """Patches that are applied together for the first user, and removed after the last one."""
 
     def __init__(self, *patches: Patch) -> None:
         self.patches = patches
@@ -90,14 +94,17 @@ class Patches:
         self._changes = Changes(shared=True)
 
     def hold(self, changes: Changes) -> None:
-        """Hold the patches in place until the changes are taken back; a `TorchChangedError` if one cannot be put in."""
+        """Keep the patches applied until the changes are undone.
+
+        Raises a `TorchChangedError` if one cannot be applied.
+        """
         user = object()
         changes.will_undo(lambda: locked(self._mutex.lock, functools.partial(self._leave, user)))
         locked(self._mutex.lock, functools.partial(self._enter, user))
 
     def _enter(self, user: object) -> None:
         if not self._users:
-            # what another thread has put in, whose interrupt came before it was a user
+            # patches of another thread, interrupted before it was a user
             self._changes.take_back()
             self._put_in()
         self._users.add(user)
@@ -108,14 +115,14 @@ class Patches:
             self._changes.take_back()
 
     def _put_in(self) -> None:
-        """All of them, or none; what an interrupt leaves in place is taken out by `_leave`."""
+        """Apply all of them, or none; after an interrupt, `_leave` removes the rest."""
         try:
             for patch in self.patches:
                 owner, name, original = patch.find()
-                own = vars(owner).get(name, original)  # a static method is not what getattr gives
+                own = vars(owner).get(name, original)  # getattr unwraps a static method
                 try:
                     wrapper = patch.wrap(original)
-                    # fails where nothing can be replaced: then there is nothing to undo
+                    # raises if the attribute cannot be set: then there is nothing to undo
                     setattr(owner, name, own)
                 except Exception as error:
                     raise TorchChangedError(

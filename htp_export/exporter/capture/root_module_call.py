@@ -1,14 +1,14 @@
-"""How the TorchScript exporter calls the model: as torch calls it, and as the user does where torch's call fails.
+"""How the TorchScript exporter calls the model: as torch does, or as the user does if that fails.
 
-torch formats the arguments first. It fills the signature of ``forward`` by position, defaults
-included, drops keywords that ``forward`` does not name, and makes tensors of numbers and flags,
-which become inputs of the graph. Whatever torch exports in this way is exported in this way.
+torch formats the arguments first. It fills the signature of ``forward`` by position, with defaults,
+drops keywords that ``forward`` does not name, and converts numbers and flags to tensors, which
+become inputs of the graph. A model that torch exports in this way is exported in this way.
 
-Some models refuse it (transformers 5: ``got multiple values for argument 'use_cache'``), the tracer
-refuses objects among the arguments, and objects such as a key-value cache among the outputs; and a
-model that asks whether an argument is a number may compute something else (transformers:
-``logits_to_keep``). Then only what the user gave is passed, as the user gave it: tensors are
-traced, all else is constant.
+Some models reject it (transformers 5: ``got multiple values for argument 'use_cache'``). The tracer
+rejects objects among the arguments, and objects such as a key-value cache among the outputs. A
+model that checks whether an argument is a number may compute another result (transformers:
+``logits_to_keep``). In these cases the arguments are passed as the user passed them: tensors are
+traced, everything else is constant.
 """
 
 from __future__ import annotations
@@ -26,90 +26,122 @@ from htp_export.exporter.capture.model_state import ModelState, unchanged
 from htp_export.exporter.capture.torchscript_internals import flattened, numbers_as_tensors
 from htp_export.format.leaves import named_leaves
 
-_MISSING = object()
+_TRACED = object()
+"""Marks an argument that becomes an input of the trace."""
 _log = logging.getLogger(__name__)
 
 
 class GivenCall:
-    """The call as the user gave it: by position and by keyword, tensors traced, all else constant.
+    """The call as the user wrote it: by position and by keyword, tensors traced, the rest constant.
 
-    ``args`` are as ``torch.onnx.export`` passes them on: a tuple, keyword arguments as a dict at
-    its end. With ``in_signature_order``, these become inputs in the order of ``forward``'s
-    signature, as torch has it; else in the order in which they were given, as under dynamo.
+    ``args`` are as ``torch.onnx.export`` passes them on: a tuple, with keyword arguments as a dict
+    at its end. With ``in_signature_order``, keyword arguments become inputs in the order of
+    ``forward``'s signature, as torch has it; else in the order in which they were passed, as under
+    dynamo.
     """
 
     def __init__(self, model: Any, args: Any, *, in_signature_order: bool) -> None:
         args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-        keywords = dict(args[-1]) if args and isinstance(args[-1], dict) else {}
-        self.positional = args[:-1] if args and isinstance(args[-1], dict) else args
-        known = []
+        keywords: dict[str, Any] = {}
+        if args and isinstance(args[-1], dict):
+            args, keywords = args[:-1], dict(args[-1])
+        self.positional = args
+        names = list(keywords)
         if in_signature_order:
-            known = [
-                name for name in inspect.signature(model.forward).parameters if name in keywords
-            ]
-        self.keywords = {name: keywords[name] for name in dict.fromkeys((*known, *keywords))}
-        slots: list[tuple[int | str, Any]] = [*enumerate(self.positional), *self.keywords.items()]
-        self._slots = [(where, _MISSING if _traceable(value) else value) for where, value in slots]
-        # the inputs of the trace, in order
-        self.traced = tuple(value for _, value in slots if _traceable(value))
-        # The names or places of the arguments that do not become inputs of the trace
-        self.constants = [where for where, value in self._slots if value is not _MISSING]
+            in_signature = inspect.signature(model.forward).parameters
+            names = [name for name in in_signature if name in keywords] + names
+        self.keywords = {name: keywords[name] for name in dict.fromkeys(names)}
+        arguments: list[tuple[int | str, Any]] = [
+            *enumerate(self.positional),
+            *self.keywords.items(),
+        ]
+        # (position or name, the constant or `_TRACED`)
+        self._slots: list[tuple[int | str, Any]] = []
+        traced = []
+        for slot, argument in arguments:
+            if _traceable(argument):
+                traced.append(argument)
+                self._slots.append((slot, _TRACED))
+            else:
+                self._slots.append((slot, argument))
+        self.traced = tuple(traced)  # the inputs of the trace, in order
+        # positions or names of the arguments that do not become inputs of the trace
+        self.constants = [slot for slot, argument in self._slots if argument is not _TRACED]
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What ``forward`` is called with, positional and by keyword: the tracer's tensors in their places."""
-        values = iter(traced)
-        slots = [
-            (where, next(values) if value is _MISSING else value) for where, value in self._slots
-        ]
-        positional = tuple(value for where, value in slots if isinstance(where, int))
-        return positional, {where: value for where, value in slots if isinstance(where, str)}
+        """The arguments of ``forward``, by position and by keyword, with the tracer's tensors."""
+        tensors = iter(traced)
+        positional: list[Any] = []
+        keywords: dict[str, Any] = {}
+        for slot, constant in self._slots:
+            argument = next(tensors) if constant is _TRACED else constant
+            if isinstance(slot, int):
+                positional.append(argument)
+            else:
+                keywords[slot] = argument
+        return tuple(positional), keywords
 
     @staticmethod
     def numbers(_: tuple[Any, ...]) -> list[Any]:
-        """The tensors among the arguments that stand for numbers: none, as numbers are constant."""
+        """The tensors among the arguments that replace numbers: none, as numbers are constant."""
         return []
 
     @staticmethod
     def result(result: Any) -> Any:
-        """What the model returns, as the tracer takes it."""
-        return result if _traceable(result) else tuple(_tensors(result))
+        """The result of the model, in a form that the tracer accepts."""
+        if _traceable(result):
+            return result
+        return tuple(_tensors(result))
 
 
 class FormattedCall:
-    """The call as torch formats it; keyword arguments become inputs in the order in which the user gave them."""
+    """The call as torch formats it; keyword arguments become inputs in the user's order."""
 
     def __init__(self, formatted: Any, given: GivenCall) -> None:
-        values = formatted if isinstance(formatted, tuple) else (formatted,)
-        by_position = min(len(given.positional), len(values))
-        rest, found = [*range(by_position, len(values))], []
-        for value in given.keywords.values():
-            found += [at for at in rest if at not in found and values[at] is value][:1]
-        self._order = [*range(by_position), *found, *(at for at in rest if at not in found)]
-        self.traced = (
-            tuple(values[at] for at in self._order) if isinstance(formatted, tuple) else formatted
-        )
-        self.formatted = values
-        # Whether ``forward`` is certain to get the values that the user gave it. Else there are
-        # numbers among the arguments, which become tensors, or keywords that torch drops.
-        self.same_values = len(found) == len(given.keywords) and all(map(_traceable, values))
-        # Whether, besides, it gets them as the user gave them: by position, and no defaults
-        self.same_call = (
-            self.same_values and not given.keywords and len(values) == len(given.positional)
-        )
+        self.formatted = formatted if isinstance(formatted, tuple) else (formatted,)
+        by_position = min(len(given.positional), len(self.formatted))
+        by_keyword = self._positions_of_keywords(given, by_position)
+        others = [
+            position
+            for position in range(by_position, len(self.formatted))
+            if position not in by_keyword
+        ]
+        # positions among the formatted arguments, in the order of the inputs of the trace
+        self._order = [*range(by_position), *by_keyword, *others]
+        self.traced = formatted
+        if isinstance(formatted, tuple):
+            self.traced = tuple(formatted[position] for position in self._order)
+        # Whether ``forward`` certainly receives the values that the user passed. Otherwise there
+        # are numbers among the arguments, which become tensors, or keywords that torch drops.
+        all_found = len(by_keyword) == len(given.keywords)
+        self.same_values = all_found and all(map(_traceable, self.formatted))
+        # Whether it also receives them as the user passed them: by position, without defaults
+        all_by_position = not given.keywords and len(self.formatted) == len(given.positional)
+        self.same_call = self.same_values and all_by_position
+
+    def _positions_of_keywords(self, given: GivenCall, begin: int) -> list[int]:
+        """The positions of the keyword arguments among the formatted ones; torch may drop some."""
+        found: list[int] = []
+        for argument in given.keywords.values():
+            for position in range(begin, len(self.formatted)):
+                if position not in found and self.formatted[position] is argument:
+                    found.append(position)
+                    break
+        return found
 
     def arguments(self, traced: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        placed = dict(zip(self._order, traced, strict=True))
-        return tuple(placed[at] for at in range(len(placed))), {}
+        by_position = dict(zip(self._order, traced, strict=True))
+        return tuple(by_position[position] for position in range(len(by_position))), {}
 
     def numbers(self, arguments: tuple[Any, ...]) -> list[Any]:
-        """The tensors among the arguments that stand for numbers and flags."""
+        """The tensors among the arguments that replace numbers and flags."""
         if self.same_values:
             return []
-        was = (leaf for _, leaf in named_leaves(self.formatted))
+        before = (leaf for _, leaf in named_leaves(self.formatted))
         now = (leaf for _, leaf in named_leaves(arguments))
         return [
             tensor
-            for number, tensor in zip(was, now, strict=False)
+            for number, tensor in zip(before, now, strict=False)
             if isinstance(number, (int, float))
         ]
 
@@ -126,97 +158,105 @@ RootCall: TypeAlias = GivenCall | FormattedCall
 
 
 class RootCalls:
-    """How the model is called in one export; ``args`` are as of `GivenCall`.
+    """The call of the model in one export; ``args`` are as of `GivenCall`.
 
-    With ``names_inputs``, the user names the graph's inputs, and counts on torch's order of them.
-    ``refusal`` says why an export failed in which the model was called as torch calls it; it is
-    empty if there was none.
+    With ``names_inputs``, the user names the graph's inputs, and relies on torch's order of them.
+    ``refusal`` is the reason why an export with torch's own call failed; empty without one.
     """
 
     def __init__(self, args: Any, *, names_inputs: bool, refusal: str = "") -> None:
-        self.call: RootCall | None = None  # how it is called; None before it is traced
-        # the state before the call, if the call as given may be tried after it
+        self.call: RootCall | None = None  # the chosen call; None before the trace
+        # the state before the call, if the user's own call may be tried after it
         self.before: ModelState | None = None
-        self.runs = False  # whether it runs, so that modules which are called are called by it
-        self._args, self._names_inputs, self._refusal = args, names_inputs, refusal
+        self.runs = False  # whether the model runs: modules called meanwhile are called by it
+        self._args = args
+        self._names_inputs = names_inputs
+        self._refusal = refusal
 
     def choose(self, model: Any, formatted: Any) -> Any:
         """Choose how to call the model, and return the arguments that become inputs of the trace.
 
         ``formatted`` are the arguments as torch formats them.
         """
-        as_passed, refusal = (
-            GivenCall(model, self._args, in_signature_order=self._names_inputs),
-            self._refusal,
-        )
-        self.call, self.before = as_passed, None
+        given = GivenCall(model, self._args, in_signature_order=self._names_inputs)
+        refusal = self._refusal
+        self.call = given
+        self.before = None
         if not refusal:
-            call = FormattedCall(formatted, as_passed)
-            before = (
-                None
-                if call.same_call
-                else ModelState(model, (as_passed.positional, as_passed.keywords))
-            )
-            if before is not None and not call.same_values:
-                refusal = _changed_meaning(model, call, as_passed)
+            call = FormattedCall(formatted, given)
+            before = None
+            if not call.same_call:
+                before = ModelState(model, (given.positional, given.keywords))
+            if not call.same_values:
+                refusal = _changed_meaning(model, call, given)
             if not refusal:
-                self.call, self.before = call, before
+                self.call = call
+                self.before = before
                 return call.traced
-        level = logging.WARNING if as_passed.constants else logging.INFO
-        constants = ", ".join(map(str, as_passed.constants))
+        level = logging.WARNING if given.constants else logging.INFO
+        constants = ", ".join(map(str, given.constants))
         listed = f"; constants in the file: {constants}" if constants else ""
         _log.log(
             level, "%s: not called as torch calls it: %s%s", type(model).__name__, refusal, listed
         )
-        return as_passed.traced
+        return given.traced
 
     def traced(self) -> None:
-        """Note that the trace is made: as given, the model has the same trace but for numbers."""
+        """Record that the trace is complete.
+
+        The user's own call would give the same trace, except for numbers: it need not be tried.
+        """
         if isinstance(self.call, FormattedCall) and self.call.same_values:
             self.before = None
 
 
-def _changed_meaning(model: Any, call: FormattedCall, as_passed: GivenCall) -> str:
-    """Why the two calls, run without a trace, do not give the same; empty if they do. The model stays as it is."""
+def _changed_meaning(model: Any, call: FormattedCall, given: GivenCall) -> str:
+    """Why the two calls, run without a trace, differ in their results; empty if they do not.
+
+    The model is left unchanged.
+    """
     try:
         arguments = numbers_as_tensors(call.formatted)
     except RuntimeError as error:
         return described(error)
-    given = as_passed.positional, as_passed.keywords
+    state = given.positional, given.keywords
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with unchanged(model, given):
+            with unchanged(model, state):
                 theirs = flattened(model(*arguments))
         except Exception as error:
             return described(error)
         try:
-            with unchanged(model, given):
-                ours = flattened(model(*as_passed.positional, **as_passed.keywords))
-            same = _equal(theirs, ours)
-        except Exception:  # the call as given is none: nothing to compare with
+            with unchanged(model, state):
+                ours = flattened(model(*given.positional, **given.keywords))
+            is_same = _equal(theirs, ours)
+        except Exception:  # the user's call fails, too: nothing to compare with
             return ""
-    return (
-        ""
-        if same
-        else "numbers that become tensors, or keywords that are dropped, change its result"
-    )
+    if is_same:
+        return ""
+    return "numbers that become tensors, or keywords that are dropped, change its result"
 
 
 def _equal(theirs: list[Any], ours: list[Any]) -> bool:
-    """Whether two results are the same, but for types and rounding."""
+    """Whether two results are equal except for types and rounding."""
 
     def wide(tensor: Any) -> Any:
-        return tensor.dequantize() if tensor.is_quantized else tensor.to(torch.complex128)
+        if tensor.is_quantized:
+            return tensor.dequantize()
+        return tensor.to(torch.complex128)
 
-    return [tensor.shape for tensor in theirs] == [tensor.shape for tensor in ours] and all(
-        torch.allclose(wide(theirs_tensor), wide(our_tensor), rtol=1e-3, atol=1e-5, equal_nan=True)
-        for theirs_tensor, our_tensor in zip(theirs, ours, strict=True)
+    if [tensor.shape for tensor in theirs] != [tensor.shape for tensor in ours]:
+        return False
+    # tolerances of single precision: the calls may run other kernels
+    return all(
+        torch.allclose(wide(one), wide(other), rtol=1e-3, atol=1e-5, equal_nan=True)
+        for one, other in zip(theirs, ours, strict=True)
     )
 
 
 def _refused(result: Any) -> bool:
-    """Whether the tracer refuses what a model returns."""
+    """Whether the tracer rejects the result of a model."""
     try:
         flattened(result)
     except RuntimeError:
@@ -225,7 +265,7 @@ def _refused(result: Any) -> bool:
 
 
 def _traceable(value: Any) -> bool:
-    """Whether the tracer takes a value among inputs and outputs, and gives it on as it is."""
+    """Whether the tracer accepts a value among inputs and outputs, and passes it on unchanged."""
     if isinstance(value, Mapping):
         return isinstance(value, dict) and all(map(_traceable, value.values()))
     if isinstance(value, (tuple, list)):
@@ -234,7 +274,7 @@ def _traceable(value: Any) -> bool:
 
 
 def _tensors(value: Any) -> Iterator[Any]:
-    """Every tensor in a structure, attributes of objects (transformers' caches) included, in order."""
+    """Every tensor in a structure, in order, with attributes of objects (transformers' caches)."""
     for _, leaf in named_leaves(value):
         if isinstance(leaf, torch.Tensor):
             yield leaf

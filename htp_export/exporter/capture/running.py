@@ -1,8 +1,8 @@
-"""What of htp_export runs in this thread or task: who tags its exports, what captures one, and faults of that.
+"""Per-thread state: the active exporter with tags, the running capture, and its errors.
 
 Every step of a capture runs in `Guarded.step`. The first step that fails ends the capture; torch's
-export goes on, and `Guarded.give_up` decides at its end. Nothing of the model or of torch's
-exporter runs inside a step.
+export continues, and `Guarded.give_up` decides at its end. Neither the model nor torch's exporter
+runs inside a step.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from htp_export.process.forking import Mutex
 from htp_export.process.restoring import Changes, locked
 
 _log = logging.getLogger(__name__)
-_PAUSE = 0.005  # seconds
+_PAUSE = 0.005  # seconds between attempts; short compared with an export
 
 _Result = TypeVar("_Result")
 
-# What runs in place of torch's exporters: `htp_export.exporter.exporting._Exporter`, or None
+# The exporter that adds tags: `htp_export.exporter.exporting._Exporter`, or None
 exporter: ContextVar[Any] = ContextVar("htp_export_exporter", default=None)
 # DynamoCapture | None
 dynamo_capture: ContextVar[Any] = ContextVar("htp_export_dynamo", default=None)
@@ -40,21 +40,23 @@ wants_frames_of_layers: ContextVar[bool] = ContextVar("htp_export_frames_of_laye
 
 
 def wanted() -> Any:
-    """Who tags the exports of this thread or task; None where nobody asked for tags."""
+    """The exporter that adds tags in this thread or task; None if tags are not wanted."""
     running = exporter.get()
-    return None if running is None or running.ended else running
+    if running is None or running.ended:
+        return None
+    return running
 
 
 class _OneAtATime:
-    """Lets one thread export, or run a model for verify, at a time; that thread may begin exports inside exports."""
+    """Lets one thread at a time export, or run a model for verify; its exports may be nested."""
 
     def __init__(self) -> None:
         self._mutex = Mutex()
         self._thread = 0
-        self._exports: set[object] = set()  # those of the thread, each inside the one before
+        self._exports: set[object] = set()  # of the thread, nested
 
     def enter(self, export: object) -> None:
-        """Begin an export as soon as no other thread is at one."""
+        """Begin an export as soon as no other thread is exporting."""
         begin = functools.partial(self._begin, export)
         if not locked(self._mutex.lock, begin):
             _log.info(
@@ -79,11 +81,11 @@ _ONE_AT_A_TIME = _OneAtATime()
 
 
 def wait_alone(changes: Changes) -> None:
-    """Wait until no other thread exports or runs a model for verify, and keep others waiting until changes are undone.
+    """Wait until no other thread exports or runs a model for verify; others wait until undone.
 
-    Torch's tracers change classes and variables of the whole process while they run
-    (``Module.__call__``, ``torch.jit._trace._trace_module_map``): of two that run at once, each
-    would see modules that the other one runs.
+    While they run, torch's tracers change classes and variables of the whole process
+    (``Module.__call__``, ``torch.jit._trace._trace_module_map``): two at once would observe each
+    other's modules.
     """
     export = object()
     changes.will_undo(functools.partial(_ONE_AT_A_TIME.leave, export))
@@ -91,7 +93,7 @@ def wait_alone(changes: Changes) -> None:
 
 
 def alone(do: Callable[[Changes], _Result]) -> _Result:
-    """Do something while no other thread exports, as of `wait_alone`, and take back what it changes."""
+    """Call a function while no other thread exports, as of `wait_alone`, and undo its changes."""
     changes = Changes()
     try:
         try:
@@ -105,7 +107,10 @@ def alone(do: Callable[[Changes], _Result]) -> _Result:
 
 @contextlib.contextmanager
 def seam(name: str) -> Iterator[None]:
-    """Name a part of a step: an error inside becomes a `CaptureError`, "the capture failed while" and the name."""
+    """Name a part of a step: an error inside becomes a `CaptureError` with this name.
+
+    Its message is "the capture failed while", and the name.
+    """
     try:
         yield
     except CaptureError:
@@ -115,25 +120,32 @@ def seam(name: str) -> Iterator[None]:
 
 
 def export_untagged(fault: HtpExportError) -> None:
-    """Warn that an export goes on without tags, and why."""
+    """Warn that an export continues without tags, and why."""
     warnings.warn(
         UntaggedExportWarning(f"the model is exported without module tags: {fault}"), stacklevel=2
     )
 
 
 class Guarded:
-    """A capture whose steps cannot fail."""
+    """A capture whose steps never raise."""
 
     def __init__(self) -> None:
-        # whether a fault ends the export; else the model is exported without tags
+        # whether an error ends the export; else the model is exported without tags
         self.strict = True
-        # what the first step that failed said; None while all is well
-        self.fault: CaptureError | None = None
-        # what the capture changed outside of itself; whoever runs the export takes it back
+        self.fault: CaptureError | None = None  # the error of the first step that failed
+        # changes outside the capture, undone at the end of the export
         self.changes = Changes()
 
-    def step(self, name: str, do: Callable[..., _Result], *args: Any) -> _Result | None:
-        """Run a step, and return what it returns; None if it failed, or one before it. ``name`` is as of `seam`."""
+    def step(
+        self,
+        name: str,
+        do: Callable[..., _Result],
+        *args: Any,
+    ) -> _Result | None:
+        """Run a step and return its result; None after an error, also of an earlier step.
+
+        ``name`` is as of `seam`.
+        """
         if self.fault is not None:
             return None
         try:
@@ -147,7 +159,7 @@ class Guarded:
         return None
 
     def give_up(self) -> None:
-        """Say that there will be no tags, if there was a fault; raises it if the capture is strict."""
+        """After an error, raise it if the capture is strict; else warn that there are no tags."""
         if self.fault is not None:
             if self.strict:
                 raise self.fault

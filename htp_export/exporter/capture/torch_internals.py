@@ -1,7 +1,7 @@
-"""Private parts of torch that are used, each behind a function that says what for: FX graphs, modules and their calls.
+"""Private parts of torch that are used: FX graphs, modules and their calls, each behind a function.
 
 Those of TorchScript are in ``torchscript_internals.py``, the places that are patched in
-``dynamo_patches.py`` and ``patches.py``. Tests of exports fail where a part has moved.
+``dynamo_patches.py`` and ``patches.py``. Tests of exports fail if a part has moved.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from htp_export.process.restoring import Changes, SharedSetting, set_item
 
 
 def has_module_stacks(model: Any) -> bool:
-    """Whether a model is a graph module whose operations have the module stacks of an earlier export."""
+    """Whether a model is a graph module with the module stacks of an earlier export."""
     import torch
 
     nodes = model.graph.nodes if isinstance(model, torch.fx.GraphModule) else ()
@@ -28,31 +28,29 @@ def has_module_stacks(model: Any) -> bool:
 
 
 class Scope(NamedTuple):
-    """One module of those in which a node of a graph that Dynamo made runs."""
+    """One module in which a node of a graph traced by Dynamo runs."""
 
-    key: str  # dynamo's key of the module's call
+    key: str  # Dynamo's key of the module's call
     name: str  # the expression by which Dynamo reaches the module
-    module: int  # its ``id``; -1 where the key does not hold it
+    module: int  # its ``id``; -1 if the key does not contain it
 
 
 def scopes_of(node: Any) -> list[Scope]:
-    """The modules in which a node of a graph that Dynamo made runs, outermost first."""
-    # From the second call on, the keys are "id@1", ...; torch.export puts a name before what it
-    # takes from Dynamo.
-    stack = node.meta.get("nn_module_stack") or {}
-    numbers = {key: re.search(r"(\d+)(@\d+)?$", key) for key in stack}
-    return [
-        Scope(key, str(name), int(number.group(1)) if (number := numbers[key]) else -1)
-        for key, (name, _) in stack.items()
-    ]
+    """The modules in which a node of a graph traced by Dynamo runs, outermost first."""
+    scopes = []
+    for key, (name, _) in (node.meta.get("nn_module_stack") or {}).items():
+        # From the second call on, the keys are "id@1", ...; torch.export prepends a name.
+        module_id = re.search(r"(\d+)(@\d+)?$", key)
+        scopes.append(Scope(key, str(name), int(module_id.group(1)) if module_id else -1))
+    return scopes
 
 
 class State(NamedTuple):
     """A tensor that an executed node read or returned, in its state after the execution."""
 
-    node: Any  # the node of the executed graph whose result the tensor is
+    node: Any  # the node of the executed graph that returned the tensor
     changes: int  # how often the tensor has been changed in place
-    maker: Any  # the node of the traced graph that produces it, or None
+    producer: Any  # the node of the traced graph that produces it, or None
     changed: bool = False  # whether this execution changed it in place
 
 
@@ -60,13 +58,13 @@ class ExecutedNode(NamedTuple):
     """One executed node of the decomposed FX graph, and the nodes into which it was traced."""
 
     node: Any  # the executed node
-    made: list[Any]  # the nodes of the traced graph, in order
+    traced: list[Any]  # the nodes of the traced graph, in order
     read: list[State]  # the tensors that the node read
     returned: list[State]  # the tensor that it returned; empty if it returned several
 
 
 def fx_tracer() -> Any:
-    """What traces into an FX graph in this thread; None where nothing does."""
+    """The tracer of the running FX trace of this thread; None if there is none."""
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
     mode: Any = get_proxy_mode()
@@ -77,45 +75,46 @@ class Tracing(NamedTuple):
     """The state of the trace in this thread before a node of another graph is executed."""
 
     tracer: Any  # the tracer
-    made: int  # number of nodes in the traced graph
-    # The tensors that the node reads: producer, tensor, and how often it has been changed in place
-    held: list[tuple[Any, Any, int]]
+    traced: int  # number of nodes in the traced graph
+    # the tensors that the node reads: producer, tensor, and how often it has been changed in place
+    read: list[tuple[Any, Any, int]]
 
 
 def fx_tracing(interpreter: Any, node: Any) -> Tracing | None:
-    """The state of the running trace before an interpreter executes a node of another graph; None without a trace."""
+    """The running trace, before an interpreter executes a node of another graph, or None."""
     import torch
 
     tracer = fx_tracer()
     if tracer is None:
         return None
-    arguments = [(each, interpreter.env.get(each)) for each in node.all_input_nodes]
-    held = [
-        (each, value, changes_of(value))
-        for each, value in arguments
-        if isinstance(value, torch.Tensor)
-    ]
-    return Tracing(tracer, len(tracer.graph.nodes), held)
+    read = []
+    for producer in node.all_input_nodes:
+        tensor = interpreter.env.get(producer)
+        if isinstance(tensor, torch.Tensor):
+            read.append((producer, tensor, changes_of(tensor)))
+    return Tracing(tracer, len(tracer.graph.nodes), read)
 
 
 def executed_since(before: Tracing, node: Any, result: Any) -> ExecutedNode:
-    """The nodes into which a node was traced when it was executed, and gave ``result``."""
+    """The nodes into which a node was traced when it was executed and returned ``result``."""
     nodes = before.tracer.graph.nodes
-    traced = list(itertools.islice(reversed(nodes), len(nodes) - before.made))[::-1]
-    read = [
-        State(each, now, fx_node_of(value, before.tracer), now != was)
-        for each, value, was in before.held
-        for now in [changes_of(value)]
-    ]
+    # from the end, because the nodes are a linked list
+    traced = list(itertools.islice(reversed(nodes), len(nodes) - before.traced))
+    traced.reverse()
+    read = []
+    for producer, tensor, changes_before in before.read:
+        changes = changes_of(tensor)
+        traced_by = fx_node_of(tensor, before.tracer)
+        read.append(State(producer, changes, traced_by, changes != changes_before))
     returned = [
-        State(node, changes_of(value), fx_node_of(value, before.tracer))
-        for value in tensors_in(result)
+        State(node, changes_of(tensor), fx_node_of(tensor, before.tracer))
+        for tensor in tensors_in(result)
     ]
     return ExecutedNode(node, traced, read, returned if len(returned) == 1 else [])
 
 
 def is_view(node: Any) -> bool:
-    """Return whether the result of a node of a functional FX graph is a view of its first argument.
+    """Whether the result of a node of a functional FX graph is a view of its first argument.
 
     This includes a ``getitem`` that selects one of several results of such an operator.
     """
@@ -131,9 +130,9 @@ def is_view(node: Any) -> bool:
 
 
 def operator_name(target: Any) -> tuple[str, str, str]:
-    """Return namespace, name and overload of what a node of an FX graph calls: ``aten``, ``linear``; ``""`` by default.
+    """Namespace, name and overload of the target of an FX node; the default overload is ``""``.
 
-    The namespace of functions of Python, which compute with sizes, is ``python``.
+    The namespace of Python functions, which compute with sizes, is ``python``.
     """
     import torch
 
@@ -148,32 +147,27 @@ def operator_name(target: Any) -> tuple[str, str, str]:
 class Argument(NamedTuple):
     """One argument of a node of an FX graph."""
 
-    name: str  # as the operator's schema has it; its place, where there is no schema
-    value: Any  # none if it is left out
-    takes_tensors: bool = False  # whether the schema has a tensor, or several, at its place
+    name: str  # in the operator's schema; without a schema, its position
+    value: Any  # None if it is omitted
+    takes_tensors: bool = False  # whether the schema has a tensor, or several, at this position
 
 
 def arguments_of(node: Any) -> list[Argument]:
-    """Return the arguments of a node of an FX graph, in the order of the operator's schema."""
+    """The arguments of a node of an FX graph, in the order of the operator's schema."""
     schema = getattr(node.target, "_schema", None)
     if schema is None:
-        given = {
-            **dict(zip(map(str, range(len(node.args))), node.args, strict=True)),
-            **node.kwargs,
-        }
-        return [Argument(name, value) for name, value in given.items()]
-    given = {
-        **dict(zip((each.name for each in schema.arguments), node.args, strict=False)),
-        **node.kwargs,
-    }
+        by_position = {str(position): value for position, value in enumerate(node.args)}
+        return [Argument(name, value) for name, value in {**by_position, **node.kwargs}.items()]
+    names = [parameter.name for parameter in schema.arguments]
+    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     return [
-        Argument(each.name, given.get(each.name), "Tensor" in str(each.type))
-        for each in schema.arguments
+        Argument(parameter.name, values.get(parameter.name), "Tensor" in str(parameter.type))
+        for parameter in schema.arguments
     ]
 
 
 def is_assertion(node: Any) -> bool:
-    """Return whether a node of an FX graph has no result: it checks or states what is true of sizes or values."""
+    """Whether a node of an FX graph has no result: it checks a fact about sizes or values."""
     import torch
 
     schema = getattr(node.target, "_schema", None)
@@ -183,46 +177,61 @@ def is_assertion(node: Any) -> bool:
 
 
 def needed_nodes(graph: Any) -> set[Any]:
-    """The nodes of an FX graph that its result depends on; those too that change in place what is read later."""
-    memory: dict[Any, Any] = {}  # node → the node that made the memory of its result
-    needed, read = set[Any](), set[Any]()
+    """The nodes of an FX graph that its outputs depend on.
+
+    They include nodes that change in place a tensor that is read later.
+    """
+    memory: dict[Any, Any] = {}  # node → the node that allocated the memory of its result
     for node in graph.nodes:
         memory[node] = memory[node.args[0]] if is_view(node) else node
+    needed = set[Any]()
+    read = set[Any]()
     for node in reversed(graph.nodes):
         changed = _changed_by(node)
         if changed:
-            acts = any(memory[each] in read for each in changed)
+            has_effect = any(memory[source] in read for source in changed)
         else:
-            # random operators count as impure by default: attention and LSTM, which may drop out,
-            # among them
-            acts = (
-                node.op != "placeholder"
-                and node.is_impure(impure_random=False)
-                and not is_assertion(node)
-            )
-        if acts or node in needed:
+            has_effect = _is_impure(node)
+        if has_effect or node in needed:
             needed.update((node, *node.all_input_nodes))
-            read.update(memory[each] for each in node.all_input_nodes)
+            read.update(memory[source] for source in node.all_input_nodes)
     return needed
+
+
+def _is_impure(node: Any) -> bool:
+    """Whether a node that changes no tensor has another effect."""
+    if node.op == "placeholder" or is_assertion(node):
+        return False
+    # by default, random operators count as impure, among them attention and LSTM, which may have
+    # dropout
+    return bool(node.is_impure(impure_random=False))
 
 
 def _changed_by(node: Any) -> list[Any]:
     """The nodes whose results a node of an FX graph changes in place."""
     import torch
 
-    schema = getattr(node.target, "_schema", None)
-    arguments = () if schema is None else schema.arguments
-    written = {
-        each.name for each in arguments if each.alias_info is not None and each.alias_info.is_write
-    }
+    written = _written_names(getattr(node.target, "_schema", None))
     values = [argument.value for argument in arguments_of(node) if argument.name in written]
+    leaves = torch.utils._pytree.tree_leaves(values)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.fx.Node)]
+
+
+def _written_names(schema: Any) -> list[str]:
+    """Names of the arguments that an operator with this schema writes to."""
+    arguments = () if schema is None else schema.arguments
     return [
-        leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.fx.Node)
+        argument.name
+        for argument in arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def reversed_view(node: Any) -> Any:
-    """The view that a node writes back into its base tensor, as functionalization does after a change; or None."""
+    """The view that a node writes back into its base; None if it writes none.
+
+    Functionalization adds such nodes after a change in place.
+    """
     import torch
 
     if node.target is operator.getitem:
@@ -234,22 +243,19 @@ def reversed_view(node: Any) -> Any:
         aten.diagonal_scatter,
         aten.as_strided_scatter,
     )
-    place = (
-        1
-        if getattr(node.target, "overloadpacket", None) in scatters
-        else 0
-        if is_view(node)
-        else None
-    )
-    return (
-        node.args[place]
-        if place is not None and isinstance(node.args[place], torch.fx.Node)
-        else None
-    )
+    if getattr(node.target, "overloadpacket", None) in scatters:
+        view = node.args[1]
+    elif is_view(node):
+        view = node.args[0]
+    else:
+        return None
+    if isinstance(view, torch.fx.Node):
+        return view
+    return None
 
 
 def changes_of(tensor: Any) -> int:
-    """Return how often a tensor was changed in place, including through views; 0 if torch does not count."""
+    """How often a tensor was changed in place, also through views; 0 if torch does not count."""
     try:
         return int(tensor._version)
     except RuntimeError:  # made in inference mode
@@ -257,12 +263,11 @@ def changes_of(tensor: Any) -> int:
 
 
 def noting_writes(note: Callable[[Any], None]) -> Any:
-    """Return a context manager that calls a function with each tensor that an operator is about to write to.
+    """Return a context manager that observes writes: it calls ``note`` with the tensor before each.
 
-    Operators in the bodies of ``torch.cond`` and of loops are not seen: all tensors that these take
+    Operators in the bodies of ``torch.cond`` and of loops are not observed: all their input tensors
     may be written to.
     """
-    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Noting(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -273,63 +278,68 @@ def noting_writes(note: Callable[[Any], None]) -> Any:
             return True
 
         def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            self,
+            func: Any,
+            types: Any,
+            args: Any = (),
+            kwargs: Any = None,
         ) -> Any:
-            schema = getattr(func, "_schema", None)
-            if has_bodies(func):
-                bodies = [each for each in args if isinstance(each, torch.nn.Module)]
-                for tensor in tensors_in(
-                    [args, kwargs, *(list(body.parameters()) for body in bodies)]
-                ):
-                    note(tensor)
-            elif schema is not None and schema.is_mutable:
-                given = dict(
-                    zip((argument.name for argument in schema.arguments), args, strict=False)
-                )
-                given |= kwargs or {}
-                for argument in schema.arguments:
-                    if argument.alias_info is not None and argument.alias_info.is_write:
-                        for tensor in tensors_in(given.get(argument.name)):
-                            note(tensor)
+            for tensor in tensors_in(_maybe_written(func, args, kwargs or {})):
+                note(tensor)
             return func(*args, **(kwargs or {}))
 
     return Noting()  # type: ignore[no-untyped-call]
 
 
+def _maybe_written(function: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments, and parameters of bodies, that an operator may write to."""
+    import torch
+
+    if has_bodies(function):
+        bodies = [argument for argument in args if isinstance(argument, torch.nn.Module)]
+        return [args, kwargs, *(list(body.parameters()) for body in bodies)]
+    schema = getattr(function, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    names = [parameter.name for parameter in schema.arguments]
+    values = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [values.get(name) for name in _written_names(schema)]
+
+
 def has_bodies(function: Any) -> bool:
-    """Return whether a function takes branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
+    """Whether a function has branches or loop bodies: ``torch.cond``, ``while_loop``, ``scan``."""
     import torch
 
     return isinstance(function, torch._ops.HigherOrderOperator)
 
 
 def is_choice(function: Any) -> bool:
-    """Whether of the bodies of such an operator one alone runs."""
+    """Whether only one of the bodies of such an operator runs."""
     import torch
 
     return function is torch.ops.higher_order.cond
 
 
-def gives_what_a_body_gives(function: Any) -> bool:
-    """Whether the last body of such an operator gives results of the operator's kind, from the same inputs."""
+def returns_like_its_body(function: Any) -> bool:
+    """Whether the last body of such an operator has the operator's inputs and kinds of results."""
     import torch
 
     return function in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop)
 
 
 def use_plain_containers(changes: Changes, program: Any) -> bool:
-    """Let an exported program take and return lists in place of the containers of other libraries; whether it has any.
+    """Replace the containers of other libraries that a program takes and returns by lists.
 
-    torch builds the containers again while it decomposes the program, inside the trace. Tensors
-    that they make for that, as the caches of transformers do, become constants that the decomposed
-    program lacks.
+    Returns whether there were any. torch rebuilds the containers while it decomposes the program,
+    inside the trace. Tensors created for that, as in the caches of transformers, would become
+    constants that the decomposed program lacks.
     """
     from torch.utils import _pytree
 
     def children(spec: Any) -> list[Any]:
-        # of torch 2.10
-        found: list[Any] = spec.children() if hasattr(spec, "children") else spec.children_specs
-        return found
+        if hasattr(spec, "children"):
+            return list(spec.children())
+        return list(spec.children_specs)  # torch 2.10
 
     def plain(spec: Any) -> Any:
         parts = [plain(child) for child in children(spec)]
@@ -337,19 +347,20 @@ def use_plain_containers(changes: Changes, program: Any) -> bool:
             return 0
         if spec.type is dict:
             return dict(zip(spec.context, parts, strict=True))
-        return tuple(parts) if spec.type is tuple else parts
+        if spec.type is tuple:
+            return tuple(parts)
+        return parts
 
-    def has_others(spec: Any) -> bool:
-        own = spec.is_leaf() or spec.type in (list, tuple, dict)
-        return not own or any(map(has_others, children(spec)))
+    def has_other_containers(spec: Any) -> bool:
+        if not spec.is_leaf() and spec.type not in (list, tuple, dict):
+            return True
+        return any(map(has_other_containers, children(spec)))
 
     signature = program.module_call_graph[0].signature if program.module_call_graph else None
-    before = (
-        {}
-        if signature is None
-        else {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
-    )
-    if not any(map(has_others, before.values())):
+    if signature is None:
+        return False
+    before = {name: getattr(signature, name) for name in ("in_spec", "out_spec")}
+    if not any(map(has_other_containers, before.values())):
         return False
     for name, spec in before.items():
         changes.will_undo(functools.partial(setattr, signature, name, spec))
@@ -371,12 +382,12 @@ _STANCE = SharedSetting(
 
 
 def turn_compilation_off(changes: Changes) -> None:
-    """Run what is compiled, and the bodies of ``torch.cond`` and loops, as Python, until the changes are taken back."""
+    """Run compiled functions, ``torch.cond`` and loops as Python, until the changes are undone."""
     _STANCE.hold(changes)
 
 
 def exported_by_dynamo_alone() -> tuple[type, ...]:
-    """What ``torch.onnx.export`` gives to the dynamo exporter under ``dynamo=False`` too."""
+    """Classes of models that ``torch.onnx.export`` exports with dynamo even if ``dynamo=False``."""
     import torch
 
     exportable = getattr(torch.onnx, "ExportableModule", None)  # since torch 2.11
@@ -384,18 +395,26 @@ def exported_by_dynamo_alone() -> tuple[type, ...]:
 
 
 def keep_autocast_cache(changes: Changes) -> None:
-    """Leave autocast's cache as it is: torch turns it off while it traces, and leaves it off where that fails."""
+    """Restore autocast's cache: torch disables it while tracing, and leaves it off on failure."""
     import torch
 
     before = torch.is_autocast_cache_enabled()
     changes.will_undo(functools.partial(torch.set_autocast_cache_enabled, before), of_thread=True)
 
 
-def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any]) -> bool:
-    """Give back ``finish`` of what a module gives back, once the user's hooks have run; whether there are any."""
+def run_after_hooks(
+    changes: Changes,
+    module: Any,
+    finish: Callable[[Any], Any],
+) -> bool:
+    """Apply ``finish`` to a module's result after its forward hooks; return whether it has any.
+
+    Without hooks, nothing is changed.
+    """
     from torch.nn.modules import module as modules
 
-    hooks, key = module._forward_hooks, object()
+    hooks = module._forward_hooks
+    key = object()
     if not (hooks or modules._global_forward_hooks):
         return False
 
@@ -409,7 +428,7 @@ def run_after_hooks(changes: Changes, module: Any, finish: Callable[[Any], Any])
 
 
 def fx_node_of(tensor: Any, tracer: Any) -> Any:
-    """The node that makes a tensor in the FX graph that is being traced; None for one that the tracer does not know."""
+    """The node that produces a tensor in the FX graph being traced; None for an unknown tensor."""
     import torch
     from torch._subclasses.functional_tensor import FunctionalTensor
     from torch.fx.experimental.proxy_tensor import get_proxy_slot
@@ -421,46 +440,49 @@ def fx_node_of(tensor: Any, tracer: Any) -> Any:
 
 
 def computes_a_size(fx_node: Any) -> bool:
-    """Whether an FX node computes a size of sizes; one that reads a size from a tensor does not."""
+    """Whether an FX node computes a size from sizes, and not from a tensor."""
     import torch
 
     symbols = (torch.SymInt, torch.SymFloat, torch.SymBool)
-    nodes = (
-        []
-        if fx_node is None or fx_node.op != "call_function"
-        else [fx_node, *fx_node.all_input_nodes]
-    )
-    return len(nodes) > 1 and all(isinstance(node.meta.get("val"), symbols) for node in nodes)
+    if fx_node is None or fx_node.op != "call_function" or not fx_node.all_input_nodes:
+        return False
+    nodes = [fx_node, *fx_node.all_input_nodes]
+    return all(isinstance(node.meta.get("val"), symbols) for node in nodes)
 
 
 def called_by_export(module: Any) -> Any:
-    """The module that runs when ``torch.export`` calls ``module``: as a rule itself.
+    """The module that runs when ``torch.export`` calls ``module``: usually itself.
 
     A model that is a ``GraphModule`` is interpreted node by node, in the call of the wrapper that
     is traced.
     """
     import torch
 
-    inner = dict(module._modules.items()).get("_export_root")  # a traced module's is no dictionary
-    return inner if isinstance(inner, torch.fx.GraphModule) else module
+    # ``_modules`` of a traced module is not a dictionary
+    inner = dict(module._modules.items()).get("_export_root")
+    if isinstance(inner, torch.fx.GraphModule):
+        return inner
+    return module
 
 
 def called_by_forward(module: Any) -> Any:
-    """The module whose bound ``__call__`` is the ``forward`` of another one, as `torch.compile` sets it; else None.
+    """The module whose bound ``__call__`` is the ``forward`` of another one; None otherwise.
 
-    torch replaces ``nn.Module.__call__`` while it traces, so that it sees no call of one that was
-    bound before.
+    `torch.compile` sets it so. torch replaces ``nn.Module.__call__`` while it traces, so it does
+    not see a call of a method that was bound before.
     """
     import torch
 
     forward = inspect.unwrap(module.forward)
     inner = getattr(forward, "__self__", None)
     is_call = getattr(forward, "__func__", None) is torch.nn.Module._wrapped_call_impl
-    return inner if is_call and inner is not module else None
+    if is_call and inner is not module:
+        return inner
+    return None
 
 
 def call_uncompiled(changes: Changes, module: Any) -> None:
-    """Let what `torch.compile` made call the module in it as it is: torch 2.10 would compile it inside an export."""
+    """Let a module from `torch.compile` call the original: torch 2.10 compiles it in an export."""
     from torch._dynamo import OptimizedModule
 
     if isinstance(module, OptimizedModule):
@@ -478,17 +500,19 @@ def is_compiled(module: Any) -> bool:
 
 
 def without_export_root(name: str, root: str | None) -> str:
-    """A module's name in a scope of a branch or loop body, without the name of the wrapper that is traced.
+    """A module's name in a scope of a branch or loop body, without the name of the traced wrapper.
 
-    ``root`` is the model's own name in the trace; None where the trace was not seen, and has the
-    usual one.
+    ``root`` is the model's own name in the trace; None, for the usual one, if the trace was not
+    observed.
     """
     root = "_export_root" if root is None else root
-    return "" if name == root else name.removeprefix(f"{root}.")
+    if name == root:
+        return ""
+    return name.removeprefix(f"{root}.")
 
 
 def outputs_of(output: Any) -> list[Any]:
-    """What the ``output`` node of an FX graph returns, one after the other: nodes, and None for all else."""
+    """The leaves of the ``output`` node of an FX graph, in order; None for other leaves."""
     import torch
 
     leaves = torch.utils._pytree.tree_leaves(output.args[0])
@@ -496,7 +520,7 @@ def outputs_of(output: Any) -> list[Any]:
 
 
 def is_forward_of_layer(code: Any) -> bool:
-    """Whether code is the ``forward`` of one of torch's own layers."""
+    """Whether a code object is the ``forward`` of one of torch's own layers."""
     import torch.nn.modules
 
     folder = str(torch.nn.modules.__file__).rpartition("__init__")[0]
@@ -508,9 +532,9 @@ def is_forward_of_layer(code: Any) -> bool:
 
 
 def opset_range(*, dynamo: bool) -> tuple[int, int]:
-    """The lowest and the highest ONNX opset that an exporter of torch can be asked for.
+    """The lowest and the highest ONNX opset that an exporter of torch accepts.
 
-    Under dynamo, that is the newest that onnx knows: torch tries to convert the graph to it.
+    Under dynamo, the highest is the newest of onnx: torch tries to convert the graph to it.
     """
     import onnx
     from torch.onnx import _constants

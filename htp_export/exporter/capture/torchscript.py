@@ -1,8 +1,8 @@
-"""Capture under ``dynamo=False``: the tracer's blocks say who ran what, the values' numbers what became of it.
+"""Capture under ``dynamo=False``: calls from the tracer's blocks, tensors by their numbers.
 
 The exporter dissolves the blocks, rewrites the traced graph in place, translates it into ONNX
-operators, and rewrites again. Values keep their numbers meanwhile; where one is gone, its former
-readers tell which value stands in its place.
+operators, and rewrites again. Values keep their numbers meanwhile; if one is removed, its former
+consumers show which value replaced it.
 """
 
 from __future__ import annotations
@@ -35,36 +35,38 @@ from htp_export.format.recipes import Recipe
 
 @dataclass
 class _FirstGraph:
-    """The JIT graph before anything in it was rewritten."""
+    """The JIT graph before any rewriting."""
 
     reading: Reading  # the graph
     operations: list[Operation]  # its nodes
-    outputs: list[Key]  # the keys of what it returns
+    outputs: list[Key]  # keys of its outputs
     numbers: dict[int, int]  # number while tracing → number in the graph
-    dead: set[int]  # calls that ran nodes, of which the graph has none
+    dead: set[int]  # calls that ran nodes, none of which is in the graph
 
 
 class TorchScriptCapture(Guarded):
-    """One export through ``torch.jit.trace``, as it happens."""
+    """One export through ``torch.jit.trace``, observed as it happens."""
 
     def __init__(self, names: ModuleNames, model: Any, root: RootCalls) -> None:
         super().__init__()
-        # the calls of its modules, and how the model is called
-        self.trace, self.root = Trace(names), root
-        # Makes, of a file as torch made it, the pieces of the file with tags
+        # the calls of its modules, and the way in which the model is called
+        self.trace = Trace(names)
+        self.root = root
+        # converts the file that torch serialized into the pieces of the file with tags
         self.tag: Callable[[SerializedModel], Iterable[bytes | memoryview]] | None = None
-        self.kept: KeptWeights | None = None  # the weights that torch was not given to serialize
+        self.kept: KeptWeights | None = None  # the weights that torch does not serialize
         self._paths = list(dict.fromkeys(names.paths.values()))
         self._state = state_names(model)
         self._user_inputs = 0
         self._first: _FirstGraph | None = None
-        self._operations: list[Operation] = []  # those of the first graph, one for each ONNX node
+        # the operations of the first graph, one for each ONNX node
+        self._operations: list[Operation] = []
         self._versions = Versions()
         self._stages = Stages(Reading())
         self.translation = Translation()
         self._graph: Any = None
         self._weights: JitWeights | None = None
-        # of initializers that are not the parameters of their names
+        # recipes of initializers that are not the parameters of their names
         self.recipes: dict[str, Recipe] = {}
 
     @property
@@ -75,7 +77,7 @@ class TorchScriptCapture(Guarded):
     # --- while the model runs -----------------------------------------------------------------
 
     def run_trace(self, run: Callable[[Any], Any], model: Any, formatted: Any) -> Any:
-        """Trace the model: called as torch formats the arguments, or as they were given where that failed."""
+        """Trace the model with the call that `RootCalls` chooses."""
         traced = self.root.choose(model, formatted)
         changes = self.changes.inner()
         try:
@@ -87,7 +89,7 @@ class TorchScriptCapture(Guarded):
         return result
 
     def called(self, call: RootCall, arguments: tuple[Any, ...]) -> None:
-        """Note that the model's ``forward`` begins, and which of its arguments stand for numbers."""
+        """Record that the model's ``forward`` begins, and which arguments replace numbers."""
         self.trace.given_numbers(call.numbers(arguments))
 
     def returns(
@@ -98,18 +100,20 @@ class TorchScriptCapture(Guarded):
         result: Any,
         changed: Callable[[Any], Any] | None,
     ) -> bool:
-        """Note that the innermost running module's ``forward`` is over; the arguments are those of `Trace.leave`.
+        """Record that the ``forward`` of the innermost module ends; arguments as of `Trace.leave`.
 
-        The user's forward hooks run outside of the module's scope, and do the module's work.
-        Returns whether there are some, so that the module returns after them; else ``changed`` is
-        left to the caller.
+        The user's forward hooks run outside the module's scope, but are the module's work. Returns
+        whether there are any, so that the module returns after them; else the caller applies
+        ``changed``.
         """
 
         def after_hooks(returned: Any) -> Any:
             self.step(
-                "noting that a module returns", self.trace.leave, state, given, returned, changed
+                "recording that a module returns", self.trace.leave, state, given, returned, changed
             )
-            return None if changed is None else changed(returned)
+            if changed is None:
+                return None
+            return changed(returned)
 
         if not run_after_hooks(self.changes, module, after_hooks):
             self.trace.leave(state, given, result, changed)
@@ -120,31 +124,30 @@ class TorchScriptCapture(Guarded):
     # --- the first graph --------------------------------------------------------------------------
 
     def traced(self, graph: Any) -> None:
-        """Note the graph as it was traced."""
+        """Record the graph as it was traced."""
         self._user_inputs = len(list(graph.inputs())) - len(self._state)
         reading = read(graph, self._user_inputs)
-        self._began(
-            reading,
-            dict(zip(self.trace.inputs, (*reading.inputs, *reading.parameters), strict=False)),
-        )
+        inputs = (*reading.inputs, *reading.parameters)
+        self._set_first(reading, dict(zip(self.trace.inputs, inputs, strict=False)))
 
-    def created(self, made: tuple[Any, ...]) -> None:
-        """Note a graph (and its parameters) that torch made of a traced module, as of quantized models."""
+    def created(self, result: tuple[Any, ...]) -> None:
+        """Record a graph (and its parameters) that torch created from a traced module.
+
+        It does so for quantized models.
+        """
         if self._first or not self.trace.nodes:
             return
-        graph, parameters, *_ = made
+        graph, parameters, *_ = result
         self._user_inputs = len(list(graph.inputs())) - len(parameters)
         reading = read(graph, self._user_inputs)
         # The first input of the trace is the module, whose method is traced.
-        self._began(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
+        self._set_first(reading, dict(zip(self.trace.inputs[1:], reading.inputs, strict=False)))
 
-    def _began(self, reading: Reading, inputs: dict[int, int]) -> None:
+    def _set_first(self, reading: Reading, inputs: dict[int, int]) -> None:
         matched = Matching(self.trace, reading, inputs)
-        calls = [
-            call
-            for call, size in zip(matched.calls, reading.sizes, strict=True)
-            for _ in range(size)
-        ]
+        calls: list[int] = []  # of each step: those inside a node's blocks are the node's
+        for call, size in zip(matched.calls, reading.sizes, strict=True):
+            calls.extend([call] * size)
         operations = [
             self._versions.operation(index, step, call, step.kind in SHAPE_KINDS)
             for index, (step, call) in enumerate(zip(reading.steps, calls, strict=True))
@@ -153,7 +156,7 @@ class TorchScriptCapture(Guarded):
         self._first = _FirstGraph(reading, operations, outputs, matched.numbers, matched.dead)
 
     def _scripted(self, graph: Any) -> None:
-        """Note the graph of a `ScriptModule`, which was not traced."""
+        """Record the graph of a `ScriptModule`, which was not traced."""
         names = {value.unique(): value.debugName() for value in graph.inputs()}
         parameters = {number: name for number, name in names.items() if name in self._state}
         self._user_inputs = len(names) - len(parameters)
@@ -166,22 +169,22 @@ class TorchScriptCapture(Guarded):
         self._first = _FirstGraph(reading, operations, [*reading.outputs], {}, set())
         self._stages = Stages(reading)
 
-    # --- what became of it ------------------------------------------------------------------------
+    # --- rewriting and translation ----------------------------------------------------------------
 
     def before_translation(self, graph: Any) -> None:
-        """Note what became of the traced graph before it is translated into another."""
+        """Record the rewritten graph before it is translated into ONNX operators."""
         self.translation.begin(graph)
-        if (first := self._first) is not None:
+        first = self._first
+        if first is not None:
             now = read(graph, self._user_inputs)
-            self._stages = Stages(
-                self._versions.settle(first.operations, first.outputs, first.reading, now)
-            )
+            settled = self._versions.settle(first.operations, first.outputs, first.reading, now)
+            self._stages = Stages(settled)
             self._stages.rewritten(now)
         elif not self.trace.log.calls:
             self._scripted(graph)
 
     def translated(self, graph: Any) -> None:
-        """Note the ONNX graph as it was translated."""
+        """Record the ONNX graph as it was translated."""
         if self._first:
             self.translation.through_blocks(self._stages.last.steps)
             now = read(graph, self._user_inputs)
@@ -190,29 +193,31 @@ class TorchScriptCapture(Guarded):
             )
 
     def renumbered(self, before: Any, after: Any) -> None:
-        """Note that a graph was copied node by node, with new numbers."""
+        """Record that a graph was copied node by node, with new numbers."""
         if self._first:
             self._stages.rewritten(read(before, self._user_inputs))
             self._stages.copied(read(after, self._user_inputs))
 
     def folds(self, graph: Any, parameters: Any) -> None:
-        """Note how the constants of the ONNX graph are made, before they are folded."""
+        """Record the recipes of the constants of the ONNX graph, before they are folded."""
         self._weights = self._weights or JitWeights(graph, parameters, self._state)
 
     def named(self, graph: Any) -> None:
-        """Note what became of the ONNX graph once it has the names that it has in the file."""
+        """Record the final ONNX graph, with the names in the file."""
         self.recipes = {} if self._weights is None else self._weights.finish(graph)
         if self._first:
             self._stages.rewritten(read(graph, self._user_inputs))
             self._graph = graph
 
-    # --- the file -----------------------------------------------------------------------------------
+    # --- the file ---------------------------------------------------------------------------------
 
     def tagged(self, model_bytes: bytes) -> Iterable[bytes | memoryview]:
         """The file with tags, in pieces to be written one after the other."""
         self.root.call = self.root.before = None
         file = SerializedModel(model_bytes, {} if self.kept is None else self.kept.weights)
-        return self.tag(file) if self.tag else file.chunks()
+        if self.tag:
+            return self.tag(file)
+        return file.chunks()
 
     def finish(self, file: SerializedModel) -> tuple[Record, list[onnx.NodeProto]]:
         """Return the record of the export, and the nodes in the order of ``Record.nodes``."""
@@ -221,89 +226,86 @@ class TorchScriptCapture(Guarded):
         names = self._names(protos, file.inputs)
         for function in file.proto.functions:
             protos.extend(_every_proto(function.node))
-        record.nodes = [
-            Node(
-                (
-                    *filter(None, proto.input),
-                    *(output.name for body in subgraph_protos(proto) for output in body.output),
-                ),
-                tuple(proto.output),
-                shape_only=proto.op_type in ("Shape", "Size"),
-            )
-            for proto in protos
-        ]
+        record.nodes = [_node_of(proto) for proto in protos]
         record.graph_inputs = {name for name in file.inputs if name not in file.initializers}
         record.graph_outputs = set(file.outputs)
-        if (first := self._first) is not None:
-            record.operations, record.dead = self._operations, first.dead
-            record.inputs, record.outputs = set(first.reading.inputs), first.outputs
+        first = self._first
+        if first is not None:
+            record.operations = self._operations
+            record.dead = first.dead
+            record.inputs = set(first.reading.inputs)
+            record.outputs = first.outputs
             record.call_tensors = self._call_tensors(first)
-        there = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
-        for key in (
-            *record.inputs,
-            *(key for operation in record.operations for key in operation.outputs),
-        ):
+        in_file = {name for node in record.nodes for name in node.outputs} | set(file.inputs)
+        results = (key for operation in record.operations for key in operation.outputs)
+        for key in (*record.inputs, *results):
             name = names.get(self._stages.now(key))
-            if name in there:
+            if name in in_file:
                 record.final[key] = name
         return record, protos
 
     def _names(self, protos: list[onnx.NodeProto], inputs: list[str]) -> dict[int, str]:
-        """Number in the last graph → name in the file."""
+        """Number of a tensor in the last graph → its name in the file."""
         last = self._stages.last
         nodes = [proto for proto in protos if proto.op_type != "Constant"]
         names = dict(zip(last.inputs, inputs, strict=False))
-        if [len(step.outputs) for step in last.steps] == [len(node.output) for node in nodes]:
+        sizes = [len(step.outputs) for step in last.steps]
+        if sizes == [len(node.output) for node in nodes]:
             for step, node in zip(last.steps, nodes, strict=True):
                 names.update(zip(step.outputs, node.output, strict=True))
         elif self._graph is not None:
-            # the file has other nodes than the graph: modules exported as functions
+            # with modules exported as functions, the file has other nodes than the graph
             for node in nodes_of(self._graph):
                 names.update((value.unique(), value.debugName()) for value in node.outputs())
         return names
 
     def _call_tensors(self, first: _FirstGraph) -> dict[int, CallTensors]:
-        """The tensors that enter and leave each call, in the state that they had then."""
-        number, producers = (
-            first.numbers.get,
-            {key: step for step in first.operations for key in step.outputs},
-        )
+        """The input and output tensors of each call, in their states at that time."""
+        producers = {key: step for step in first.operations for key in step.outputs}
         spans = self._spans(first.operations) if self._versions else {}
-        found = {}
+        by_call = {}
         for call, tensors in self.trace.log.call_tensors.items():
             began, ended = spans.get(call, (None, None))
-            inputs = (
-                (name, self._number_before(number(key), call, producers))
-                for name, key in tensors.inputs
+            inputs = []
+            for name, traced in tensors.inputs:
+                number = self._number_before(first.numbers.get(traced), call, producers)
+                inputs.append((name, self._versions.state(number, began)))
+            outputs = tuple(
+                self._versions.state(first.numbers.get(traced), ended) for traced in tensors.outputs
             )
-            found[call] = CallTensors(
-                tuple((name, self._versions.state(key, began)) for name, key in inputs),
-                tuple(self._versions.state(number(traced), ended) for traced in tensors.outputs),
-                tensors.containers,
-                tensors.numbers,
-            )
-        return found
+            by_call[call] = CallTensors(tuple(inputs), outputs, tensors.containers, tensors.numbers)
+        return by_call
 
-    def _number_before(self, number: Any, call: int, producers: Mapping[Any, Operation]) -> Any:
+    def _number_before(
+        self,
+        number: Any,
+        call: int,
+        producers: Mapping[Any, Operation],
+    ) -> Any:
         """The number that an input tensor of a call had before; ``number`` is read after the call.
 
         An operation of the call that returned the tensor itself (``x.to(x.dtype)``) or changed it
-        in place assigned a new number; it read the tensor under the previous one. One that returns
-        several reads them in the same order: ``torch.broadcast_tensors``.
+        in place assigned a new number; its input has the previous one. An operation with several
+        results reads them in the same order: ``torch.broadcast_tensors``.
         """
-        producer, place, several = producers.get(number), 0, 1
+        producer = producers.get(number)
+        place = 0
+        several = 1
         while producer is not None and call in self.trace.log.chain(producer.call):
             if len(producer.outputs) > 1:
-                place, several = producer.outputs.index(number), len(producer.outputs)
+                place = producer.outputs.index(number)
+                several = len(producer.outputs)
             if len(producer.inputs) == several:
-                number, place, several = producer.inputs[place], 0, 1
+                number = producer.inputs[place]
+                place = 0
+                several = 1
             else:
                 number = producer.inputs[0] if producer.inputs else None
             producer = producers.get(number)
         return number
 
     def _spans(self, operations: list[Operation]) -> dict[int, tuple[int, int]]:
-        """Return for each call the index of its first operation, and the index after its last one."""
+        """For each call, the index of its first operation, and the index after its last one."""
         spans: dict[int, tuple[int, int]] = {}
         for index, operation in enumerate(operations):
             for call in self.trace.log.chain(operation.call):
@@ -311,8 +313,16 @@ class TorchScriptCapture(Guarded):
         return spans
 
 
+def _node_of(proto: onnx.NodeProto) -> Node:
+    inputs = [name for name in proto.input if name]
+    for body in subgraph_protos(proto):
+        inputs.extend(output.name for output in body.output)
+    is_size = proto.op_type in ("Shape", "Size")
+    return Node(tuple(inputs), tuple(proto.output), shape_only=is_size)
+
+
 def _every_proto(nodes: Iterable[onnx.NodeProto]) -> Iterator[onnx.NodeProto]:
-    """Nodes, those of a node's bodies before the node: producers before consumers."""
+    """Nodes, each after the nodes of its bodies: producers before consumers."""
     for node in nodes:
         for body in subgraph_protos(node):
             yield from _every_proto(body.node)

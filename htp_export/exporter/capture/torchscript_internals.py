@@ -1,7 +1,7 @@
-"""Private parts of torch that are used, as in ``torch_internals.py``: TorchScript's tracer, schemas and graphs.
+"""Private parts of torch that are used: TorchScript's tracer, schemas and graphs.
 
-JIT graphs are read into plain data; constants, most of a traced graph, are only listed, as each
-access takes time.
+See ``torch_internals.py`` for the others. JIT graphs are read into plain data; constants, most of a
+traced graph, are only listed, because each access takes time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 
 CONSTANTS = frozenset({"prim::Constant", "onnx::Constant"})
 CONTROL_FLOW = frozenset({"onnx::If", "onnx::Loop", "onnx::Scan"})
-# Operations on shapes alone: traced as integers, ONNX's own, and those that fill a tensor as large
-# as another.
+# Operations on shapes alone: traced as integers, ONNX's own, and operations that fill a tensor of
+# the size of another.
 SHAPE_KINDS = frozenset(
     {
         *("aten::size", "aten::dim", "aten::numel", "aten::len", "onnx::Shape", "onnx::Size"),
@@ -32,32 +32,33 @@ _LISTS = {LIST} | frozenset(
 )
 _NUMBER = "prim::NumToTensor"
 _NO_BLOCKS = CONSTANTS | _LISTS | {"prim::GetAttr", _NUMBER}
-_PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # numbers and words: types of attributes
+_PLAIN = frozenset({"i", "is", "f", "fs", "s", "ss"})  # types of attributes: numbers and strings
 _NAME = "onnx_name"
 
 
 @cache
 def usual_name(kind: str) -> str:
-    """The operator that torch puts for one that is another name of it, ``aten::mul`` for ``aten::multiply``.
+    """The operator that torch substitutes for an alias, ``aten::mul`` for ``aten::multiply``.
 
-    It does so at the end of every trace, and whenever it compiles a function; so one is compiled.
+    It does so at the end of every trace, and whenever it compiles a function; therefore a function
+    is compiled here.
     """
     name = kind.removeprefix("aten::")
     if name == kind or not name.isidentifier():
         return kind
     for schema in torch._C._jit_get_schemas_for_operator(kind):
-        types = ", ".join(
-            f"a{k}: {given.type.annotation_str}" for k, given in enumerate(schema.arguments)
-        )
-        given = ", ".join(
-            f"{'' if not a.kwarg_only else a.name + '='}a{k}"
-            for k, a in enumerate(schema.arguments)
-        )
+        parameters = []
+        arguments = []
+        for number, argument in enumerate(schema.arguments):
+            parameters.append(f"a{number}: {argument.type.annotation_str}")
+            keyword = f"{argument.name}=" if argument.kwarg_only else ""
+            arguments.append(f"{keyword}a{number}")
         try:
             unit = torch.jit.CompilationUnit(
-                f"def f({types}):\n    return torch.ops.aten.{name}({given})\n"
+                f"def f({', '.join(parameters)}):\n"
+                f"    return torch.ops.aten.{name}({', '.join(arguments)})\n"
             )
-        except RuntimeError:  # arguments of a type that cannot be written down
+        except RuntimeError:  # arguments of a type without an annotation
             continue
         kinds = {node.kind() for node in unit.f.graph.nodes()} - {"prim::Constant"}
         return kinds.pop() if len(kinds) == 1 else kind
@@ -65,78 +66,84 @@ def usual_name(kind: str) -> str:
 
 
 def tracing_state() -> Any:
-    """The state of the TorchScript trace that runs in this thread; None where none does."""
+    """The state of the running TorchScript trace of this thread; None if there is none."""
     return torch._C._get_tracing_state()
 
 
 def flattened(value: Any) -> list[Any]:
-    """The tensors of arguments or results as the tracer takes them, numbers and flags too; or a `RuntimeError`."""
+    """The tensors of arguments or results as the tracer accepts them, with numbers and flags.
+
+    Raises a `RuntimeError` for other values.
+    """
     tensors, _ = torch._C._jit_flatten(value)
     return list(tensors)
 
 
 def numbers_as_tensors(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as the TorchScript tracer passes them on, or refuses them: numbers and flags are tensors."""
+    """The arguments as the TorchScript tracer passes them on: numbers and flags become tensors.
+
+    Raises a `RuntimeError` for values that the tracer rejects.
+    """
     tensors, structure = torch._C._jit_flatten(arguments)
     changed: tuple[Any, ...] = torch._C._jit_unflatten(tensors, structure)
     return changed
 
 
 def state_names(model: Any) -> frozenset[str]:
-    """Names of the parameters and buffers that a traced graph of this model takes as inputs, shared ones once."""
+    """Names of the parameters and buffers that are inputs of a traced graph, shared ones once."""
     if not isinstance(model, torch.nn.Module):
         return frozenset()
-    # With its tensors as they are: a quantized model holds more than tensors, which cannot be
-    # detached.
+    # ``keep_vars``: a quantized model also has state that is not a tensor and cannot be detached.
     return frozenset(torch.jit._unique_state_dict(model, keep_vars=True))  # type: ignore[attr-defined, no-untyped-call]
 
 
 @cache
 def written(kind: str, count: int) -> int:
-    """Which of its ``count`` arguments an operator changes in place and gives back; -1 for none.
+    """The position of the argument that an operator changes in place and returns; -1 for none.
 
-    Overloads of one name have different counts of arguments where one of them has an ``out``.
+    ``count`` is the number of its arguments: overloads of one name have different numbers if one of
+    them has an ``out``.
     """
     return next((place for place, alias in _aliases(kind, count) if alias.is_write), -1)
 
 
 @cache
 def viewed(kind: str, count: int) -> int:
-    """Of which of its ``count`` arguments an operator may give back a view; -1 for none."""
+    """The position of the argument, of ``count``, that an operator may return a view of; or -1."""
     if kind in ("prim::ListUnpack", "prim::TupleUnpack"):
         return 0
     return next((place for place, alias in _aliases(kind, count) if not alias.is_write), -1)
 
 
 def out_of_place(kind: str) -> str:
-    """The name that torch gives an operator once it changes nothing in place: ``aten::add`` for ``aten::add_``.
+    """The operator that torch substitutes for one in place: ``aten::add`` for ``aten::add_``.
 
-    What ends alike and changes nothing, ``aten::__rshift__``, has one name of this kind everywhere,
-    too.
+    Other operators with such an ending, ``aten::__rshift__``, are renamed consistently, too.
     """
     return kind.removesuffix("_")
 
 
 def _aliases(kind: str, count: int) -> list[tuple[int, Any]]:
-    """The arguments of an operator whose memory what it gives back may have."""
-    return [
-        (place, argument.alias_info)
-        for schema in (
-            torch._C._jit_get_schemas_for_operator(kind) if kind.startswith("aten::") else ()
-        )
-        if len(schema.arguments) == count
-        and any(result.alias_info is not None for result in schema.returns)
-        for place, argument in enumerate(schema.arguments)
-        if argument.alias_info is not None
-    ]
+    """Positions and alias information of arguments whose memory an operator's result may share."""
+    if not kind.startswith("aten::"):
+        return []
+    aliases = []
+    for schema in torch._C._jit_get_schemas_for_operator(kind):
+        returns_alias = any(result.alias_info is not None for result in schema.returns)
+        if len(schema.arguments) != count or not returns_alias:
+            continue
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None:
+                aliases.append((position, argument.alias_info))
+    return aliases
 
 
-# stands for the root in the scopes of ``torch.jit.trace``, which opens no scope for it
+# the name of the root in the scopes of ``torch.jit.trace``, which opens no scope for it
 _TRACED_ROOT = "__module"
 
 
 def scope_names(paths: dict[int, str]) -> dict[str, str]:
-    """Module path → the name that the tracer of the running export gives the module's scope.
+    """Module path → the name of the module's scope in the running trace.
 
     ``paths`` has the paths by ``id(module.__dict__)``.
     """
@@ -146,12 +153,12 @@ def scope_names(paths: dict[int, str]) -> dict[str, str]:
 
 
 def is_listed(module: Any) -> bool:
-    """Whether the tracer of the running export listed a module when it began: only then it opens a scope for it."""
+    """Whether the running tracer listed a module at its start, so that it opens a scope for it."""
     return module in (torch.jit._trace._trace_module_map or {})
 
 
 def next_number() -> int:
-    """A number between those of the values that the running TorchScript trace has made, and those that it will make."""
+    """A number between those of existing and of future values of the running TorchScript trace."""
     value = tracing_state().graph().insertConstant(0)
     number = int(value.unique())
     value.node().destroy()
@@ -159,28 +166,28 @@ def next_number() -> int:
 
 
 def is_script_method(forward: Any) -> bool:
-    """Whether a module's ``forward`` is scripted: then the tracer opens no scope for it."""
+    """Whether a module's ``forward`` is scripted, so that the tracer opens no scope for it."""
     return isinstance(forward, torch._C.ScriptMethod)
 
 
 def traced_number(*tensor: Any) -> int | None:
-    """The number of a tensor in the graph of the TorchScript trace that runs; None for one it does not know.
+    """The number of a tensor in the running TorchScript trace; None for an unknown one.
 
-    The tracer names a value that has no name yet by the variable that holds it in the frame that
-    asks, or in the next one. Here that variable holds a tuple, and in the next frame there is none:
-    values keep the names that torch gives.
+    The tracer names a value that has no name yet by the variable that holds it in the calling
+    frame, or in the next one. Here that variable holds a tuple, and in the next frame there is
+    none: values keep the names that torch gives them.
     """
     try:
         return int(torch._C._get_value_trace(*tensor).unique())  # type: ignore[attr-defined]
     except RuntimeError:
-        # a parameter that is none of the model's: the tracer takes it for no constant
+        # a parameter of another model, which the tracer does not convert to a constant
         return None
 
 
 def is_number(given: Container[int | None], *tensor: Any) -> bool:
-    """Whether a tensor of the TorchScript trace that runs is a number in PyTorch: the trace has tensors in their place.
+    """Whether a tensor of the running TorchScript trace is a number in PyTorch.
 
-    These are sizes, what arithmetic makes of numbers alone, and ``given``: numbers among the
+    These are sizes, results of arithmetic on numbers alone, and ``given``: numbers among the
     model's arguments. The tensor has no name here for the reason in `traced_number`.
     """
     if tensor[0].dim():
@@ -193,14 +200,17 @@ def is_number(given: Container[int | None], *tensor: Any) -> bool:
     while waiting:
         value = waiting.pop()
         node = value.node()
-        if value.unique() in given or value.unique() in seen or node.kind() == _NUMBER:
+        number = value.unique()
+        if number in given or number in seen or node.kind() == _NUMBER:
             continue
-        reads = [each for each in node.inputs() if not _is_constant_number(each)]
-        if not node.kind().startswith("aten::") or not reads or not all(map(_is_tensor, reads)):
-            # a function that makes a tensor of numbers reads them as integers or floats
+        if not node.kind().startswith("aten::"):
             return False
-        seen.add(value.unique())
-        waiting.extend(reads)
+        inputs = [operand for operand in node.inputs() if not _is_constant_number(operand)]
+        # a function that creates a tensor from numbers has integers or floats as inputs
+        if not inputs or not all(map(_is_tensor, inputs)):
+            return False
+        seen.add(number)
+        waiting.extend(inputs)
     return True
 
 
@@ -209,10 +219,10 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _is_constant_number(value: Any) -> bool:
-    """Whether a value is a constant that is no tensor in PyTorch.
+    """Whether a value is a constant that is a number in PyTorch.
 
-    Operators get numbers as tensors that do not count when the type of the result is chosen: 2 +
-    int8 is int8.
+    Operators receive numbers as tensors that do not count when the type of the result is chosen: 2
+    + int8 is int8.
     """
     node = value.node()
     if node.kind() != "prim::Constant":
@@ -229,11 +239,11 @@ def _is_constant_number(value: Any) -> bool:
 
 
 def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Let the second tensor of each pair, computed again, stand for the first in the TorchScript trace that runs.
+    """Substitute the second tensor of each pair for the first in the running TorchScript trace.
 
-    What computed the first ones is removed, unless something else reads it: exporters would merge
-    it with what computes the second ones, and keep the scopes of the first. Pairs are in the order
-    of computation.
+    The second ones are computed again. The nodes of the first ones are removed, unless other nodes
+    read them: exporters would merge them with the nodes of the second ones, and keep the scopes of
+    the first. Pairs are in the order of computation.
     """
     if tracing_state() is None:
         return
@@ -241,14 +251,15 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
 
     def remove(value: Any) -> None:
         node = value.node()
-        outputs, inputs = list(node.outputs()), [(each.unique(), each) for each in node.inputs()]
+        outputs = list(node.outputs())
+        inputs = [(operand.unique(), operand) for operand in node.inputs()]
         if node.kind() == "prim::Param" or any(output.uses() for output in outputs):
             return
         removed.update(output.unique() for output in outputs)
         node.destroy()
-        for number, each in inputs:
+        for number, operand in inputs:
             if number not in removed:
-                remove(each)
+                remove(operand)
 
     value_of = functools.partial(_value_of, torch._C._get_value_trace)  # type: ignore[attr-defined]
     values = [(first, value_of(first), value_of(second)) for first, second in pairs]
@@ -259,7 +270,7 @@ def take_over_trace(pairs: Sequence[tuple[Any, Any]]) -> None:
 
 
 def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
-    """The value of a tensor in the trace, which gets no name from a variable: see `traced_number`."""
+    """The value of a tensor in the trace; it gets no name from a variable: see `traced_number`."""
     return get(*tensor)
 
 
@@ -267,18 +278,17 @@ def _value_of(get: Callable[[Any], Any], *tensor: Any) -> Any:
 
 
 class JitStep(NamedTuple):
-    """One node of a JIT graph at one moment; tensors are named by their numbers in the graph, or by their states."""
+    """One node of a JIT graph at one moment; tensors are numbers in the graph, or their states."""
 
-    # what it does, ``aten::linear``; an operation in place is called as the one that is not:
+    # its operator, ``aten::linear``; one in place has the name of the operator out of place:
     # `out_of_place`
     kind: str
-    inputs: tuple[Any, ...]  # what it reads, what its blocks return included
-    outputs: tuple[Any, ...]  # what it makes
-    # for a node whose one block makes its outputs, the block's; empty for others
+    inputs: tuple[Any, ...]  # its inputs, and the outputs of its blocks
+    outputs: tuple[Any, ...]
+    # for a node whose only block computes its outputs, the block's outputs; empty for others
     returned: tuple[int, ...] = ()
-    writes: int = -1  # which of its inputs it changes in place; -1 for none
-    # Names and values of its attributes. ONNX operators have such; those of ATen have inputs
-    # instead.
+    writes: int = -1  # position of the input that it changes in place; -1 for none
+    # names and values of its attributes, of ONNX operators only: operators of ATen have inputs
     attributes: tuple[tuple[str, Any], ...] = ()
 
 
@@ -286,36 +296,38 @@ class JitStep(NamedTuple):
 class Reading:
     """A JIT graph at one moment."""
 
-    # Its nodes that are no constants, those inside blocks before the node that has the blocks
+    # its nodes without constants, each after the nodes of its blocks
     steps: list[JitStep] = field(default_factory=list)
-    # For each node of the outermost block that is no constant, how many steps it is
+    # for each node of the outermost block, its number of steps
     sizes: list[int] = field(default_factory=list)
-    # numbers of the tensors that constants make, in order
+    # numbers of the constants, in order
     constants: dict[int, None] = field(default_factory=dict)
-    inputs: list[int] = field(default_factory=list)  # numbers of the inputs that the user gives
+    inputs: list[int] = field(default_factory=list)  # numbers of the user's inputs
     parameters: list[int] = field(default_factory=list)  # numbers of the other inputs
-    outputs: list[Any] = field(default_factory=list)  # what it returns, with tuples taken apart
+    outputs: list[Any] = field(default_factory=list)  # its outputs, with tuples unpacked
 
     @property
     def outermost(self) -> list[JitStep]:
-        """The steps of the outermost block, for each of ``sizes`` one."""
+        """The steps of the outermost block, one for each of ``sizes``."""
         return [self.steps[end - 1] for end in itertools.accumulate(self.sizes)]
 
     def paired_with(self, copy: Reading) -> dict[int, int]:
         """Old number → new, for the reading of a copy of this graph that was made node by node."""
-        old, new = ((*each.inputs, *each.parameters, *each.constants) for each in (self, copy))
-        numbers = dict(zip(old, new, strict=True))
+        before = (*self.inputs, *self.parameters, *self.constants)
+        after = (*copy.inputs, *copy.parameters, *copy.constants)
+        numbers = dict(zip(before, after, strict=True))
         for was, now in zip(self.steps, copy.steps, strict=True):
             numbers.update(zip(was.outputs, now.outputs, strict=True))
         return numbers
 
 
 def read(graph: Any, user_inputs: int) -> Reading:
-    """Read a JIT graph whose first ``user_inputs`` inputs are the user's and the others parameters."""
+    """Read a JIT graph; its first ``user_inputs`` inputs are the user's, the others parameters."""
     reading = Reading()
     numbers = [value.unique() for value in graph.inputs()]
-    reading.inputs, reading.parameters = numbers[:user_inputs], numbers[user_inputs:]
-    _read(graph, reading, top=True)
+    reading.inputs = numbers[:user_inputs]
+    reading.parameters = numbers[user_inputs:]
+    _read_block(graph, reading, is_outermost=True)
     tuples = {
         step.outputs[0]: step.inputs
         for step in reading.steps
@@ -331,68 +343,70 @@ def read(graph: Any, user_inputs: int) -> Reading:
     return reading
 
 
-def _read(block: Any, reading: Reading, *, top: bool) -> None:
-    steps, constants = reading.steps, reading.constants
+def _read_block(block: Any, reading: Reading, *, is_outermost: bool) -> None:
     for node in block.nodes():
         kind = node.kind()
         if kind in CONSTANTS:
-            constants[node.output().unique()] = None
+            reading.constants[node.output().unique()] = None
             continue
+        before = len(reading.steps)
         outputs = numbers_of_outputs(node)
-        before = len(steps)
-        reads = numbers_of_inputs(node)
+        inputs = numbers_of_inputs(node)
         returned: list[int] = []
         if may_have_blocks(kind):
             for inner in node.blocks():
-                _read(inner, reading, top=False)
+                _read_block(inner, reading, is_outermost=False)
                 returned.extend(value.unique() for value in inner.outputs())
-        one_to_one = tuple(returned) if len(returned) == len(outputs) else ()
-        changed = written(kind, len(reads))
-        steps.append(
+        reading.steps.append(
             JitStep(
                 out_of_place(kind),
-                (*reads, *returned),
+                (*inputs, *returned),
                 outputs,
-                one_to_one,
-                changed,
-                attributes_of(node, kind),
+                returned=tuple(returned) if len(returned) == len(outputs) else (),
+                writes=written(kind, len(inputs)),
+                attributes=attributes_of(node, kind),
             )
         )
-        if top:
-            reading.sizes.append(len(steps) - before)
+        if is_outermost:
+            reading.sizes.append(len(reading.steps) - before)
 
 
 def attributes_of(node: Any, kind: str) -> tuple[tuple[str, Any], ...]:
-    """The attributes of an ONNX node that say what it does; not its name, which torch keeps in one too."""
+    """The attributes of an ONNX node with plain values, without its name, which is one, too."""
     if not kind.startswith("onnx::") or not node.hasAttributes():
         return ()
-    types = [(name, node.kindOf(name)) for name in node.attributeNames() if name != _NAME]
-    return tuple([(name, _plain(getattr(node, of)(name))) for name, of in types if of in _PLAIN])
+    attributes = []
+    for name in node.attributeNames():
+        attribute_type = node.kindOf(name) if name != _NAME else ""
+        if attribute_type in _PLAIN:
+            # the method that reads an attribute is named after its type
+            attributes.append((name, _hashable(getattr(node, attribute_type)(name))))
+    return tuple(attributes)
 
 
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    return value
 
 
 def numbers_of_inputs(node: Any) -> tuple[int, ...]:
-    """The numbers of what a node reads."""
+    """The numbers of a node's inputs."""
     return tuple([node.inputsAt(place).unique() for place in range(node.inputsSize())])
 
 
 def numbers_of_outputs(node: Any) -> tuple[int, ...]:
-    """The numbers of what a node makes."""
-    # By index: the bindings make a new iterator type for each list, at thirty times the cost of one
-    # access.
+    """The numbers of a node's outputs."""
+    # By index: the bindings create a new iterator type for each list, at thirty times the cost of
+    # one access.
     count = node.outputsSize()
-    return (
-        (node.output().unique(),)
-        if count == 1
-        else tuple([node.outputsAt(k).unique() for k in range(count)])
-    )
+    if count == 1:
+        return (node.output().unique(),)
+    return tuple([node.outputsAt(position).unique() for position in range(count)])
 
 
 def nodes_of(block: Any) -> Iterator[Any]:
-    """Every node of a graph or block, those inside its blocks before the node."""
+    """Every node of a graph or block, each after the nodes of its blocks."""
     for node in block.nodes():
         for inner in node.blocks() if may_have_blocks(node.kind()) else ():
             yield from nodes_of(inner)
@@ -401,5 +415,5 @@ def nodes_of(block: Any) -> Iterator[Any]:
 
 @cache
 def may_have_blocks(kind: str) -> bool:
-    """Whether nodes of a kind can have blocks: those of ATen cannot, and of ONNX only control flow can."""
+    """Whether nodes of a kind can have blocks: of ATen none, and of ONNX only control flow."""
     return kind in CONTROL_FLOW or not (kind in _NO_BLOCKS or kind.startswith(("aten::", "onnx::")))

@@ -1,4 +1,4 @@
-"""Wrappers that tell a running capture what torch's TorchScript exporter does; `patches` says where each one goes."""
+"""Wrappers that report torch's TorchScript export to the running capture; see `patches`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from htp_export.exporter.capture import torchscript_internals
 from htp_export.exporter.capture.calls import CallTensors
 from htp_export.exporter.capture.patching import replacing
 from htp_export.exporter.capture.running import script_capture, wanted
-from htp_export.exporter.capture.saving import KeptWeights, kept_weights, stand_ins, write
+from htp_export.exporter.capture.saving import KeptWeights, empty_weights, kept_weights, write
 
 
 def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Hand an export over to the exporter that was asked for tags in this thread."""
+    """Pass an export to the exporter that adds tags in this thread, if there is one."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -24,17 +24,18 @@ def script_export(original: Callable[..., Any]) -> Callable[..., Any]:
         if active is None or script_capture.get() is not None:
             return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs).arguments
-        run, named = functools.partial(original, *args, **kwargs), bool(bound.get("input_names"))
+        run = functools.partial(original, *args, **kwargs)
+        named = bool(bound.get("input_names"))
         return active.torchscript(run, bound["model"], bound["args"], named)
 
     return wrapper
 
 
 def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Run ``forward`` while a trace is made, as the method does whose place it takes in the call stack, too.
+    """Observe a module's ``forward`` during a trace, in the frame of the replaced method.
 
-    The tracer walks the stack for every operation, so that a frame more for every module costs a
-    tenth of the export, and names values by the names that it finds there.
+    The tracer walks the stack for every operation, so one more frame for every module would cost a
+    tenth of the export. It also names values by the names that it finds in the frames.
     """
 
     @functools.wraps(original)
@@ -44,23 +45,28 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *input, **kwargs)
         tracing_state = torchscript_internals.tracing_state()
         name = capture.step(
-            "noting that a module is called", capture.trace.enter, self, tracing_state
+            "recording that a module is called", capture.trace.enter, self, tracing_state
         )
-        if name is None and capture.fault is None:  # none of the model's modules
+        if name is None and capture.fault is None:  # not a module of the model
             return original(self, *input, **kwargs)
         root = None if capture.root.runs else capture.root.call
         if root is not None:
             input, kwargs = root.arguments(input)
-        capture.root.runs, waits = True, False
+        waits_for_hooks = False
+        capture.root.runs = True
         try:
             if name is None:
                 result = original(self, *input, **kwargs)
             else:
                 given = capture.step(
-                    "noting what a module is given", CallTensors.given, self.forward, input, kwargs
+                    "recording the arguments of a module",
+                    CallTensors.given,
+                    self.forward,
+                    input,
+                    kwargs,
                 )
                 if root is not None:
-                    capture.step("noting which arguments are numbers", capture.called, root, input)
+                    capture.step("finding which arguments are numbers", capture.called, root, input)
                 if name:
                     tracing_state.push_scope(name)
                 try:
@@ -68,26 +74,23 @@ def slow_forward(original: Callable[..., Any]) -> Callable[..., Any]:
                 finally:
                     if name:
                         tracing_state.pop_scope()
-                arguments = (
-                    self,
-                    tracing_state,
-                    given,
-                    result,
-                    None if root is None else root.result,
-                )
-                waits = bool(
-                    capture.step("noting that a module returns", capture.returns, *arguments)
+                convert = None if root is None else root.result
+                arguments = (self, tracing_state, given, result, convert)
+                waits_for_hooks = bool(
+                    capture.step("recording that a module returns", capture.returns, *arguments)
                 )
         finally:
             capture.root.runs = root is None
-        return result if root is None or waits else root.result(result)
+        if root is None or waits_for_hooks:
+            return result
+        return root.result(result)
 
     return wrapper
 
 
 @replacing
 def traced(original: Callable[..., Any], model: Any, args: Any) -> Any:
-    """Trace the model with the call that was chosen, and note the graph."""
+    """Trace the model with the call that `RootCalls` chooses, and record the graph."""
     capture = script_capture.get()
     if capture is None:
         return original(model, args)
@@ -106,7 +109,7 @@ def serialize(
     defer: bool,
     *rest: Any,
 ) -> Any:
-    """Leave the weights out of the bytes that torch makes: they are put in when the file is written."""
+    """Omit the weights from the bytes that torch serializes; they are added to the file later."""
     capture = script_capture.get()
 
     def plain() -> Any:
@@ -114,7 +117,9 @@ def serialize(
 
     empty = None
     if capture is not None and not defer:
-        empty = capture.step("looking for weights to leave out of the bytes", stand_ins, weights)
+        empty = capture.step(
+            "looking for weights to leave out of the bytes", empty_weights, weights
+        )
     if capture is None or not empty:
         return plain()
     try:
@@ -122,8 +127,8 @@ def serialize(
             graph, {**weights, **empty}, opset, axes, True, *rest
         )
     except RuntimeError:
-        # What cannot be done so is done as torch does it, and fails as it does there: above 2 GB,
-        # weights go into files of their own.
+        # If this fails, torch's own way is taken, with its own errors: above 2 GB, weights are
+        # written to separate files.
         return plain()
     kept = capture.step("keeping the weights for the file", kept_weights, weights, empty, copied)
     if kept is None:
@@ -133,8 +138,12 @@ def serialize(
 
 
 @replacing
-def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opsets: Any) -> Any:
-    """Add torch's functions to the bytes with all weights, too, should these be needed."""
+def add_functions(
+    original: Callable[..., Any],
+    model_bytes: bytes,
+    custom_opsets: Any,
+) -> Any:
+    """Add torch's functions also to the bytes with all weights, in case they are needed."""
     capture = script_capture.get()
     if capture is not None and (kept := capture.kept) is not None:
         without_functions = kept.whole
@@ -143,8 +152,13 @@ def add_functions(original: Callable[..., Any], model_bytes: bytes, custom_opset
 
 
 @replacing
-def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export_map: Any) -> Any:
-    """Write the file with tags; without, as torch makes it, where the capture failed and that is allowed."""
+def export_file(
+    original: Callable[..., Any],
+    model_bytes: bytes,
+    f: Any,
+    export_map: Any,
+) -> Any:
+    """Write the file with tags; without tags, if the capture failed and is not strict."""
     capture = script_capture.get()
     if capture is None:
         return original(model_bytes, f, export_map)
@@ -155,7 +169,7 @@ def export_file(original: Callable[..., Any], model_bytes: bytes, f: Any, export
     return write(f, chunks)
 
 
-# Passes that make new initializers
+# passes that create new initializers
 _FOLDING = frozenset(
     f"_jit_pass_onnx_{name}"
     for name in ("eval_peephole", "constant_fold", "deduplicate_initializers")
@@ -163,14 +177,16 @@ _FOLDING = frozenset(
 
 
 class ScriptPasses:
-    """``torch._C`` as the TorchScript exporter sees it, with some of its passes watched."""
+    """``torch._C`` for the TorchScript exporter, with some of its passes observed."""
 
     def __init__(self, passes: Any) -> None:
         self._passes = passes
 
     def __getattr__(self, name: str) -> Any:
         wanted_pass = getattr(self._passes, name)
-        return functools.partial(_folding, wanted_pass) if name in _FOLDING else wanted_pass
+        if name in _FOLDING:
+            return functools.partial(_folding, wanted_pass)
+        return wanted_pass
 
     def _jit_pass_onnx(self, graph: Any, *args: Any) -> Any:
         capture = script_capture.get()
@@ -203,7 +219,7 @@ class ScriptPasses:
 
 
 def _folding(run: Callable[..., Any], graph: Any, parameters: Any, *rest: Any) -> Any:
-    """Run a pass that makes new initializers; note the graph before the first one."""
+    """Run a pass that creates initializers; the graph is recorded before the first one."""
     capture = script_capture.get()
     if capture is not None:
         capture.step(
