@@ -1,4 +1,4 @@
-"""Operators that pick, cut or put together parts of tensors."""
+"""Operators that index, slice, split or concatenate tensors."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from htp_export.shapes.sizes import Dim, Size, divide, is_natural, not_negative,
 def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
     shapes = [shape_of(node, known, place) for place in range(len(node.inputs))]
     axis = normalized(node.attributes["axis"].as_int(), len(shapes[0]))
-    result: list[Dim | None] = [
-        next((shape[k] for shape in shapes if isinstance(shape[k], int)), shapes[0][k])
-        for k in range(len(shapes[0]))
-    ]
+    result: list[Dim | None] = []
+    for index, first_dim in enumerate(shapes[0]):
+        # Off the axis, all inputs agree: a number is more precise than a name.
+        numbers = (shape[index] for shape in shapes if isinstance(shape[index], int))
+        result.append(next(numbers, first_dim))
     result[axis] = sum(shape[axis] for shape in shapes)
     return [result]
 
@@ -31,12 +32,10 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
         total = shape[axis]
-        sizes = (
-            [None] * count
-            if len(node.inputs) > 1 or not isinstance(total, int) or total % count
-            else None
-        )
-        sizes = sizes or [divide(total, count)] * count
+        is_even = isinstance(total, int) and total % count == 0
+        sizes = [divide(total, count)] * count if is_even and len(node.inputs) < 2 else None
+    if sizes is None:
+        sizes = [None] * count
     return [[*shape[:axis], size, *shape[axis + 1 :]] for size in sizes]
 
 
@@ -59,7 +58,7 @@ def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 
 def sliced_axes(node: Operation, known: Known) -> list[int] | None:
-    """The axes that a ``Slice`` cuts, counted from the front; None where they are not known."""
+    """The axes that a ``Slice`` cuts, counted from the front; None if they are not constant."""
     axes, rank = axes_of(node, known, place=3), known.rank(node.inputs[0])
     if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
         starts = known.shape(node.inputs[1])
@@ -69,12 +68,10 @@ def sliced_axes(node: Operation, known: Known) -> list[int] | None:
 
 
 def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int]] | None:
-    """Axis that a ``Slice`` cuts → start, end and step, as they are written; None where they are not constant."""
-    axes, starts, ends = (
-        sliced_axes(node, known),
-        axes_of(node, known, "starts", 1),
-        axes_of(node, known, "ends", 2),
-    )
+    """Sliced axis → start, end and step of the node; None if they are not constant."""
+    axes = sliced_axes(node, known)
+    starts = axes_of(node, known, "starts", 1)
+    ends = axes_of(node, known, "ends", 2)
     steps = axes_of(node, known, "steps", 4)
     if axes is None or starts is None or ends is None or (steps is None and any(node.inputs[4:5])):
         return None
@@ -82,7 +79,7 @@ def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int
 
 
 def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
-    """How many elements a slice of one axis takes; None where that depends on sizes that are not known."""
+    """The length of a slice along one axis; None if it depends on unknown sizes."""
     if step == 1:
         first, last = _clamped(start, dim), _clamped(end, dim)
         if first is None or last is None:
@@ -94,9 +91,9 @@ def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
 
 
 def _clamped(bound: Dim, dim: Dim) -> Dim | None:
-    """A bound of a slice, counted from the front and not past the end."""
+    """A bound of a slice, counted from the front and limited to the dimension."""
     if isinstance(bound, int):
-        if bound >= 2**31 - 1:
+        if bound >= 2**31 - 1:  # exporters write the largest integer for "to the end"
             return dim
         if bound < 0:
             bound = dim + bound
@@ -121,9 +118,8 @@ def _gathered_contents(node: Operation, known: Known) -> Contents | None:
     contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
-    return np.asarray(
-        np.take(contents, places.astype(np.int64), node.attributes.get_int("axis", 0)), dtype=object
-    )
+    axis = node.attributes.get_int("axis", 0)
+    return np.asarray(np.take(contents, places.astype(np.int64), axis), dtype=object)
 
 
 @content_rule("Slice")

@@ -1,8 +1,8 @@
-"""ONNX Runtime's own operators (domain ``com.microsoft``), of which ONNX has no schemas.
+"""ONNX Runtime's operators (domain ``com.microsoft``), which have no schemas in ONNX.
 
-Source: ONNX Runtime's ``docs/ContribOperators.md``. What is not here keeps the shape that the file
-says. Those that compute an operator of ONNX with something added have the rule of that operator:
-``FusedConv`` is with ``Conv``.
+Source: ONNX Runtime's ``docs/ContribOperators.md``. The output of an operator that is not listed
+keeps the shape in the file. An operator that extends one of ONNX shares its rule: ``FusedConv`` is
+registered with ``Conv``.
 """
 
 from __future__ import annotations
@@ -45,13 +45,16 @@ _OTHERS = (
 
 
 shape_rule(*_LIKE_FIRST, domain=_DOMAIN)(like_first)
-shape_rule("SimplifiedLayerNormalization")(like_first)  # ONNX Runtime has it in the domain of ONNX
+# ONNX Runtime registers this operator in ONNX's domain.
+shape_rule("SimplifiedLayerNormalization")(like_first)
 
 
 def _product(right: int) -> Rule:
+    """The rule of a matrix product whose second factor is the input with index ``right``."""
+
     def rule(node: Operation, known: Known) -> Sequence[Dims | None]:
         a, b = (list(shape_of(node, known, place)) for place in (0, right))
-        if node.attributes.get_int("transBatchA", 0):  # the rows stand before the batch
+        if node.attributes.get_int("transBatchA", 0):  # the rows precede the batch
             a = [*a[1:-1], a[0], a[-1]]
         if node.attributes.get_int("transBatchB", 0):
             b = [*b[1:-1], b[0], b[-1]]
@@ -78,7 +81,7 @@ def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("GatherBlockQuantized", domain=_DOMAIN)
 def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
     data, indices = (list(shape_of(node, known, place)) for place in (0, 1))
-    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # it holds several values in a byte
+    if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # a byte holds several values
         data[-1] *= 8 // node.attributes.get_int("bits", 4)
     axis = node.attributes.get_int("gather_axis", 0) % len(data)
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
@@ -94,29 +97,33 @@ def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("MultiHeadAttention", domain=_DOMAIN)
 def _multi_head(node: Operation, known: Known) -> Sequence[Dims | None]:
     query = shape_of(node, known)
-    if len(query) == 5:  # packed: batch, length, heads, 3, size of a head
+    if len(query) == 5:  # packed: batch, length, heads, 3, head size
         return [[*query[:2], query[2] * query[4]]]
     values = known.shape(node.inputs[2]) if len(node.inputs) > 2 else None
-    if values is not None:
-        return [[*query[:2], values[2] if len(values) == 3 else values[1] * values[3]]]
-    return [query]
+    if values is None:
+        return [query]
+    width = values[2] if len(values) == 3 else values[1] * values[3]
+    return [[*query[:2], width]]
 
 
 @shape_rule("GroupQueryAttention", domain=_DOMAIN)
 def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
     batch, length, width = shape_of(node, known)
-    if node.inputs[1] is None:  # query, key and value in one
-        heads, shared = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+    if node.inputs[1] is None:  # query, key and value are packed into one input
+        heads = node.attributes.get_int("num_heads", 0)
+        shared = node.attributes.get_int("kv_num_heads", 0)
         width = divide(width, heads + 2 * shared) * heads
-    past = (
-        known.shape(node.inputs[3]) if len(node.inputs) > 6 and node.inputs[3] is not None else None
-    )
-    total = known.contents(node.inputs[6]) if past is not None else None
-    if past is None or total is None or total.size != 1:
-        return [[batch, length, width]]
-    # of a buffer that past and present share: what is used of it
+    output = [batch, length, width]
+    has_past = len(node.inputs) > 6 and node.inputs[3] is not None
+    past = known.shape(node.inputs[3]) if has_past else None
+    if past is None:
+        return [output]
+    total = known.contents(node.inputs[6])
+    if total is None or total.size != 1:
+        return [output]
+    # Past and present may share a buffer: the present has the length that is in use.
     present = [*past[:2], total.item(), past[3]]
-    return [[batch, length, width], present, present]
+    return [output, present, present]
 
 
 @shape_rule("EmbedLayerNormalization", domain=_DOMAIN)
