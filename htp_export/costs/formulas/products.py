@@ -6,7 +6,9 @@ data.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 
 from htp_export.costs.execution import RunStep, UnknownShapeError
 from htp_export.costs.work import Formula, Formulas, Work
@@ -22,7 +24,7 @@ def _matmul(step: RunStep) -> Work:
 
 
 def matmul_with_bias(bias: int, after: int = 0) -> Formula:
-    """A product, a bias where there is one, and ``after`` operations on each element of the output."""
+    """A product, an optional bias, and ``after`` operations for each output element."""
 
     def formula(step: RunStep) -> Work:
         added = 1 if step.input(bias) is not None else 0
@@ -38,19 +40,19 @@ def _gemm(step: RunStep) -> Work:
 
 
 def _einsum(step: RunStep) -> Work:
-    """Operands are taken from left to right; what no later one needs is summed as soon as it can be.
+    """Multiply operands from left to right, and sum over an index as soon as no later one needs it.
 
-    Where a pair has an index to sum over, it is a product of matrices; where it has none, an
-    elementwise one.
+    A pair with an index to sum over is a matrix product; a pair without is an elementwise one.
     """
     operands, output = _einsum_terms(step)
     sizes: dict[str, int] = {}
-    for term, position in zip(operands, range(len(operands)), strict=True):
+    for position, term in enumerate(operands):
         for index, size in zip(term, step.shape(position), strict=True):
             sizes[index] = max(size, sizes.get(index, 1))
     if len(operands) == 1:
-        summed = set(operands[0]) - set(output)
-        return Work(0, math.prod(sizes[i] for i in set(operands[0])) if summed else 0)
+        is_summed = bool(set(operands[0]) - set(output))
+        elements = math.prod(sizes[index] for index in set(operands[0]))
+        return Work(0, elements if is_summed else 0)
     macs = elementwise = 0
     left = set(operands[0])
     for position in range(1, len(operands)):
@@ -66,7 +68,7 @@ def _einsum(step: RunStep) -> Work:
 
 
 def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The indices of each operand and of the output; those that ``...`` stands for are numbered from the right."""
+    """The indices of each operand and of the output; ``...`` stands for numbers, from the right."""
     equation = step.text("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -84,14 +86,14 @@ def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]
     hidden = max((sum(index.isdecimal() for index in operand) for operand in operands), default=0)
     if arrow:
         return operands, indices(right, hidden + len(right.replace("...", "")))
-    letters = [index for operand in operands for index in operand]
-    return operands, tuple(
-        index for index in dict.fromkeys(letters) if index.isdecimal() or letters.count(index) == 1
-    )
+    # Without an output term, indices that occur once are kept.
+    occurrences = Counter(itertools.chain.from_iterable(operands))
+    kept = [index for index, count in occurrences.items() if index.isdecimal() or count == 1]
+    return operands, tuple(kept)
 
 
 def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
-    """Each element of the output is a sum over the filter and the input channels of its group."""
+    """Each output element is a sum over the filter and the input channels of its group."""
 
     def formula(step: RunStep) -> Work:
         filters = step.shape(weight)
@@ -112,7 +114,7 @@ def _causal_conv(step: RunStep) -> Work:
 
 
 def _deform_conv(step: RunStep) -> Work:
-    """A convolution whose inputs are interpolated between four neighbours: 7 operations each, and the mask."""
+    """A convolution of inputs between four neighbours: 7 operations each, and a mask."""
     filters, output = step.shape(1), step.output_shape()
     work = _conv(1, 3)(step)
     sampled = output[0] * math.prod(output[2:]) * math.prod(filters[2:]) * step.shape(0)[1]
@@ -120,13 +122,13 @@ def _deform_conv(step: RunStep) -> Work:
 
 
 def _conv_transpose(step: RunStep) -> Work:
-    """Each element of the input is multiplied with the filters of its group."""
+    """Each input element is multiplied with the filters of its group."""
     added = 1 if step.input(2) is not None else 0
     return Work(math.prod(step.shape(0)) * math.prod(step.shape(1)[1:]), added * _outputs(step))
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """At every step: the products, then each gate's three additions and activation, then the update."""
+    """For each step: the products; three additions and an activation for each gate; the update."""
 
     def formula(step: RunStep) -> Work:
         x, state = step.shape(0), step.shape(2)

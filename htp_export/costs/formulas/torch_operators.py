@@ -1,7 +1,6 @@
-"""Work of torch's own operators, in graphs that are no ONNX files: the numbers of ONNX's operators, by other names.
+"""Work of torch operators, in graphs that are not ONNX files: the numbers of ONNX's counterparts.
 
-Tensors stand in the order of the operators' schemas, without gaps for arguments that are no
-tensors.
+Input tensors have the order of the operators' schemas, without gaps for other arguments.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def _convolution(step: RunStep) -> Work:
 
 
 def _attention(step: RunStep) -> Work:
-    """Scores, and the context: for each query, all keys, whatever the mask says."""
+    """Scores and context: every query with all keys, whatever the mask is."""
     query, key, value = step.shape(0), step.shape(1), step.shape(2)
     scores = math.prod(query[:-1]) * key[-2]
     masked = step.input(3) is not None or step.integer("is_causal")
@@ -53,15 +52,14 @@ def _attention(step: RunStep) -> Work:
 
 
 def _recurrent(gates: int, update: int) -> Formula:
-    """A recurrent layer of any depth: the sequence, states of 3 dimensions, and matrices and biases of each layer."""
+    """A recurrent layer of any depth: the sequence, states of rank 3, matrices and biases."""
 
     def formula(step: RunStep) -> Work:
         runs = math.prod(step.shape(0)[:-1])
-        matrices = [
-            step.shape(k)
-            for k, each in enumerate(step.inputs)
-            if k and each and len(each.shape or ()) == 2
-        ]
+        matrices = []
+        for k, tensor in enumerate(step.inputs):
+            if k and tensor and len(tensor.shape or ()) == 2:
+                matrices.append(step.shape(k))
         hidden = sum(matrix[0] // gates for matrix in matrices[1::2])
         return Work(runs * sum(map(math.prod, matrices)), runs * hidden * (gates * 4 + update))
 
@@ -87,16 +85,13 @@ def _pool(step: RunStep) -> Work:
 
 
 def _sort(step: RunStep) -> Work:
-    """``n * ceil(log2(n))`` comparisons along a dimension; for ``topk``, those with a heap of the k largest."""
+    """``n * ceil(log2(n))`` comparisons along a dimension; ``topk`` uses a heap."""
     shape = step.shape(0)
-    along = step.integer("dim", -1)
-    count = (
-        step.output_shape()[along] + 1
-        if step.node.op_type == "topk"
-        else shape[along]
-        if shape
-        else 1
-    )
+    dim = step.integer("dim", -1)
+    if step.node.op_type == "topk":
+        count = step.output_shape()[dim] + 1
+    else:
+        count = shape[dim] if shape else 1
     return Work(0, math.prod(shape) * halvings(count))
 
 
@@ -106,26 +101,24 @@ def _clamp(step: RunStep) -> Work:
 
 
 def _each_summand(step: RunStep) -> Work:
-    """``add`` and ``sub`` with a factor, ``addcmul``: an operation for each tensor, and for the factor."""
+    """``add``, ``sub``, ``addcmul``: one operation for each tensor, and one for the factor."""
     return per_output(1 + ("alpha" in step.attributes))(step)
 
 
 def _norm(count: int) -> Formula:
-    """So many operations for each element, one for the scale, and one for the bias, where they are given."""
+    """A number of operations for each element, and one each for scale and bias, if present."""
     return lambda step: per_input(
         count + (step.input(1) is not None) + (step.input(2) is not None)
     )(step)
 
 
 def _reduces(step: RunStep) -> Work:
-    """``scatter`` copies, unless it adds up: then one operation for each update."""
+    """``scatter`` copies; with a reduction, each update is one operation."""
     updates = step.inputs[-1]
     adds = step.integer("accumulate") or "add" in step.node.op_type or "reduce" in step.node.op_type
-    return (
-        Work(0, math.prod(updates.shape))
-        if adds and updates is not None and updates.shape
-        else NOTHING
-    )
+    if not adds or updates is None or not updates.shape:
+        return NOTHING
+    return Work(0, math.prod(updates.shape))
 
 
 _ONE = names("""
