@@ -138,8 +138,8 @@ class RunStep:
 class Run:
     """One run of a model: its nodes in order, with the nodes of functions in place of calls.
 
-    ``sizes`` maps open dimensions to the sizes that were used, ``notes`` lists the assumed ones, and
-    ``unknown`` names the first tensor of unknown shape.
+    ``sizes`` maps open dimensions to the sizes that were used, ``notes`` lists the assumed ones,
+    and ``unknown`` names the first tensor of unknown shape.
     """
 
     steps: Sequence[RunStep]

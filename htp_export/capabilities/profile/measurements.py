@@ -41,8 +41,8 @@ class Kernel:
 class Entry:
     """An entry of an engine's profile before its owners are known, with its original nodes.
 
-    It has none if its name refers to none: the engine inserted it, or lost the names. ``inputs`` and
-    ``outputs`` are names of tensors in the engine's graph.
+    It has none if its name refers to none: the engine inserted it, or lost the names. ``inputs``
+    and ``outputs`` are names of tensors in the engine's graph.
     """
 
     kernel: Kernel
@@ -221,7 +221,7 @@ class ProfileEngine(Protocol):
 
 
 def consistent(measure: Callable[[], Measurement]) -> Measurement:
-    """Measure up to three times until the times are consistent; otherwise add a note to the best."""
+    """Measure up to three times until the times are consistent; else add a note to the best."""
     measured: list[Measurement] = []
     while len(measured) < _ATTEMPTS:
         measured.append(measure())

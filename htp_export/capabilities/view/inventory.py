@@ -136,8 +136,8 @@ class TensorEntry:
 class NodeEntry:
     """One node, with the tags in its file; ``""`` if they are absent.
 
-    ``module`` is the owner, or the deepest common ancestor of all owners. ``inputs`` are followed by
-    the outputs of subgraphs. ``parameters`` counts the elements of the weights that it uses.
+    ``module`` is the owner, or the deepest common ancestor of all owners. ``inputs`` are followed
+    by the outputs of subgraphs. ``parameters`` counts the elements of the weights that it uses.
     """
 
     name: str
