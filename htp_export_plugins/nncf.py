@@ -100,7 +100,9 @@ class Activations(Static):
         return self.scales_along(channel_axis(node), constant_of(node.inputs[place]))
 
     def quantize(self, part: Submodel, work: Work) -> Made:
-        precision, metric, control = self.precision, None, work.validation
+        precision = self.precision
+        metric = None
+        control = work.validation
         with work.runs(part) as read:
             runs = list(read)
         if control is not None and precision.max_drop is not None:
@@ -120,7 +122,8 @@ class Activations(Static):
             if wide.intersection(_names(node.inputs, node.outputs))
         ]
         arguments = _quantize_arguments(precision, ignored, len(runs))
-        data, parameters = _nncf().Dataset(list(runs)), _parameters(precision)
+        data = _nncf().Dataset(list(runs))
+        parameters = _parameters(precision)
         with _calling_nncf(precision):
             if metric is None:
                 made = _nncf().quantize(original, data, advanced_parameters=parameters, **arguments)
@@ -179,7 +182,8 @@ class Weights(Method):
         tables do not load. In 8 bits, it compresses convolutions and tables, too.
         """
         _nncf()
-        bits, size = self.precision.bits, self.precision.block_size
+        bits = self.precision.bits
+        size = self.precision.block_size
         if node.domain or subgraphs(node):
             return False
         if node.op_type in ("MatMul", "Gemm"):
@@ -199,7 +203,8 @@ class Weights(Method):
     ) -> int | None:
         if place != weight_place(node):
             return None
-        shape, symmetric = [int(size) for size in tensor.shape.numpy()], self.precision.symmetric
+        shape = [int(size) for size in tensor.shape.numpy()]
+        symmetric = self.precision.symmetric
         elements = math.prod(shape)
         if self.precision.bits == 8:
             axes = weight_axes(node, 1)  # a table has a scale for each row
@@ -238,7 +243,8 @@ class Weights(Method):
         return Made(model, dict.fromkeys(left, "NNCF leaves them"))
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
-        nncf, precision = _nncf(), self.precision
+        nncf = _nncf()
+        precision = self.precision
         kind = "SYM" if precision.symmetric else "ASYM"
         mode = getattr(nncf.CompressWeightsMode, f"INT{precision.bits}_{kind}")
         if precision.bits == 8:
@@ -280,7 +286,8 @@ def _controlled(
 
     The validation data is one sample, because a metric need not be defined for single samples.
     """
-    nncf, advanced = _nncf(), _nncf("quantization.advanced_parameters")
+    nncf = _nncf()
+    advanced = _nncf("quantization.advanced_parameters")
 
     def validate(candidate: onnx.ModelProto, samples: Iterable[Any]) -> tuple[float, list[float]]:
         number = metric(candidate)
@@ -307,7 +314,8 @@ def _parameters(precision: Precision) -> Any:
 
     Ranges are those of all values, not the means of the runs' ranges.
     """
-    advanced, overflow = _nncf("quantization.advanced_parameters"), "DISABLE"
+    advanced = _nncf("quantization.advanced_parameters")
+    overflow = "DISABLE"
     if precision.reduce_range:
         overflow = "ENABLE"
     estimators = _nncf("quantization.range_estimator").RangeEstimatorParametersSet
@@ -400,7 +408,8 @@ def _is_wide(array: Array) -> bool:
 def _left(part: Submodel, made: ir.Model, ignored: Collection[str]) -> list[str]:
     """The nodes of a part without quantized inputs, except after quantized ones, like biases."""
     names = {node.name for node in part.model.graph}
-    quantized, left = set[ir.Node](), list[str]()
+    quantized = set[ir.Node]()
+    left = list[str]()
     for node in made.graph:
         if node.name not in names:
             continue
@@ -429,25 +438,28 @@ def _scaled_before(
     Only nodes whose result has no other consumer, and which have the same precision in the plan
     (``allowed``).
     """
-
-    def is_scalable(node: ir.Node) -> bool:
-        if node.graph is not nodes[0].graph or allowed.get(node) != precision:
-            return False
-        # NNCF would compress weights of the first, too.
-        if node.op_type in _WEIGHTED or subgraphs(node) or len(node.outputs) != 1:
-            return False
-        return len(node.outputs[0].uses()) == 1 and not node.outputs[0].is_graph_output()
-
     group = dict.fromkeys(nodes)
     edge = [node.inputs[0] for node in nodes]
     for _ in range(_SCALED_NODES):
         producers = dict.fromkeys(value.producer() for value in edge if value is not None)
         candidates = [node for node in producers if node is not None and node not in group]
-        new = list(filter(is_scalable, candidates))
+        new = []
+        for node in candidates:
+            is_near = node.graph is nodes[0].graph and allowed.get(node) == precision
+            if is_near and _has_single_consumer(node):
+                new.append(node)
         group.update(dict.fromkeys(new))
         edge = [value for node in new for value in node.inputs]
     order = {node: index for index, node in enumerate(nodes[0].graph or ())}
     return sorted(group, key=order.__getitem__)
+
+
+def _has_single_consumer(node: ir.Node) -> bool:
+    """Whether a node without weights has one output with one consumer, which may be scaled."""
+    # NNCF would compress weights of the node, too.
+    if node.op_type in _WEIGHTED or subgraphs(node) or len(node.outputs) != 1:
+        return False
+    return len(node.outputs[0].uses()) == 1 and not node.outputs[0].is_graph_output()
 
 
 def _repair(made: onnx.ModelProto) -> None:
@@ -467,13 +479,14 @@ def _repair(made: onnx.ModelProto) -> None:
             _pack(inputs[3], sizes)
         elif node.op_type == "DequantizeLinear" and not sizes.get("block_size"):
             for tensor in inputs[1:]:
-                if tensor is not None:
-                    _flatten_vector(tensor)
+                _flatten_vector(tensor)
 
 
-def _flatten_vector(tensor: onnx.TensorProto) -> None:
+def _flatten_vector(tensor: onnx.TensorProto | None) -> None:
     """Remove dimensions of size 1 from a tensor with a single other dimension."""
-    if len(tensor.dims) > 1 and max(tensor.dims) == math.prod(tensor.dims):
+    if tensor is None or len(tensor.dims) < 2:
+        return
+    if max(tensor.dims) == math.prod(tensor.dims):
         tensor.dims[:] = [max(tensor.dims)]
 
 

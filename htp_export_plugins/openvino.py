@@ -46,7 +46,7 @@ def measure(
     options: Mapping[str, Any],
     folder: Path,
 ) -> Measurement:
-    """Run a model without functions on OpenVINO's CPU device, with performance counters and without.
+    """Run a model without functions on OpenVINO's CPU device, with counters and without.
 
     ``options`` are properties as for ``openvino.Core.compile_model``. The model is written to
     ``folder`` if OpenVINO cannot read it from memory.
@@ -77,7 +77,8 @@ class _Session:
             raise InputError(
                 "engine 'openvino' needs OpenVINO; install it with: pip install 'htp-export[openvino]'"
             ) from error
-        self._name, self._nodes = name, list(all_nodes(model))
+        self._name = name
+        self._nodes = list(all_nodes(model))
         try:
             core = openvino.Core()
             read = core.read_model(_marked(model, temporary))
@@ -124,7 +125,8 @@ class _Session:
         """
         entries = []
         for node in self._counting.get_runtime_model().get_ordered_ops():
-            facts, name = node.get_rt_info(), node.get_friendly_name()
+            facts = node.get_rt_info()
+            name = node.get_friendly_name()
             merged = ""
             if "originalLayersNames" in facts:
                 merged = facts["originalLayersNames"].astype(str)

@@ -118,7 +118,8 @@ def _layer(entry: Any) -> Layer:
         return Layer(entry)
     inputs = tuple(str(tensor["Name"]) for tensor in entry.get("Inputs", ()))
     outputs = tuple(str(tensor["Name"]) for tensor in entry.get("Outputs", ()))
-    kind, metadata = str(entry.get("LayerType", "")), str(entry.get("Metadata", ""))
+    kind = str(entry.get("LayerType", ""))
+    metadata = str(entry.get("Metadata", ""))
     return Layer(str(entry["Name"]), kind, metadata, inputs, outputs)
 
 
@@ -300,7 +301,8 @@ class _Regions:
     def _between_nodes(self, ends: str) -> set[ir.Node]:
         """The nodes from the first to the last of a region; on one side if one is unknown."""
         first, _, last = ends.partition("...")
-        starts, stops = self._names.nodes(first), self._names.nodes(last)
+        starts = self._names.nodes(first)
+        stops = self._names.nodes(last)
         ahead = self._reached(starts, lambda node: node.successors())
         behind = self._reached(stops, lambda node: node.predecessors())
         if not starts or not stops:

@@ -186,31 +186,40 @@ def run_by_shapes(
         InputError: Sizes contradict each other or the model, or the rank of an input is unknown.
     """
     examples: dict[str, Any] = {}
+    example_shapes: dict[str, Sequence[int]] = {}
     for name, example in (inputs or {}).items():
         examples[name] = example if hasattr(example, "shape") else np.asarray(example)
-    example_shapes = {
-        name: tuple(int(size) for size in example.shape) for name, example in examples.items()
-    }
+        example_shapes[name] = tuple(map(int, examples[name].shape))
     wanted = Inputs.of(tagged.model)
     bindings = wanted.bind(dims=dims, shapes={**example_shapes, **(shapes or {})})
     bound, notes = wanted.assume(bindings)
     bound.check()
-    tensors, impossible = {}, ""
+    tensors: dict[str, Tensor] = {}
+    first_impossible = ""
     for declared in wanted:
+        name = declared.name
         array = None
-        if declared.name in examples and declared.type is not None:
-            array = _small(examples[declared.name])
-        shape = bound.shapes[declared.name]
-        # After `assume`, no size is None.
-        sizes = None if shape is None else tuple(size for size in shape if size is not None)
-        if sizes is not None and possible(sizes) is None:  # a file can state any sizes
-            sizes, impossible = None, impossible or f"first {declared.name!r}"
-        tensors[declared.name] = Tensor(declared.name, declared.type, sizes, "input", array)
+        if name in examples and declared.type is not None:
+            array = _small(examples[name])
+        sizes = _possible_sizes(bound.shapes[name])
+        if sizes is None and bound.shapes[name] is not None and not first_impossible:
+            first_impossible = f"first {name!r}"
+        tensors[name] = Tensor(name, declared.type, sizes, "input", array)
     runner = _Runner(tagged, tensors, bound.sizes)
-    runner.first_unknown = impossible
+    runner.first_unknown = first_impossible
     runner.walk(tagged.model.graph)
     outputs = [runner.tensor(value) for value in tagged.model.graph.outputs]
     return Run(runner.steps, outputs, bound.sizes, notes, runner.first_unknown)
+
+
+def _possible_sizes(shape: Sequence[int | None] | None) -> tuple[int, ...] | None:
+    """The sizes of an input; None if they are unknown, or so large that no tensor can have them."""
+    if shape is None:
+        return None
+    # After `assume`, no size is None.
+    sizes = tuple(size for size in shape if size is not None)
+    # A file can state any sizes.
+    return None if possible(sizes) is None else sizes
 
 
 def _small(array: Any) -> Any:
@@ -251,9 +260,13 @@ class _Runner(Inference):
 
     def visit(self, node: ir.Node) -> None:
         inputs = tuple(None if value is None else self.tensor(value) for value in node.inputs)
-        outer, self._bodies, self._trips_known = self._bodies, [], True
+        outer = self._bodies
+        self._bodies = []
+        self._trips_known = True
         super().visit(node)
-        bodies, self._bodies, trips_known = tuple(self._bodies), outer, self._trips_known
+        bodies = tuple(self._bodies)
+        self._bodies = outer
+        trips_known = self._trips_known
         is_view = node.meta.get(VIEW) or is_standard(node, *_VIEWS)
         viewed = inputs[0] if inputs and is_view else None
         origin: Origin = "constant" if is_standard(node, "Constant") else "made"
@@ -274,7 +287,8 @@ class _Runner(Inference):
 
     def call(self, function: ir.Function, operation: Operation) -> None:
         """Infer the outputs of a function, without steps for its nodes."""
-        steps, self.steps = self.steps, []
+        steps = self.steps
+        self.steps = []
         super().call(function, operation)
         self.steps = steps
 
@@ -285,9 +299,11 @@ class _Runner(Inference):
             self.state(value, fact)
         tensors = [self._new(value, "made") for value in graph.inputs[: len(facts)]]
         self._tensors.update(zip(graph.inputs, tensors, strict=False))
-        outer, self.steps = self.steps, []
+        outer = self.steps
+        self.steps = []
         results = super().body(name, graph, facts, times)
-        steps, self.steps = self.steps, outer
+        steps = self.steps
+        self.steps = outer
         outputs = [self.tensor(value) for value in graph.outputs]
         self._bodies.append(Body(steps, 1 if times is None else times, tensors, outputs))
         self._trips_known = times is not None
@@ -318,7 +334,8 @@ class _Runner(Inference):
         return self._tensors[value]
 
     def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
-        kind, shape = self.type(value), self.shape(value)
+        kind = self.type(value)
+        shape = self.shape(value)
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None
         sizes = None
         if shape is not None and all(isinstance(dim, int) for dim in shape):

@@ -160,7 +160,8 @@ def assigned(tagged: TaggedModel, rules: Mapping[str, V]) -> Assigned[V]:
             "the plan has no rules; give selectors and values, as in {'encoder.layer.*': 'int8'}"
         )
     tagged.require_tags()
-    index, values = _Rules(tagged, list(rules)), list(rules.values())
+    index = _Rules(tagged, list(rules))
+    values = list(rules.values())
     named, modules = _of_modules(tagged, index, values)
     nodes: dict[ir.Node, V] = {}
     disputed: dict[ir.Node, Mapping[str, V]] = {}

@@ -187,10 +187,12 @@ def si(number: float, unit: str = "") -> str:
         >>> si(2_728_525_824), si(512), si(443_392, "B"), si(0)
         ('2.729 G', '512', '443.4 kB', '0')
     """
-    size, power = float(number), 0
+    size = float(number)
+    power = 0
     # From here on, rounding would print 1000 of the smaller unit.
     while abs(size) >= 999.95 and power < len(_PREFIXES) - 1:
-        size, power = size / 1000, power + 1
+        size = size / 1000
+        power = power + 1
     if not power:
         digits = f"{number:,.0f}"
     elif size < 9.9995:

@@ -58,7 +58,8 @@ def in_both(text: str) -> str:
     """
 
     def both(match: re.Match[str]) -> str:
-        command, python = _COMMANDS[match[0]], match[0]
+        command = _COMMANDS[match[0]]
+        python = match[0]
         if text[: match.start()].endswith(" with "):
             return f"{command}, or in Python with {python}"
         return f"{command} (in Python: {python})"

@@ -136,9 +136,16 @@ def _together(pattern: Sequence[str | None], paths: Sequence[str]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Sorted numbers, with a range for consecutive ones: ``0…2,4,6…7``."""
-    runs = itertools.groupby(enumerate(numbers), key=lambda placed: placed[1] - placed[0])
-    ends = ((run[0][1], run[-1][1]) for run in (list(group) for _, group in runs))
-    return ",".join(f"{first}…{last}" if first < last else str(first) for first, last in ends)
+    ranges = list[str]()
+    first = None
+    for index, number in enumerate(numbers):
+        if first is None:
+            first = number
+        is_last = index + 1 == len(numbers) or numbers[index + 1] != number + 1
+        if is_last:
+            ranges.append(f"{first}…{number}" if first < number else str(first))
+            first = None
+    return ",".join(ranges)
 
 
 def _follows(name: str, following: str) -> bool:

@@ -96,7 +96,8 @@ class TreeTable(Generic[M]):
         """
         from rich.text import Text
 
-        rows, alike = {row.path: row for row in self.rows}, self.alike
+        rows = {row.path: row for row in self.rows}
+        alike = self.alike
         above = drawn_parents(rows)
         if alike is None:
             below = folded(above, lambda path: path)
@@ -110,21 +111,16 @@ class TreeTable(Generic[M]):
         waiting = [_TreeLine("", "", 0, ([path],)) for path in reversed(top)]
         while waiting:
             line = waiting.pop()
-            first, paths = line.runs[0], [path for run in line.runs for path in run]
+            first = line.runs[0]
+            paths = [path for run in line.runs for path in run]
             text = name(first[0])
             if len(first) > 1:
                 text = f"{text} … {name(first[-1])} × {len(first)}"  # noqa: RUF001 - "times"
             merged = self.merged([rows[path] for path in paths])
             yield Text.assemble((line.guide, "dim"), text), merged
-            start = line.child_guide
-            if line.depth > _MOST_GUIDES:
-                start = f"… {line.depth} levels "
             # The n-th runs below equal modules are equal, too.
-            children = list(zip(*(below[path] for path in paths), strict=True))
-            for number, runs in enumerate(reversed(children)):
-                corner, following = ("├── ", "│   ") if number else ("└── ", "    ")
-                child = _TreeLine(start + corner, start + following, line.depth + 1, runs)
-                waiting.append(child)
+            children = zip(*(below[path] for path in paths), strict=True)
+            waiting += line.children(list(children))
 
 
 @dataclass(frozen=True)
@@ -139,6 +135,15 @@ class _TreeLine:
     child_guide: str
     depth: int
     runs: Sequence[list[str]]
+
+    def children(self, runs_below: Sequence[Sequence[list[str]]]) -> Iterator[_TreeLine]:
+        """The lines of its children, the last child first."""
+        start = self.child_guide
+        if self.depth > _MOST_GUIDES:
+            start = f"… {self.depth} levels "
+        for number, runs in enumerate(reversed(runs_below)):
+            corner, following = ("├── ", "│   ") if number else ("└── ", "    ")
+            yield _TreeLine(start + corner, start + following, self.depth + 1, runs)
 
 
 @dataclass(frozen=True)

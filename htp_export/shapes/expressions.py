@@ -73,7 +73,8 @@ class _Reader:
     def __init__(self, text: str, size: Callable[[str], int]) -> None:
         if len(text) > _LONGEST:
             raise ValueError("/")
-        self._tokens, self._size = list(_tokens(text)), size
+        self._tokens = list(_tokens(text))
+        self._size = size
         self._place = 0
 
     @property
@@ -154,7 +155,8 @@ class _Reader:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    place, end = 0, len(text.rstrip())
+    place = 0
+    end = len(text.rstrip())
     while place < end:
         match = _TOKEN.match(text, place)
         if match is None or match.lastgroup is None:

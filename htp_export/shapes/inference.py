@@ -19,7 +19,7 @@ from htp_export.shapes.known import (
     small_contents,
 )
 from htp_export.shapes.operator_kinds import CONTROL_FLOW
-from htp_export.shapes.operators import rules_of
+from htp_export.shapes.operators import Rules, rules_of
 from htp_export.shapes.schemas import evaluated, inferred, type_source
 from htp_export.shapes.sizes import Dim
 
@@ -77,7 +77,7 @@ class Inference(Known):
 
     def operation(self, node: ir.Node) -> Operation:
         """A node whose references to attributes of the called function are resolved."""
-        if not any(attribute.is_ref() for attribute in node.attributes.values()):
+        if not _has_references(node.attributes):
             return node
         resolved = []
         for name, attribute in node.attributes.items():
@@ -132,7 +132,8 @@ class Inference(Known):
         """Return the facts that hold for both of two tensors, such as results of two branches."""
         kind = first.type if first.type == second.type else None
         shape = _common_dims(first.shape, second.shape)
-        one, other = first.contents, second.contents
+        one = first.contents
+        other = second.contents
         if one is None or other is None or one.shape != other.shape:
             return Fact(kind, shape)
         pairs = zip(one.reshape(-1), other.reshape(-1), strict=True)
@@ -176,7 +177,8 @@ class Inference(Known):
     def _loop(self, operation: Operation) -> list[Fact]:
         graph = operation.attributes["body"].as_graph()
         most, condition, *_ = (*operation.inputs, None, None)  # both inputs are optional
-        count, initial_condition = self.contents(most), self.constant(condition)
+        count = self.contents(most)
+        initial_condition = self.constant(condition)
         trips: Dim | None = None if count is None else count.reshape(-1)[0]
         if initial_condition is not None and not all(initial_condition):
             trips = 0
@@ -203,7 +205,8 @@ class Inference(Known):
         if not 0 <= first <= len(operation.inputs):
             raise ValueError(f"{count} inputs are scanned, of {len(operation.inputs)}")
         facts = [_forgetful(self.fact(value)) for value in operation.inputs]
-        state, scanned = facts[:first], facts[first:]
+        state = facts[:first]
+        scanned = facts[first:]
         axes = operation.attributes.get_ints("scan_input_axes") or [0] * count
         sizes = [fact.shape[axis] for fact, axis in zip(scanned, axes, strict=True) if fact.shape]
         trips = next((size for size in sizes if isinstance(size, int)), sizes[0] if sizes else None)
@@ -278,16 +281,17 @@ class Inference(Known):
         )
         if tensor is None:  # not a valid Constant
             return
-        self._types[value], self._shapes[value] = tensor.dtype, tuple(tensor.shape.numpy())
+        self._types[value] = tensor.dtype
+        self._shapes[value] = tuple(tensor.shape.numpy())
         if isinstance(operation, _Called):
             self._arrays[value] = small_array(tensor)
 
     def _infer(self, operation: Operation) -> None:
         """Infer a node by the rules of its operator, then by evaluation, then by ONNX."""
-        rules, outputs = rules_of(operation.domain, operation.op_type), operation.outputs
+        rules = rules_of(operation.domain, operation.op_type)
+        outputs = operation.outputs
         self._forget(outputs)
-        attributes = operation.attributes
-        if attributes and any(attribute.is_ref() for attribute in attributes.values()):
+        if _has_references(operation.attributes):
             # A reference has a value only where its function is called.
             self._conclude(operation, ())
             return
@@ -296,13 +300,8 @@ class Inference(Known):
             inferred_shape = shapes[index] if shapes and index < len(shapes) else None
             self._shapes[value] = self._settled(value, inferred_shape)
         typed = self._infer_types(operation)
-        if len(outputs) == 1 and rules.contents is not None:
-            contents = _safely(rules.contents, operation, self)
-            if contents is not None and small_contents(contents):
-                self._contents[outputs[0]] = contents
-                del self._arrays[outputs[0]]  # the array is computed from the contents
-                return
-        if self._evaluate(operation):
+        # Contents need the shape: their rules ask for it.
+        if self._infer_contents(operation, rules) or self._evaluate(operation):
             return
         named_outputs = sum(bool(value.name) for value in outputs)
         has_all_shapes = shapes is not None and len(shapes) >= named_outputs
@@ -316,6 +315,18 @@ class Inference(Known):
             self._contents[value] = self._arrays[value] = None
             if self._depth:
                 self._types.pop(value, None)
+
+    def _infer_contents(self, operation: Operation, rules: Rules) -> bool:
+        """Infer the contents of a single output; return whether its rule returned small ones."""
+        if len(operation.outputs) != 1:
+            return False
+        contents = _safely(rules.contents, operation, self)
+        if contents is None or not small_contents(contents):
+            return False
+        [value] = operation.outputs
+        self._contents[value] = contents
+        del self._arrays[value]  # the array is computed from the contents
+        return True
 
     def _infer_types(self, operation: Operation) -> bool:
         """Infer element types that the file does not state; return whether all are known."""
@@ -395,6 +406,11 @@ def _safely(
         return rule(node, known)
     except _NOT_VALID:
         return None
+
+
+def _has_references(attributes: Mapping[str, ir.Attr]) -> bool:
+    """Whether one of some attributes refers to an attribute of the function around the node."""
+    return any(attribute.is_ref() for attribute in attributes.values())
 
 
 def _common_dims(first: Dims | None, second: Dims | None) -> Dims | None:

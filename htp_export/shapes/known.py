@@ -141,7 +141,8 @@ class Known:
     def _known_type(self, value: ir.Value) -> ir.DataType | ir.TypeProtocol | None:
         if value.const_value is not None:
             return value.const_value.dtype
-        declared, inferred = value.type, self._types.get(value)
+        declared = value.type
+        inferred = self._types.get(value)
         # The body of a function may declare a type that holds for another call only.
         if self._in_function and inferred is not None:
             return inferred
@@ -157,8 +158,10 @@ class Known:
 
     def state(self, value: ir.Value, fact: Fact) -> None:
         """Replace the facts of a value."""
-        self._shapes[value], self._types[value] = self._completed(value, fact.shape), fact.type
-        self._contents[value], self._arrays[value] = fact.contents, fact.array
+        self._shapes[value] = self._completed(value, fact.shape)
+        self._types[value] = fact.type
+        self._contents[value] = fact.contents
+        self._arrays[value] = fact.array
         if fact.contents is None and fact.array is not None:
             del self._contents[value]  # they are computed from the array
 

@@ -233,7 +233,8 @@ def _parts(op: str) -> tuple[str, ...]:
     contain no other (``MaxPool``, ``ConvTranspose``), except quantized ones, such as
     ``ConvInteger``.
     """
-    standard, name = _standard(), base_op(op)
+    standard = _standard()
+    name = base_op(op)
     parts = _split_name(name, standard)
     known = [part for part in parts if part in standard]
     if name in standard:
@@ -249,7 +250,8 @@ def _parts(op: str) -> tuple[str, ...]:
 def _split_name(name: str, standard: frozenset[str]) -> list[str]:
     """Split a name into the longest standard operator names, shorter than itself, and words."""
     words = _WORD.findall(name)
-    parts, start = list[str](), 0
+    parts = list[str]()
+    start = 0
     while start < len(words):
         end = len(words) if start else len(words) - 1
         while end > start + 1 and "".join(words[start:end]) not in standard:
@@ -269,7 +271,8 @@ def resembles(op: str, counterpart: str) -> bool:
         >>> resembles("Gemm", "Add"), resembles("MaxPool", "Max"), resembles("Expand", "Exp")
         (True, False, False)
     """
-    name, other = base_op(op), base_op(counterpart)
+    name = base_op(op)
+    other = base_op(counterpart)
     if name == other or name in _parts(counterpart):
         return True
     return other in (*_parts(op), *_COMPOSED.get(name, ()))

@@ -77,7 +77,8 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> li
     if schema is None:
         return nothing
     names: dict[str, Dim] = {}
-    types, data = dict[str, onnx.TypeProto](), dict[str, onnx.TensorProto]()
+    types = dict[str, onnx.TypeProto]()
+    data = dict[str, onnx.TensorProto]()
     for place, known in enumerate(inputs):
         if known is None:
             continue
@@ -111,6 +112,27 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> l
         return None
     if not all(value.name for value in node.outputs):
         return None
+    arrays = _input_arrays(inputs)
+    if arrays is None:
+        return None
+    # No output is larger than the product of the inputs, unless an input states its size.
+    most_elements = math.prod(max(1, array.size) for array in arrays.values())
+    if node.op_type in GROWING or most_elements > MOST_ELEMENTS:
+        shapes = [shape for _, shape in inferred(node, version, inputs)]
+        if not all(map(_is_small, shapes)):
+            return None
+    try:
+        results = _run_reference(_node_proto(node, inputs), version, arrays)
+    except Exception:
+        # Any error of numpy for values that the operator does not accept, or an operator that the
+        # reference implementation does not have.
+        return None
+    small = all(array.size <= MOST_ELEMENTS and array.dtype.kind not in "OSU" for array in results)
+    return results if small else None
+
+
+def _input_arrays(inputs: Sequence[Fact | None]) -> dict[str, Array] | None:
+    """Name → array of the inputs of a `_node_proto`; None if one is unknown."""
     arrays: dict[str, Array] = {}
     for index, known in enumerate(inputs):
         if known is None:
@@ -118,31 +140,22 @@ def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> l
         if known.array is None:
             return None
         arrays[f"i{index}"] = known.array
-    # No output is larger than the product of the inputs, unless an input states its size.
-    most_elements = math.prod(max(1, array.size) for array in arrays.values())
-    if node.op_type in GROWING or most_elements > MOST_ELEMENTS:
-        shapes = [shape for _, shape in inferred(node, version, inputs)]
-        if not all(map(_is_small, shapes)):
-            return None
-    proto = _node_proto(node, inputs)
+    return arrays
+
+
+def _run_reference(proto: onnx.NodeProto, version: int, arrays: Mapping[str, Array]) -> list[Array]:
+    """Run one node in ONNX's reference implementation."""
     function = onnx.helper.make_function(
-        "",
-        "f",
-        list(filter(None, proto.input)),
-        list(proto.output),
-        [proto],
-        [onnx.helper.make_opsetid("", version)],
+        domain="",
+        fname="f",
+        inputs=list(filter(None, proto.input)),
+        outputs=list(proto.output),
+        nodes=[proto],
+        opset_imports=[onnx.helper.make_opsetid("", version)],
     )
-    try:
-        with np.errstate(all="ignore"):
-            outputs = ReferenceEvaluator(function).run(None, arrays, attributes={})
-    except Exception:
-        # Any error of numpy for values that the operator does not accept, or an operator that the
-        # reference implementation does not have.
-        return None
-    results = [np.asarray(array) for array in outputs]
-    small = all(array.size <= MOST_ELEMENTS and array.dtype.kind not in "OSU" for array in results)
-    return results if small else None
+    with np.errstate(all="ignore"):
+        outputs = ReferenceEvaluator(function).run(None, dict(arrays), attributes={})
+    return [np.asarray(array) for array in outputs]
 
 
 def _is_small(shape: Dims | None) -> bool:
@@ -212,13 +225,15 @@ def is_written_as(node: ir.Node, version: int, later: int) -> bool:
     """
     if node.domain not in ("", "ai.onnx") or version >= later:
         return True
-    now, then = _schema(node.op_type, version, ""), _schema(node.op_type, later, "")
+    now = _schema(node.op_type, version, "")
+    then = _schema(node.op_type, later, "")
     if now is None or then is None or now.since_version == then.since_version:
         return True
     written = node.attributes.keys()
     if not written <= then.attributes.keys():
         return False
-    before, after = _defaults(node.op_type, version, ""), _defaults(node.op_type, later, "")
+    before = _defaults(node.op_type, version, "")
+    after = _defaults(node.op_type, later, "")
     shared = (now.attributes.keys() & then.attributes.keys()) - written
     return all(before.get(name) == after.get(name) for name in shared)
 
@@ -244,6 +259,11 @@ def misfit(node: ir.Node, version: int) -> str:
             return f"{node.op_type} without {name}"
     if not schema.min_input <= len(node.inputs) <= schema.max_input:
         return f"{node.op_type} of {len(node.inputs)} inputs"
+    return _input_misfit(node, schema)
+
+
+def _input_misfit(node: ir.Node, schema: Any) -> str:
+    """The first input that is absent or of a type that the schema does not support; or empty."""
     # Further inputs are variadic: they have the type of the last formal one.
     for formal, value in zip(schema.inputs, node.inputs, strict=False):
         if value is None:

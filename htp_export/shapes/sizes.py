@@ -184,7 +184,8 @@ def is_natural(size: Dim) -> bool:
 
 def is_smaller_of(size: Dim, limited: Dim) -> bool:
     """Whether a size is ``smaller_of(number, limited)``."""
-    text, end = str(size), f", {limited})"
+    text = str(size)
+    end = f", {limited})"
     return text.startswith("Min(") and text.endswith(end) and text[4 : -len(end)].isdecimal()
 
 

@@ -69,7 +69,8 @@ class Symbolic(Inference):
 
     def bytes_of(self, value: ir.Value) -> int | None:
         """The bytes of a tensor; None if its size is not a number, and for strings."""
-        shape, dtype = self.shape(value), self.dtype(value)
+        shape = self.shape(value)
+        dtype = self.dtype(value)
         if shape is None or dtype in (None, ir.DataType.STRING, ir.DataType.UNDEFINED):
             return None
         elements = product(shape)

@@ -103,7 +103,8 @@ def array_of(value: Any, entry: dict[str, Any]) -> Any:
     """
     import numpy
 
-    name, kind = entry["name"], entry["type"]
+    name = entry["name"]
+    kind = entry["type"]
     dtypes = {"FLOAT": "float32", "DOUBLE": "float64", "STRING": "str", None: None}
     dtype = numpy.dtype(dtypes.get(kind, str(kind).lower()))
     accepted_kinds = {"b": "b", "i": "iu", "u": "iu", "f": "iuf", "U": "U"}[dtype.kind]

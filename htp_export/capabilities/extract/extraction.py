@@ -204,12 +204,14 @@ def splice(
         ['Gemm', 'Sigmoid']
     """
     check_target(output)
-    source, copied = read_flat(model, others=False), load(replacement)
+    source = read_flat(model, others=False)
+    copied = load(replacement)
     if copied.model is source.model:
         raise InputError(
             "a model cannot be put into itself; give a replacement that was cut out of it"
         )
-    changed, path = source.clone(), source[path].path
+    changed = source.clone()
+    path = source[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())
     calls = _outermost(changed, path) if call is None else (call,)
     cutter = Cutter(changed)
@@ -231,23 +233,9 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
     """Replace the parts of the model with copies of the replacement; return the last copy."""
     path = parts[0].path
     calls = SplicedCalls(changed, copied, path, [part.call for part in parts])
-    # Original result → its placeholder, and then its replacement.
-    current: dict[ir.Value, ir.Value] = {}
-    for part in parts:
-        for old in part.outputs.values():
-            if _is_own(changed, part, old):
-                current[old] = _detach(changed.model.graph, old, part)
-    removable: dict[ir.Node, None] = {}
-    for part in parts:
-        removable.update(dict.fromkeys((*part.nodes, *part.size_nodes)))
     optional = [value for value in parts[0].initializers if value.is_graph_input()]
-    remove_unused([value for node in removable for value in node.outputs], removable)
-    names = Names(changed.model)
-    for old in current:
-        producer = old.producer()
-        # The producer is still there if other modules share its work; the new result has its name.
-        if producer is not None and producer.graph is not None:
-            old.name = names.tensors.unused(f"{old.name}.shared")
+    # Original result → its placeholder, and then its replacement.
+    current = _remove_parts(changed, parts)
     for node in changed.nodes:
         owners = changed.owners_of(node)
         if node.graph is not None and owners:
@@ -266,6 +254,29 @@ def _replace(changed: TaggedModel, copied: TaggedModel, parts: Sequence[Cut]) ->
     _remove_unused_inputs(changed.model.graph, optional)
     changed.model.graph.sort()
     return graft
+
+
+def _remove_parts(changed: TaggedModel, parts: Sequence[Cut]) -> dict[ir.Value, ir.Value]:
+    """Remove the nodes of parts; return result → placeholder, which its consumers use now."""
+    placeholders: dict[ir.Value, ir.Value] = {}
+    for part in parts:
+        for old in part.outputs.values():
+            if _is_own(changed, part, old):
+                placeholders[old] = _detach(changed.model.graph, old, part)
+    removable: dict[ir.Node, None] = {}
+    results: list[ir.Value] = []
+    for part in parts:
+        removable.update(dict.fromkeys((*part.nodes, *part.size_nodes)))
+    for node in removable:
+        results.extend(node.outputs)
+    remove_unused(results, removable)
+    names = Names(changed.model)
+    for old in placeholders:
+        producer = old.producer()
+        # The producer is still there if other modules share its work; the new result has its name.
+        if producer is not None and producer.graph is not None:
+            old.name = names.tensors.unused(f"{old.name}.shared")
+    return placeholders
 
 
 def _remove_unused_inputs(graph: ir.Graph, optional: Iterable[ir.Value]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -56,11 +56,9 @@ class SplicedCalls:
         if self._whole:
             # Work of which the file does not say in which call of the module it ran.
             self._replaced.add(Instance(path, -1))
-        self._top = path  # the path of the module itself in the replacement
-        for source_path, host_path in paths.items():
-            if host_path == path:
-                self._top = source_path
-                break
+        source_path = self._source_path(path)
+        # The path of the module itself in the replacement, which may be its root, "".
+        self._top = path if source_path is None else source_path
         sources_of: dict[str, list[_Source]] = {}
         for module in dict.fromkeys((*host.hierarchy, *paths.values())):
             sources_of[module] = self._sources(module, numbers)
@@ -69,24 +67,38 @@ class SplicedCalls:
             for number, source in enumerate(sources):
                 self._now[source] = Instance(module, number)
         self.hierarchy = Hierarchy(self._infos(sources_of))
-        known_callers: dict[str, list[Instance | None]] = {}
-        for module, sources in sources_of.items():
-            callers = [self._caller(source) for source in sources]
-            if all(caller is None or caller.call >= 0 for caller in callers):
-                known_callers[module] = callers
-        self.tree = CallTree(self.hierarchy, known_callers)
+        self.tree = CallTree(self.hierarchy, self._known_callers(sources_of))
         # Modules all of whose calls are the host's → the numbers of these calls in the host.
         self._kept: dict[str, list[int]] = {}
         for module, sources in sources_of.items():
             if all(source.copy < 0 for source in sources):
                 self._kept[module] = [source.call.call for source in sources]
 
+    def _known_callers(
+        self, sources_of: Mapping[str, Sequence[_Source]]
+    ) -> dict[str, list[Instance | None]]:
+        """Module → the callers of its calls, for modules with known callers only."""
+        known: dict[str, list[Instance | None]] = {}
+        for module, sources in sources_of.items():
+            callers = [self._caller(source) for source in sources]
+            if all(caller is None or caller.call >= 0 for caller in callers):
+                known[module] = callers
+        return known
+
+    def _source_path(self, path: str) -> str | None:
+        """The path in the replacement of a module of the host."""
+        for source_path, host_path in self.paths.items():
+            if host_path == path:
+                return source_path
+        return None
+
     def encode_calls(self, node: ir.Node | None, owners: tuple[str, ...], copy: int = -1) -> str:
         """Encode the calls of a node of the host, or of the replacement, copied for ``copy``.
 
         None stands for a new node of the module itself in that call.
         """
-        source, calls = (self._host if copy < 0 else self._replacement), list[Instance]()
+        source = self._host if copy < 0 else self._replacement
+        calls = list[Instance]()
         if node is not None:
             calls = renumbered(
                 source.calls, source.work_of(node), lambda call: self._now.get(_Source(copy, call))
@@ -141,12 +153,7 @@ class SplicedCalls:
 
     def _copied_sources(self, path: str, copy: int) -> list[_Source]:
         """The calls of a module in one copy of the replacement."""
-        source_path = self._top if path == self._path else None
-        if source_path is None:
-            for candidate, host_path in self.paths.items():
-                if host_path == path:
-                    source_path = candidate
-                    break
+        source_path = self._top if path == self._path else self._source_path(path)
         if source_path is None:
             return []
         ran = 0
@@ -180,21 +187,15 @@ class SplicedCalls:
 
         A descendant that other modules call, too, remains the host's.
         """
-        tree, replacement = self._host.hierarchy, self._replacement.hierarchy
         counts = {path: len(sources) for path, sources in sources_of.items()}
-        called = [
-            path
-            for path, sources in sources_of.items()
-            if any(source.copy < 0 for source in sources)
-        ]
+        called = []
+        for path, sources in sources_of.items():
+            if any(source.copy < 0 for source in sources):
+                called.append(path)
         remaining = {*called, *tags.all_above(called)}
-        new: dict[str, ModuleInfo] = {}
-        for source_path, path in self.paths.items():
-            is_below = tags.is_under(path, self._path) and path != self._path
-            if source_path in replacement and is_below and path not in remaining:
-                new[path] = replace(replacement[source_path], path=path, calls=counts[path])
+        new = self._new_infos(counts, remaining)
         infos: list[ModuleInfo] = []
-        for path, info in tree.items():
+        for path, info in self._host.hierarchy.items():
             is_replaced = tags.is_under(path, self._path) and (self._whole or path in new)
             if path == self._path:
                 calls = counts[path] if info.calls else 0
@@ -203,6 +204,18 @@ class SplicedCalls:
             elif path in remaining or not is_replaced:
                 infos.append(info.counted(counts[path]))
         return infos
+
+    def _new_infos(
+        self, counts: Mapping[str, int], remaining: Collection[str]
+    ) -> dict[str, ModuleInfo]:
+        """The descendants of the module that come from the replacement."""
+        replacement = self._replacement.hierarchy
+        new: dict[str, ModuleInfo] = {}
+        for source_path, path in self.paths.items():
+            is_below = tags.is_under(path, self._path) and path != self._path
+            if source_path in replacement and is_below and path not in remaining:
+                new[path] = replace(replacement[source_path], path=path, calls=counts[path])
+        return new
 
 
 class Graft:
@@ -228,7 +241,8 @@ class Graft:
     ) -> None:
         self._host, self._replacement = host, replacement
         self._path, self._call, self._weights = path, call, weights
-        self._calls, self._paths = calls, calls.paths
+        self._calls = calls
+        self._paths = calls.paths
         self._model = replacement.model.clone()
         self._original = {
             value: weight_key(value) for value in self._model.graph.initializers.values()
@@ -247,7 +261,8 @@ class Graft:
 
     def _match_opsets(self) -> None:
         """Add the replacement's operator sets to the host."""
-        known, wanted = self._host.graph.opset_imports, self._model.graph.opset_imports
+        known = self._host.graph.opset_imports
+        wanted = self._model.graph.opset_imports
         for domain, version in wanted.items():
             if known.setdefault(domain, version) == version:
                 continue
@@ -316,7 +331,8 @@ class Graft:
 
         A result gets the name of its placeholder in the host; None is that of an unused result.
         """
-        graph, host = self._model.graph, self._host.graph
+        graph = self._model.graph
+        host = self._host.graph
         results = [
             value if value.producer() is not None else self._copied(value)
             for value in graph.outputs
@@ -324,7 +340,8 @@ class Graft:
         for formal, tensor in inputs.items():
             self._names[str(formal.name)] = str(tensor.name)
             formal.replace_all_uses_with(tensor)
-        initializers, nodes = list(graph.initializers.values()), list(graph)
+        initializers = list(graph.initializers.values())
+        nodes = list(graph)
         optional = [value for value in graph.inputs if value.is_initializer()]
         graph.inputs.clear()
         graph.outputs.clear()

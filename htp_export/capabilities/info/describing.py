@@ -192,17 +192,14 @@ def info(model: ModelSource) -> Info:
     """
     tagged = load(model)
     file = Path(model) if isinstance(model, str | PathLike) else None
-    found, metadata = tagged.model, tagged.model.metadata_props
+    found = tagged.model
+    metadata = tagged.model.metadata_props
     initializers = [slot for slot in slots(found) if slot.initializer]
     stored = [*(slot.tensor for slot in initializers), *_weights_in_nodes(tagged)]
-    sizes: Counter[str] = Counter()
-    for tensor in stored:
-        if tensor.dtype != ir.DataType.STRING:
-            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    sizes = _bytes_by_type(stored)
     data, notes = _data_of(initializers)
     family, evidence = _family_of(tagged)
     nodes = list(all_nodes(found))
-    by_dynamo = any(key.startswith(_TORCHS) for node in nodes for key in node.metadata_props)
     facts = tagged.tag_facts
     inputs = tuple(_value(value, "input") for value in found.graph.inputs)
     name = shlex.quote(fspath(file or "FILE"))
@@ -212,7 +209,7 @@ def info(model: ModelSource) -> Info:
         opsets={domain or "ai.onnx": version for domain, version in found.opset_imports.items()},
         ir_version=found.ir_version,
         producer=" ".join(filter(None, (found.producer_name, found.producer_version))),
-        exporter="dynamo" if by_dynamo else None,
+        exporter="dynamo" if any(map(_is_of_dynamo, nodes)) else None,
         nodes=len(nodes),
         functions=len(found.functions),
         modules=len(tagged) if facts.source != "none" else 0,
@@ -227,6 +224,19 @@ def info(model: ModelSource) -> Info:
         notes=notes,
         tags=facts,
     )
+
+
+def _bytes_by_type(tensors: Iterable[ir.TensorProtocol]) -> Counter[str]:
+    """Element type → bytes; strings, which have no fixed size, are omitted."""
+    sizes: Counter[str] = Counter()
+    for tensor in tensors:
+        if tensor.dtype != ir.DataType.STRING:
+            sizes[dtype_name(tensor.dtype)] += tensor.nbytes
+    return sizes
+
+
+def _is_of_dynamo(node: ir.Node) -> bool:
+    return any(key.startswith(_TORCHS) for key in node.metadata_props)
 
 
 def _weights_in_nodes(tagged: TaggedModel) -> list[ir.TensorProtocol]:
@@ -278,7 +288,8 @@ def _next_steps(
     whole: bool,
 ) -> dict[str, str]:
     """Commands that fit a model → their purposes. Without all files, none that needs weights."""
-    steps, facts = dict[str, str](), tagged.tag_facts
+    steps = dict[str, str]()
+    facts = tagged.tag_facts
     if facts.source != "htp":
         before, purpose = "MODEL", "give its nodes the modules of a model"
         if facts.lost:
@@ -288,12 +299,7 @@ def _next_steps(
         steps[f"htp-export tree {file}"] = "its module tree"
     if tagged.model.functions:
         steps[f"htp-export functions {file} --undo -o flat.onnx"] = "its functions as a flat graph"
-    names: dict[str, None] = {}
-    for value in inputs:
-        for size in value.shape or ():
-            # Other names are expressions of these.
-            if isinstance(size, str) and size.isidentifier():
-                names[size] = None
+    names = _open_dimensions(inputs)
     if names:
         dims = ",".join(f"{name}=1" for name in names)
         purpose = "its work, for sizes that the file leaves open"
@@ -307,6 +313,16 @@ def _next_steps(
             steps[f"htp-export quantize {file} int4 -o int4.onnx"] = "smaller weights, by module"
     steps[f"htp-export view {file}"] = "one page with all of it"
     return steps
+
+
+def _open_dimensions(values: Iterable[ModelValue]) -> list[str]:
+    """The names of open dimensions; other sizes are numbers, or expressions of these names."""
+    names: dict[str, None] = {}
+    for value in values:
+        for size in value.shape or ():
+            if isinstance(size, str) and size.isidentifier():
+                names[size] = None
+    return list(names)
 
 
 def _is_small_integer(dtype: str) -> bool:

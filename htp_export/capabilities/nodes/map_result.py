@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 
 from htp_export.errors import InputError
 from htp_export.format.torch_metadata import SourceLine
-from htp_export.reporting.columns import Column, chosen, csv_text
+from htp_export.reporting.columns import Column, chosen, csv_text, record
 from htp_export.reporting.result import PlainData, Result, Table
 from htp_export.reporting.tables import data_frame
 from htp_export.reporting.tag_facts import TagFacts
@@ -329,8 +329,9 @@ class ModelMap(Result):
         Raises:
             InputError: pandas is not installed, or there is no such table.
         """
-        rows, (key, *columns) = self.rows(table), _COLUMNS[table]
-        records = [{column.name: column.data(row) for column in columns} for row in rows]
+        rows = self.rows(table)
+        key, *columns = _COLUMNS[table]
+        records = [record(columns, row) for row in rows]
         names = [column.name for column in columns]
         return data_frame(records, names, [key.data(row) for row in rows], key.title)
 

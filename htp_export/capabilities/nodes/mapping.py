@@ -72,7 +72,8 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
 
 class _Mapper:
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
-        self._tagged, self._all = tagged, selected is None
+        self._tagged = tagged
+        self._all = selected is None
         roots = set(selected or ())
         self._chosen: dict[str, None] = {}
         for path in tagged:
@@ -128,7 +129,8 @@ class _Mapper:
                 yield source
 
     def _node(self, node: ir.Node) -> MappedNode:
-        work, hierarchy = self._tagged.index.works[node], self._tagged.hierarchy
+        work = self._tagged.index.works[node]
+        hierarchy = self._tagged.hierarchy
         calls: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
         for path, number in work.calls:
             if hierarchy[path].calls > 1:
@@ -162,7 +164,8 @@ class _Mapper:
                 yield ParameterUse(name, self._names[source.tensor], (*place.how, *source.how))
 
     def _module(self, path: str, nodes: Sequence[MappedNode]) -> MappedModule:
-        info, own = self._tagged.hierarchy[path], (self._tagged.parameters or {}).get(path)
+        info = self._tagged.hierarchy[path]
+        own = (self._tagged.parameters or {}).get(path)
         names = () if own is None else tuple(tags.below(path, name) for name in own.shapes)
         return MappedModule(path, info.class_name, info.calls, info.fate, tuple(nodes), names)
 
@@ -195,5 +198,6 @@ class _Mapper:
             ParameterUse(self._places.name_in(place.parameter, owners), name, place.how)
             for place in self._places.places[value]
         )
-        shape, dtype = tuple(tensor.shape.numpy()), dtype_name(tensor.dtype)
+        shape = tuple(tensor.shape.numpy())
+        dtype = dtype_name(tensor.dtype)
         return MappedInitializer(name, shape, dtype, parameters, tuple(nodes))

@@ -186,7 +186,8 @@ def _cheapest(
     cost[0] = 0.0
     chosen: list[list[int]] = []
     for parts in range(1, count + 1):
-        shorter, cost = cost, np.full(len(ends), math.inf)
+        shorter = cost
+        cost = np.full(len(ends), math.inf)
         came_from = [0] * len(ends)
         for end in range(parts, last + 1 - (count - parts)):
             start = max(bisect_left(ends, ends[end] - limit), parts - 1)
@@ -194,7 +195,8 @@ def _cheapest(
             if costs.size:
                 # Of equal costs, the last start: units without weight stay in the part before.
                 best = costs.size - 1 - int(np.argmin(costs[::-1]))
-                came_from[end], cost[end] = start + best, float(costs[best]) + charges[end]
+                came_from[end] = start + best
+                cost[end] = float(costs[best]) + charges[end]
         chosen.append(came_from)
     cuts = [last]
     for came_from in reversed(chosen[1:]):

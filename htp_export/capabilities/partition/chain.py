@@ -68,7 +68,8 @@ class Chain:
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
-        self.tagged, self.cutter = tagged, Cutter(tagged)
+        self.tagged = tagged
+        self.cutter = Cutter(tagged)
         self.constants = constants = Constants(tagged, self.cutter)
         self._nodes = [node for node in tagged.model.graph if not constants.is_repeated(node)]
         first: dict[str, int] = {}
@@ -107,7 +108,8 @@ class Chain:
     def _number(self, first: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """Number the units in the order of their first run; return every module's span."""
         spans: dict[str, tuple[int, int]] = {}
-        units, waiting = 0, [""]
+        units = 0
+        waiting = [""]
         # A stack instead of recursion: modules may be nested deeper than Python's limit.
         while waiting:
             path = waiting.pop()
@@ -175,7 +177,8 @@ class Chain:
             outermost.setdefault(low, path)
         called = self.tagged.hierarchy.called
         cuts = self._astride(span for path, span in self.spans.items() if path and path in called)
-        crossing, sequential = self._astride(self._crossing()), self._sequential_modules()
+        crossing = self._astride(self._crossing())
+        sequential = self._sequential_modules()
         borders = []
         for place in range(1, self.units):
             if not self._blocked[place]:
@@ -249,7 +252,8 @@ class Chain:
             producers = self._producers(node)
             for path in tags.ancestors(self.owner(node)):
                 if path in before:
-                    near, start = before[path], self.spans[path][0]
+                    near = before[path]
+                    start = self.spans[path][0]
                     if any(near <= self.places[producer] < start for producer in producers):
                         sequential.add(path)
         return sequential
@@ -264,7 +268,9 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     Raises:
         InputError: A stage computes nothing that is needed.
     """
-    tagged, graph, homes = chain.tagged, chain.tagged.model.graph, _Homes(chain, starts)
+    tagged = chain.tagged
+    graph = chain.tagged.model.graph
+    homes = _Homes(chain, starts)
     required: list[dict[str, ir.Value]] = [{} for _ in range(len(starts) + 1)]
     for value in graph.outputs:
         required[homes.of(value)][output_name(value)] = value
@@ -272,17 +278,7 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
     for number in reversed(range(len(required))):
         if not required[number]:
             _raise_useless(chain, starts[number - 1] if number else 0)
-        part = homes.cut(number, required[number])
-        inputs: dict[str, ir.Value] = {}
-        sources: dict[str, int | None] = {}
-        for value in part.inputs.values():
-            if value.is_graph_input() and not value.is_initializer():
-                name, source = str(value.name), None
-            else:
-                name, source = output_name(value), homes.of(value)
-                required[source][name] = value
-            inputs[name], sources[name] = value, source
-        cuts.append((replace(part, inputs=inputs), sources))
+        cuts.append(_cut_stage(homes, number, required))
     modules = _whole_modules(chain, homes)
     seen: set[ir.Value] = set()
     stages = []
@@ -298,6 +294,25 @@ def stages_of(chain: Chain, starts: Sequence[int]) -> Partition:
         outputs={str(value.name): (homes.of(value), output_name(value)) for value in graph.outputs},
         versions=_versions(tagged),
     )
+
+
+def _cut_stage(
+    homes: _Homes, number: int, required: Sequence[dict[str, ir.Value]]
+) -> tuple[Cut, dict[str, int | None]]:
+    """Cut one stage; return it with the sources of its inputs, which become required."""
+    part = homes.cut(number, required[number])
+    inputs: dict[str, ir.Value] = {}
+    sources: dict[str, int | None] = {}
+    for value in part.inputs.values():
+        if value.is_graph_input() and not value.is_initializer():
+            name = str(value.name)
+            sources[name] = None
+        else:
+            name = output_name(value)
+            sources[name] = source = homes.of(value)
+            required[source][name] = value
+        inputs[name] = value
+    return replace(part, inputs=inputs), sources
 
 
 def _raise_useless(chain: Chain, place: int) -> NoReturn:

@@ -287,7 +287,8 @@ class StageRunner:
             InputError: The inputs do not match the model, or ONNX Runtime cannot load or run a
                 stage, which the message names.
         """
-        stages, outputs = self._partition.stages, self._partition.outputs
+        stages = self._partition.stages
+        outputs = self._partition.outputs
         declared = []
         for name, tensor in self._partition.inputs.items():
             dtype = None if tensor.type is None else ir.DataType[tensor.type]

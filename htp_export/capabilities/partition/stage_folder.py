@@ -145,7 +145,8 @@ def _read(data: Any, folder: Path) -> Partition:
         raise ValueError("it has no stages")
     outputs: dict[str, tuple[int, str]] = {}
     for entry in data["outputs"]:
-        number, tensor_name = _count(entry["stage"]), _text(entry["tensor"])
+        number = _count(entry["stage"])
+        tensor_name = _text(entry["tensor"])
         if number >= len(stages) or tensor_name not in stages[number].outputs:
             raise ValueError(f"output {entry['name']!r} names a stage that does not produce it")
         outputs[_text(entry["name"])] = number, tensor_name

@@ -46,7 +46,8 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
         if not isinstance(named, dict) or not all(type(name) is str for name in named.values()):
             raise FileError(file, "does not name the inputs and outputs of a decoder")
     model_settings = {"type": "decoder-pipeline", **_numbers(model)}
-    decoder_settings, search = {**_numbers(decoder), **tensors}, _numbers(whole.get("search"))
+    decoder_settings = {**_numbers(decoder), **tensors}
+    search = _numbers(whole.get("search"))
 
     def write(partition: Partition, folder: Path) -> Partition:
         from htp_export.capabilities.huggingface.companions import copy_companions

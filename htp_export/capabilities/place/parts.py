@@ -101,7 +101,9 @@ def _choices_from(
             continue
         taken.append(number)
         weights.update(item.weights)
-        used, peak, work = used + more, max(peak, item.peak), work + item.work
+        used += more
+        peak = max(peak, item.peak)
+        work += item.work
         for net in nets_of.get(number, ()):
             crosses_before = inside[net] > 0
             inside[net] += 1
@@ -140,7 +142,8 @@ class Needs:
         from htp_export.costs.execution import walk
         from htp_export.costs.memory import Timeline
 
-        self.tagged, self.notes = tagged, run.notes
+        self.tagged = tagged
+        self.notes = run.notes
         self.sizes: dict[str, int] = {}
         for step, _ in walk(run.steps):
             for tensor in (*step.inputs, *step.outputs):

@@ -16,7 +16,7 @@ from htp_export.editing.flattening import read_flat
 from htp_export.errors import InputError
 from htp_export.files.filesystem import temporary_folder
 from htp_export.model.model_faults import names_model_faults
-from htp_export.model.tagged import ModelSource, load, name_of
+from htp_export.model.tagged import ModelSource, TaggedModel, load, name_of
 from htp_export.process.argument_types import MOST_RUNS, check_whole
 from htp_export.runtime.data import Data, Samples
 from htp_export.runtime.sessions import RunnableModel, SessionSettings
@@ -95,6 +95,7 @@ def profile(
         >>> list(report.modules), report.unattributed_ms, report.modules["1"].by_op.keys()
         (['', '0', '1'], 0, dict_keys(['Softmax']))
     """
+    # The branches below are checks of arguments, each with its message, in the order of the work.
     settings = SessionSettings(tuple(providers), session_options)
     options = dict(engine_options or {})
     if timing not in _TIMINGS:
@@ -133,14 +134,18 @@ def profile(
                 tagged, feed, runs, warmup, name=name, options=options, folder=folder
             )
             return Profile.of(tagged, result, engine, feed.notes)
-        if isinstance(model, str | os.PathLike) and tagged is original:
-            # Without functions, ONNX Runtime can load the file itself.
-            runnable = RunnableModel.of_file(Path(model), tagged.model, folder)
-        else:
-            class_name = tagged.hierarchy.root.simple_class or "model"
-            runnable = RunnableModel.of(tagged.model, class_name, folder)
+        runnable = _runnable(model, tagged, tagged is original, folder)
         result = measure(
             tagged, runnable, feed, runs, warmup, settings=settings, timing=timing, folder=folder
         )
         allocated = memory_by_module(runnable, settings, feed, tagged, folder) if memory else None
         return Profile.of(tagged, result, engine, feed.notes, allocated)
+
+
+def _runnable(
+    model: ModelSource, tagged: TaggedModel, is_unchanged: bool, folder: Path
+) -> RunnableModel:
+    """The model for ONNX Runtime: the file itself, unless its functions were inlined."""
+    if is_unchanged and isinstance(model, str | os.PathLike):
+        return RunnableModel.of_file(Path(model), tagged.model, folder)
+    return RunnableModel.of(tagged.model, tagged.hierarchy.root.simple_class or "model", folder)

@@ -133,7 +133,8 @@ def memory_by_module(
 
     nodes, optimized = measured_memory(model, settings, feed, temporary)
     works = optimized_works(tagged, tagged.model if optimized is None else optimized)
-    measured, kernels = _Sums(), []
+    measured = _Sums()
+    kernels = []
     for node in nodes:
         node_works = [
             works[optimized_node] for optimized_node in node.nodes if optimized_node in works
@@ -167,7 +168,9 @@ class _Sums:
     """Bytes by module: ``total`` with descendants, ``own``, and the number of ``counted`` nodes."""
 
     def __init__(self) -> None:
-        self.total, self.own, self.counted = Counter[str](), Counter[str](), Counter[str]()
+        self.total = Counter[str]()
+        self.own = Counter[str]()
+        self.counted = Counter[str]()
 
     def add(self, size: int, owners: Sequence[str], modules: Iterable[str]) -> None:
         from htp_export.costs.costing import divided

@@ -200,7 +200,8 @@ def _kernels(trace: Trace, tagged: TaggedModel, optimized: ir.Model | None) -> t
     from htp_export.alignment.carried_owners import optimized_works
 
     graph = tagged.model if optimized is None else optimized
-    works, nodes = optimized_works(tagged, graph), _nodes(trace.times, graph)
+    works = optimized_works(tagged, graph)
+    nodes = _nodes(trace.times, graph)
     kernels = []
     for key in trace.times:
         launches = trace.launches[key] / trace.runs

@@ -79,7 +79,8 @@ class _Steering:
     """Adds vectors to tensors of a model, in place."""
 
     def __init__(self, edit: Edit) -> None:
-        self._edit, self._tagged = edit, edit.tagged
+        self._edit = edit
+        self._tagged = edit.tagged
         self._values = dict(edit.tagged.values)
 
     def add(self, name: str, tensors: Sequence[ModuleTensor]) -> TappedTensor:
@@ -112,12 +113,14 @@ class _Steering:
         owner = self._tagged.calls.caller(call) if enters else call
         node = self._edit.node("Add", [value, vector], owner or ROOT, f"{tensor.place}.steer")
         insert_behind(self._edit.graph, value, node)
-        result, old = node.outputs[0], str(value.name)
+        result = node.outputs[0]
+        old = str(value.name)
         if enters:
             for consumer, index in consumers:
                 consumer.replace_input_with(index, result)
             result.name = new = self._edit.names.tensors.unused(f"{old}.steered")
-            result.type, result.shape = value.type, value.shape
+            result.type = value.type
+            result.shape = value.shape
         else:
             self._edit.replace_uses(value, result, consumers, rest=f"{old}.base")
             new = str(value.name)
@@ -161,7 +164,8 @@ class _Steering:
 
     def _merged_with(self, call: Instance, name: str) -> list[str]:
         """The modules, outside the call and its callers, with an equal result that was merged."""
-        around, merged = self._tagged.calls.chain(call), []
+        around = self._tagged.calls.chain(call)
+        merged = []
         for path, signatures in self._edit.signatures.items():
             for number, signature in enumerate(signatures):
                 other = Instance(path, number)

@@ -136,7 +136,8 @@ def tap(
     tagged = read_for_change(model)
     wanted = named_places(tagged, places)
     _check_joins(wanted, given=isinstance(places, Mapping), joins=concat is not None)
-    taps, added = dict(tagged.taps), list[TappedTensor]()
+    taps = dict(tagged.taps)
+    added = list[TappedTensor]()
     with Edit(tagged) as edit:
         # All tensors are lifted before outputs are added.
         sources = {}
@@ -193,21 +194,13 @@ def untap(
     check_target(output)
     tagged = read_for_change(model)
     taps = dict(tagged.taps)
-    if names is None:
-        names = list(taps)
-    names = [names] if isinstance(names, str) else list(names)
-    unknown = next((name for name in names if name not in taps), None)
-    if unknown is not None:
-        listed = ", ".join(map(repr, taps)) or "none"
-        raise InputError(f"output {unknown!r} is no tap of the model; it has {listed}")
-    if not names:
-        raise InputError("the model has no taps")
+    names = _existing_taps(taps, names)
     values = {value.name: value for value in tagged.model.graph.outputs}
     removed = [
         TappedTensor(name, taps[name].places, type_and_shape(values[name])) for name in names
     ]
     kept = {name: tap for name, tap in taps.items() if name not in names}
-    still_needed = {created for tap in kept.values() for created in tap.made}
+    still_needed = set[str]().union(*(tap.made for tap in kept.values()))
     removable = []
     for name in names:
         removable += [created for created in taps[name].made if created not in still_needed]
@@ -215,6 +208,21 @@ def untap(
     write_taps(tagged.model.metadata_props, kept)
     summary = f"{many(len(removed), 'output')} removed"
     return written(tagged, removed, summary, output, share_weights=share_weights)
+
+
+def _existing_taps(taps: Mapping[str, Tap], names: str | Sequence[str] | None) -> list[str]:
+    """The names as a list, all taps by default; raises an `InputError` if one is not a tap."""
+    if names is None:
+        names = list(taps)
+    elif isinstance(names, str):
+        names = [names]
+    for name in names:
+        if name not in taps:
+            listed = ", ".join(map(repr, taps)) or "none"
+            raise InputError(f"output {name!r} is no tap of the model; it has {listed}")
+    if not names:
+        raise InputError("the model has no taps")
+    return list(names)
 
 
 def named_places(
@@ -274,7 +282,8 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
     typed = [_typed(tagged, value) for value in values]
     kinds = ", ".join(f"{value.name}: {type_and_shape(value)}" for value in typed)
     shapes = [value.shape for value in typed if value.shape is not None]
-    ranks, dtypes = {len(shape) for shape in shapes}, {value.dtype for value in typed}
+    ranks = {len(shape) for shape in shapes}
+    dtypes = {value.dtype for value in typed}
     if len(ranks) != 1 or len(shapes) < len(typed) or len(dtypes) > 1:
         raise InputError(
             f"{name!r}: tensors of different type or rank cannot be put together: {kinds}"

@@ -66,7 +66,8 @@ def weight_statistics(
     statistics: dict[str, WeightStatistics] = {}
     initializers = [value for graph in model.graphs() for value in graph.initializers.values()]
     for value in (*initializers, *constants):
-        name, tensor = str(value.name), stored_tensor(value)
+        name = str(value.name)
+        tensor = stored_tensor(value)
         if tensor is None or tensor.dtype in _NOT_NUMBERS or name in statistics:
             continue
         try:
@@ -85,7 +86,10 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
     Variances", 1979.
     """
     count, mean, squares = 0, 0.0, 0.0
-    least, most, zeros, not_finite = math.inf, -math.inf, 0, 0
+    least = math.inf
+    most = -math.inf
+    zeros = 0
+    not_finite = 0
     values = tensor.numpy().reshape(-1)
     for start in range(0, values.size, _AT_ONCE):
         part = values[start : start + _AT_ONCE].astype(np.float64)
@@ -100,7 +104,8 @@ def _statistics(tensor: ir.TensorProtocol) -> WeightStatistics:
         squares += part_squares + difference * difference * count * finite.size / total
         mean += difference * finite.size / total
         count = total
-        least, most = min(least, float(finite.min())), max(most, float(finite.max()))
+        least = min(least, float(finite.min()))
+        most = max(most, float(finite.max()))
         zeros += int(finite.size - np.count_nonzero(finite))
     if not count:
         return WeightStatistics(tensor.size, mean, 0.0, 0.0, 0.0, zeros, not_finite)
@@ -232,17 +237,20 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
 class _Reader:
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
-        self._tagged, self._tied = tagged, tied_parameters(tagged)
+        self._tagged = tagged
+        self._tied = tied_parameters(tagged)
         self._weights: dict[ir.Value, None] = {}
         for content in contents.values():
             self._weights.update(dict.fromkeys(content.own_weights))
         self.weights_of_nodes = [
             weight for weight in self._weights if weight.producer() is not None
         ]
-        self._parameters, self._bytes = Counter[str | None](), Counter[str | None]()
+        self._parameters = Counter[str | None]()
+        self._bytes = Counter[str | None]()
         # The path of a parent is shorter: children come first.
         for path in sorted(contents, key=len, reverse=True):
-            facts, parent = contents[path].facts, tagged.hierarchy.parent(path)
+            facts = contents[path].facts
+            parent = tagged.hierarchy.parent(path)
             self._parameters[path] += facts.self_parameters
             self._parameters[parent] += self._parameters[path]
             self._bytes[path] += facts.self_weight_bytes
@@ -308,7 +316,8 @@ class _Reader:
 
     def _link(self, value: ir.Value) -> Link:
         """The link to a tensor; for an input of a loop's body, to the argument of the loop."""
-        name, seen = value.name or "", {value}
+        name = value.name or ""
+        seen = {value}
         while True:
             producer = value.producer()
             if producer is not None:
@@ -334,7 +343,8 @@ def _lines_of_most(nodes: Sequence[NodeEntry]) -> str:
     if not lines:
         return ""
     file = max(lines, key=lambda name: len(lines[name]))
-    first, last = min(lines[file]), max(lines[file])
+    first = min(lines[file])
+    last = max(lines[file])
     return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -130,7 +131,8 @@ def _measures_by_name(
     for name in names:
         rows_of_name = {path: row[name] for path, row in rows.items() if name in row}
         for measure in _numbered(data, rows_of_name):
-            key, title = f"{measure.key}:{name}", f"{measure.title}, {name}"
+            key = f"{measure.key}:{name}"
+            title = f"{measure.title}, {name}"
             measures.append(replace(measure, key=key, title=title, nodes={}))
     return measures
 
@@ -150,15 +152,8 @@ def _named(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
 def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Measure]:
     """The measures whose values are numbers."""
     numbers = {path: dict(_numbers(row)) for path, row in rows.items()}
-    words = {}
-    for path, row in rows.items():
-        texts = [str(row[name]) for name in ("status", "problem", "reason") if row.get(name)]
-        if texts:
-            words[path] = ": ".join(texts)
-    names: dict[str, None] = {}
-    for values in numbers.values():
-        names.update(dict.fromkeys(values))
-    for name in names:
+    words = _remarks(rows)
+    for name in dict.fromkeys(itertools.chain.from_iterable(numbers.values())):
         if name not in _KINDS and (name in _KNOWN_ANYWAY or name.startswith(("self_", "own_"))):
             continue
         kind = _KINDS.get(name, Measure(name, name.replace("_", " ")))
@@ -172,6 +167,16 @@ def _numbered(data: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) ->
         )
 
 
+def _remarks(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Module path → status, problem and reason of its row, if there are any."""
+    remarks = {}
+    for path, row in rows.items():
+        texts = [str(row[name]) for name in ("status", "problem", "reason") if row.get(name)]
+        if texts:
+            remarks[path] = ": ".join(texts)
+    return remarks
+
+
 def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The numbers of one module, and words for numbers that JSON cannot express."""
     for name, value in row.items():
@@ -183,14 +188,17 @@ def _numbers(row: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 def _by_node(data: Mapping[str, Any], name: str) -> dict[str, float]:
     """Values of single nodes: the nodes of a cost, the kernels of a profile."""
     if name == "total_ms":
-        entries, field_name = data.get("kernels"), "ms"
+        entries = data.get("kernels")
+        field_name = "ms"
     else:
-        entries, field_name = data.get("nodes"), name
+        entries = data.get("nodes")
+        field_name = name
     values: dict[str, float] = {}
     for entry in entries if isinstance(entries, list) else ():
         if not isinstance(entry, Mapping) or (name in _WORK and entry.get("counted") is False):
             continue
-        key, value = entry.get("name"), entry.get(field_name)
+        key = entry.get("name")
+        value = entry.get(field_name)
         if isinstance(key, str) and key and isinstance(value, int | float) and math.isfinite(value):
             values[key] = values.get(key, 0.0) + value
     return values

@@ -116,9 +116,8 @@ def view_command(
         raise InputError("--overlay, --netron and --serve each do another thing; give one of them")
     kinds = measured_kinds(measure or ())
     given = runs_on(data, dims, model.shapes if model.is_file else None)
-    results: list[Any] = [
-        path for path in (profile, cost, verify, *(result or ())) if path is not None
-    ]
+    results: list[Any] = [path for path in (profile, cost, verify) if path is not None]
+    results += result or ()
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
         from htp_export.capabilities.view.viewing import view
@@ -150,22 +149,21 @@ def view_command(
             "--overlay and --netron are for an ONNX file that Model Explorer or Netron opens"
         )
     file = Path(str(model.source) if model.is_file else "model")
-    suffix = ".html"
-    if netron:
-        suffix = ".netron.json"
-    elif overlay:
-        suffix = f".{overlay}.json"
-    target = output or file.with_suffix(suffix)
-    check_output(target, Kind.JSON if netron or overlay else Kind.PAGE)
     if not (netron or overlay):
+        target = output or file.with_suffix(".html")
+        check_output(target, Kind.PAGE)
         _report(target, f"open {target} in a browser", as_json, *draw(target))
         return
+    if netron:
+        target = output or file.with_suffix(".netron.json")
+        viewer = f"Netron, and drop {target} onto it"
+    else:
+        target = output or file.with_suffix(f".{overlay}.json")
+        viewer = f"Model Explorer, and add {target} as node data"
+    check_output(target, Kind.JSON)
     model.check_file()
     sidecar = _sidecar(file, overlay, results, kinds, given, Steps(quiet=as_json))
     write_text(target, json.dumps(sidecar, indent=1), Kind.JSON)
-    viewer = f"Model Explorer, and add {target} as node data"
-    if netron:
-        viewer = f"Netron, and drop {target} onto it"
     _report(target, f"open {file} in {viewer}", as_json)
 
 

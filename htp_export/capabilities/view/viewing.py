@@ -183,12 +183,10 @@ def view(
     from htp_export.capabilities.inspect.inspected import Inspected
     from htp_export.costs.result import Cost
 
+    # The branches below are checks of arguments, each with its message, and the kinds of models.
     args, output = _arguments(is_torch_module(model), positional, args, output)
     check_fits(view, "output", output)
-    path = None if output is None else Path(output)
-    if path is not None:
-        files = [result for result in results if isinstance(result, str | os.PathLike)]
-        check_target(path, Kind.PAGE, files)
+    path = _checked_target(output, results)
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
         raise InputError("data, dims and shapes are those of what is measured; give measure, too")
@@ -207,20 +205,16 @@ def view(
         measures, searches = read_results([*results, *measurements])
     costs = next((result for result in measurements if isinstance(result, Cost)), None)
     shown = shown_graph(tagged, file, statistics=weights, costs=costs)
-    if inspected is not None:
-        shown = _with_way(shown, inspected)
-    graphs = [shown]
-    if inspected is not None and len(inspected.graphs) > 1:
-        whole = replace(shown, title=f"all {len(inspected.graphs)} graphs")
-        graphs = [whole, *_graphs_between_breaks(inspected)]
+    graphs = [shown] if inspected is None else _graphs_of(inspected, shown)
     page, missing = page_of([graph.with_results(measures) for graph in graphs], explorer, searches)
     if path is not None:
         write_text(path, page)
-    modules = shown.inventory.modules
+    inventory = graphs[0].inventory
+    modules = inventory.modules
     result = View(
         html=page,
         path=path,
-        nodes=len(shown.inventory.nodes),
+        nodes=len(inventory.nodes),
         modules=len(drawn_parents(modules)),
         missing=missing,
         failures={path: module.failure for path, module in modules.items() if module.failure},
@@ -228,6 +222,18 @@ def view(
     if inspected is None:
         return result
     return replace(result, way=inspected.way, stopped=inspected.stopped)
+
+
+def _checked_target(
+    output: str | os.PathLike[str] | None, results: Sequence[Numbers]
+) -> Path | None:
+    """The path of the page, which must not replace a model or one of the results."""
+    if output is None:
+        return None
+    path = Path(output)
+    files = [result for result in results if isinstance(result, str | os.PathLike)]
+    check_target(path, Kind.PAGE, files)
+    return path
 
 
 def _arguments(
@@ -242,6 +248,15 @@ def _arguments(
     if rest:
         raise TypeError("view takes a model, the arguments of a PyTorch module, and an output")
     return args, output
+
+
+def _graphs_of(inspected: Inspected, shown: ShownGraph) -> list[ShownGraph]:
+    """The graphs of a PyTorch model: the whole, followed by Dynamo's if there are several."""
+    whole = _with_way(shown, inspected)
+    if len(inspected.graphs) < 2:
+        return [whole]
+    whole = replace(whole, title=f"all {len(inspected.graphs)} graphs")
+    return [whole, *_graphs_between_breaks(inspected)]
 
 
 def _with_way(shown: ShownGraph, inspected: Inspected) -> ShownGraph:
@@ -305,10 +320,13 @@ def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search
             searches.append(opened)
             continue
         for measure in opened:
-            key, title, number = measure.key, measure.title, 1
+            key = measure.key
+            title = measure.title
+            number = 1
             while key in measures:
                 number += 1
-                key, title = f"{measure.key}:{number}", f"{measure.title} ({number})"
+                key = f"{measure.key}:{number}"
+                title = f"{measure.title} ({number})"
             measures[key] = replace(measure, key=key, title=title)
     return list(measures.values()), searches
 

@@ -26,9 +26,12 @@ def _attend(
 
 def _onnx_attention(step: RunStep) -> Work:
     """ONNX's ``Attention``: inputs of rank 4, with separate heads, or of rank 3."""
-    query, key, value = step.shape(0), step.shape(1), step.shape(2)
+    query = step.shape(0)
+    key = step.shape(1)
+    value = step.shape(2)
     if len(query) == 3:
-        heads, shared = step.integer("q_num_heads"), step.integer("kv_num_heads")
+        heads = step.integer("q_num_heads")
+        shared = step.integer("kv_num_heads")
         if not heads or not shared:
             raise UnknownShapeError("the number of heads")
         query = (query[0], heads, query[1], query[2] // heads)
@@ -68,7 +71,8 @@ def _packed_attention(past: int, bias: int, mask: int, extra: int) -> Formula:
 
 def _multi_head(step: RunStep) -> Work:
     """``MultiHeadAttention``: separate queries, keys, values, or packed in rank 5."""
-    query, heads = step.shape(0), step.integer("num_heads")
+    query = step.shape(0)
+    heads = step.integer("num_heads")
     if not heads:
         raise UnknownShapeError("the number of heads")
     batch, length = query[:2]
@@ -97,7 +101,8 @@ def _multi_head(step: RunStep) -> Work:
 def _grouped_query(step: RunStep) -> Work:
     """``GroupQueryAttention``: one head of keys for several of queries, with cache and rotation."""
     batch, length, width = step.shape(0)
-    heads, shared = step.integer("num_heads"), step.integer("kv_num_heads")
+    heads = step.integer("num_heads")
+    shared = step.integer("kv_num_heads")
     if not heads or not shared:
         raise UnknownShapeError("the number of heads")
     size = width // (heads + 2 * shared) if step.input(1) is None else width // heads

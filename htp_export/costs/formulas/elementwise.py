@@ -73,7 +73,8 @@ def _resize(step: RunStep) -> Work:
     """``nearest`` copies; linear and cubic sum 2 or 4 neighbours along each axis that changes."""
     taps_of = {"linear": 2, "cubic": 4, "bilinear": 2, "bicubic": 4}
     taps = taps_of.get(step.text("mode", "nearest"), 0)
-    before, after = step.shape(0), step.output_shape()
+    before = step.shape(0)
+    after = step.output_shape()
     axes = sum(a != b for a, b in zip(before, after, strict=False))
     if not taps or not axes:
         return NOTHING

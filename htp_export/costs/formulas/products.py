@@ -83,7 +83,7 @@ def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]
     operands = [indices(term, len(step.shape(position))) for position, term in enumerate(terms)]
     if any(len(operand) != len(step.shape(position)) for position, operand in enumerate(operands)):
         raise UnknownShapeError(f"the operands of {equation!r}")
-    hidden = max((sum(index.isdecimal() for index in operand) for operand in operands), default=0)
+    hidden = max((sum(map(str.isdecimal, operand)) for operand in operands), default=0)
     if arrow:
         return operands, indices(right, hidden + len(right.replace("...", "")))
     # Without an output term, indices that occur once are kept.
@@ -104,7 +104,8 @@ def _conv(weight: int, bias: int | None = None, after: int = 0) -> Formula:
 
 
 def _fused_conv(step: RunStep) -> Work:
-    activation, summand = bool(step.text("activation")), step.input(3) is not None
+    activation = bool(step.text("activation"))
+    summand = step.input(3) is not None
     return _conv(1, 2, int(activation) + int(summand))(step)
 
 
@@ -115,7 +116,8 @@ def _causal_conv(step: RunStep) -> Work:
 
 def _deform_conv(step: RunStep) -> Work:
     """A convolution of inputs between four neighbours: 7 operations each, and a mask."""
-    filters, output = step.shape(1), step.output_shape()
+    filters = step.shape(1)
+    output = step.output_shape()
     work = _conv(1, 3)(step)
     sampled = output[0] * math.prod(output[2:]) * math.prod(filters[2:]) * step.shape(0)[1]
     return Work(work.macs, work.other + sampled * (8 if step.input(4) is not None else 7))
@@ -131,9 +133,11 @@ def _recurrent(gates: int, update: int) -> Formula:
     """For each step: the products; three additions and an activation for each gate; the update."""
 
     def formula(step: RunStep) -> Work:
-        x, state = step.shape(0), step.shape(2)
+        x = step.shape(0)
+        state = step.shape(2)
         runs = x[0] * x[1]
-        directions, hidden = state[0], step.integer("hidden_size") or min(state[1:])
+        directions = state[0]
+        hidden = step.integer("hidden_size") or min(state[1:])
         macs = runs * (math.prod(step.shape(1)) + math.prod(state))
         return Work(macs, runs * directions * hidden * (gates * 4 + update))
 

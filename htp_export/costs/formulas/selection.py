@@ -76,7 +76,8 @@ def _affine_grid(step: RunStep) -> Work:
 
 def _multinomial(step: RunStep) -> Work:
     """Probabilities and their cumulative sum; a random number and its binary search per sample."""
-    logits, samples = step.shape(0), step.output_shape()
+    logits = step.shape(0)
+    samples = step.output_shape()
     distribution = math.prod(logits) * (SOFTMAX + 1)
     return Work(0, distribution + math.prod(samples) * (1 + halvings(logits[-1])))
 
@@ -101,8 +102,10 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
 
     def formula(step: RunStep) -> Work:
         packed = 8 // step.integer(bits, 4) if bits else 1
-        x, routed = step.shape(0), step.shape(1)
-        tokens, chosen = math.prod(x[:-1]), step.integer("k", 1)
+        x = step.shape(0)
+        routed = step.shape(1)
+        tokens = math.prod(x[:-1])
+        chosen = step.integer("k", 1)
         shapes = [step.shape(k) for k in weights if step.input(k) is not None]
         macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
         added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)

@@ -35,7 +35,8 @@ def _product_with_bias(step: RunStep) -> Work:
 
 def _bilinear(step: RunStep) -> Work:
     """For each output, a matrix between two vectors."""
-    outputs, (_, rows, columns) = math.prod(step.output_shape()), step.shape(2)
+    outputs = math.prod(step.output_shape())
+    (_, rows, columns) = step.shape(2)
     return Work(outputs * rows * (columns + 1), outputs if step.input(3) is not None else 0)
 
 
@@ -45,7 +46,9 @@ def _convolution(step: RunStep) -> Work:
 
 def _attention(step: RunStep) -> Work:
     """Scores and context: every query with all keys, whatever the mask is."""
-    query, key, value = step.shape(0), step.shape(1), step.shape(2)
+    query = step.shape(0)
+    key = step.shape(1)
+    value = step.shape(2)
     scores = math.prod(query[:-1]) * key[-2]
     masked = step.input(3) is not None or step.integer("is_causal")
     return Work(scores * (query[-1] + value[-1]), scores * (1 + bool(masked) + SOFTMAX))
@@ -70,7 +73,8 @@ def _cell(gates: int, update: int) -> Formula:
     """One step of a recurrent layer: the input, the states, two matrices, and biases."""
 
     def formula(step: RunStep) -> Work:
-        batch, states = step.shape(0)[0], 2 if step.node.op_type == "lstm_cell" else 1
+        batch = step.shape(0)[0]
+        states = 2 if step.node.op_type == "lstm_cell" else 1
         matrices = [step.shape(1 + states), step.shape(2 + states)]
         hidden = matrices[1][0] // gates
         return Work(batch * sum(map(math.prod, matrices)), batch * hidden * (gates * 4 + update))

@@ -28,7 +28,8 @@ def _concat(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("Split")
 def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
-    axis, count = normalized(node.attributes.get_int("axis", 0), len(shape)), len(node.outputs)
+    axis = normalized(node.attributes.get_int("axis", 0), len(shape))
+    count = len(node.outputs)
     sizes: Sequence[Dim | None] | None = axes_of(node, known, "split")
     if sizes is None:
         total = shape[axis]
@@ -42,8 +43,10 @@ def _split(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("Slice")
 def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
-    starts, ends = known.contents(node.inputs[1]), known.contents(node.inputs[2])
-    axes, steps = sliced_axes(node, known), axes_of(node, known, "steps", place=4)
+    starts = known.contents(node.inputs[1])
+    ends = known.contents(node.inputs[2])
+    axes = sliced_axes(node, known)
+    steps = axes_of(node, known, "steps", place=4)
     if axes is None:
         return [[None] * len(shape)]
     result: list[Dim | None] = list(shape)
@@ -59,7 +62,8 @@ def _slice(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 def sliced_axes(node: Operation, known: Known) -> list[int] | None:
     """The axes that a ``Slice`` cuts, counted from the front; None if they are not constant."""
-    axes, rank = axes_of(node, known, place=3), known.rank(node.inputs[0])
+    axes = axes_of(node, known, place=3)
+    rank = known.rank(node.inputs[0])
     if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
         starts = known.shape(node.inputs[1])
         count = starts[0] if starts else None
@@ -81,7 +85,8 @@ def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int
 def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:
     """The length of a slice along one axis; None if it depends on unknown sizes."""
     if step == 1:
-        first, last = _clamped(start, dim), _clamped(end, dim)
+        first = _clamped(start, dim)
+        last = _clamped(end, dim)
         if first is None or last is None:
             return None
         return not_negative(last - first)
@@ -108,14 +113,16 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
 
 @shape_rule("Gather")
 def _gather(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, indices = shape_of(node, known), shape_of(node, known, 1)
+    data = shape_of(node, known)
+    indices = shape_of(node, known, 1)
     axis = normalized(node.attributes.get_int("axis", 0), len(data))
     return [[*data[:axis], *indices, *data[axis + 1 :]]]
 
 
 @content_rule("Gather")
 def _gathered_contents(node: Operation, known: Known) -> Contents | None:
-    contents, places = known.contents(node.inputs[0]), known.contents(node.inputs[1])
+    contents = known.contents(node.inputs[0])
+    places = known.contents(node.inputs[1])
     if contents is None or places is None:
         return None
     axis = node.attributes.get_int("axis", 0)
@@ -124,7 +131,8 @@ def _gathered_contents(node: Operation, known: Known) -> Contents | None:
 
 @content_rule("Slice")
 def _sliced_contents(node: Operation, known: Known) -> Contents | None:
-    contents, bounds = known.contents(node.inputs[0]), slice_bounds(node, known)
+    contents = known.contents(node.inputs[0])
+    bounds = slice_bounds(node, known)
     if contents is None or bounds is None:
         return None
     index = [slice(None)] * contents.ndim

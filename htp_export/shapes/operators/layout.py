@@ -32,7 +32,8 @@ def _transpose(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("Reshape")
 def _reshape(node: Operation, known: Known) -> Sequence[Dims | None]:
-    shape, wanted = known.shape(node.inputs[0]), known.contents(node.inputs[1])
+    shape = known.shape(node.inputs[0])
+    wanted = known.contents(node.inputs[1])
     if wanted is None:
         return [unknown_dims(shape_of(node, known, 1)[0])]
     keeps_zero = bool(node.attributes.get_int("allowzero", 0))
@@ -57,7 +58,8 @@ def _inferred_dim(shape: Dims | None, others: Sequence[Dim | None]) -> Dim | Non
 
 @shape_rule("Unsqueeze")
 def _unsqueeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, axes = shape_of(node, known), axes_of(node, known)
+    shape = shape_of(node, known)
+    axes = axes_of(node, known)
     if axes is None:
         return None
     rank = len(shape) + len(axes)
@@ -68,7 +70,8 @@ def _unsqueeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 @shape_rule("Squeeze")
 def _squeeze(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, axes = shape_of(node, known), axes_of(node, known)
+    shape = shape_of(node, known)
+    axes = axes_of(node, known)
     if axes is None:
         if len(node.inputs) > 1 or any(not isinstance(dim, int) for dim in shape):
             return None
@@ -94,7 +97,8 @@ def _expand(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 @shape_rule("Tile")
 def _tile(node: Operation, known: Known) -> Sequence[Dims | None] | None:
-    shape, repeats = shape_of(node, known), known.contents(node.inputs[1])
+    shape = shape_of(node, known)
+    repeats = known.contents(node.inputs[1])
     if repeats is None:
         return None
     return [[dim * repeat for dim, repeat in zip(shape, repeats, strict=True)]]
@@ -102,7 +106,8 @@ def _tile(node: Operation, known: Known) -> Sequence[Dims | None] | None:
 
 @content_rule("Reshape", "Squeeze", "Unsqueeze")
 def _reshaped_contents(node: Operation, known: Known) -> Contents | None:
-    contents, shape = known.contents(node.inputs[0]), known.shape(node.outputs[0])
+    contents = known.contents(node.inputs[0])
+    shape = known.shape(node.outputs[0])
     if contents is None or shape is None:
         return None
     sizes = [dim for dim in shape if isinstance(dim, int)]
@@ -111,7 +116,8 @@ def _reshaped_contents(node: Operation, known: Known) -> Contents | None:
 
 @content_rule("Expand")
 def _expanded_contents(node: Operation, known: Known) -> Contents | None:
-    contents, shape = known.contents(node.inputs[0]), known.constant(node.inputs[1])
+    contents = known.contents(node.inputs[0])
+    shape = known.constant(node.inputs[1])
     if contents is None or shape is None:
         return None
     shape = list(np.broadcast_shapes(contents.shape, tuple(shape)))

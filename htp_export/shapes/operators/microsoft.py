@@ -89,7 +89,8 @@ def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("Attention", "QAttention", domain=_DOMAIN)
 def _attention(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, weights = shape_of(node, known), shape_of(node, known, 1)
+    data = shape_of(node, known)
+    weights = shape_of(node, known, 1)
     sizes: Sequence[int] = node.attributes.get_ints("qkv_hidden_sizes") or ()
     return [[*data[:2], sizes[2] if len(sizes) == 3 else divide(weights[1], 3)]]
 
@@ -128,7 +129,8 @@ def _grouped_query(node: Operation, known: Known) -> Sequence[Dims | None]:
 
 @shape_rule("EmbedLayerNormalization", domain=_DOMAIN)
 def _embedding(node: Operation, known: Known) -> Sequence[Dims | None]:
-    ids, words = shape_of(node, known), shape_of(node, known, 2)
+    ids = shape_of(node, known)
+    words = shape_of(node, known, 2)
     return [[*ids, words[-1]]]
 
 

@@ -26,7 +26,8 @@ _LARGEST_DENOMINATOR = 64
 
 @shape_rule("MatMul")
 def _matmul(node: Operation, known: Known) -> Sequence[Dims | None]:
-    a, b = shape_of(node, known), shape_of(node, known, 1)
+    a = shape_of(node, known)
+    b = shape_of(node, known, 1)
     left = a if len(a) > 1 else (1, *a)
     right = b if len(b) > 1 else (*b, 1)
     result = [*broadcast([left[:-2], right[:-2]])]
@@ -55,9 +56,11 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
     data = shape_of(node, known)
     if node.op_type in ("Conv", "FusedConv"):
         weight = shape_of(node, known, 1)
-        channels, kernel = weight[0], node.attributes.get_ints("kernel_shape") or weight[2:]
+        channels = weight[0]
+        kernel = node.attributes.get_ints("kernel_shape") or weight[2:]
     else:
-        channels, kernel = data[1], node.attributes["kernel_shape"].as_ints()
+        channels = data[1]
+        kernel = node.attributes["kernel_shape"].as_ints()
     spatial = len(data) - 2
     strides = node.attributes.get_ints("strides") or [1] * spatial
     dilations = node.attributes.get_ints("dilations") or [1] * spatial

@@ -31,7 +31,8 @@ def graph_of(
     With ``keep_layers``, hidden nodes keep layers with a single node, whatever settings the viewer
     has.
     """
-    names, layers = node_ids(inventory), layers_of(inventory)
+    names = node_ids(inventory)
+    layers = layers_of(inventory)
     nodes = [
         _node(node, names[position], layers[position], names)
         for position, node in enumerate(inventory.nodes)

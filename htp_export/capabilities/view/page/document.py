@@ -127,14 +127,14 @@ def page_data(
     """
     above = drawn_parents(inventory.modules)
     place = {path: position for position, path in enumerate(above)}
-    drawn = [inventory.modules[path] for path in above]
     modules = []
-    for module in drawn:
-        parent = above[module.path]
+    typed = [*inventory.inputs, *inventory.constants]
+    for path, parent in above.items():
+        module = inventory.modules[path]
         modules.append(_module(module, None if parent is None else place[parent]))
+        typed.extend(module.weights)
+    repeated = [[place[path] for path in run] for run in _repeats(above, inventory, measures)]
     argument = _as_argument(file)
-    weights = [tensor for module in drawn for tensor in module.weights]
-    typed = (*inventory.inputs, *inventory.constants, *weights)
     return {
         "name": inventory.name,
         "file": argument,
@@ -146,19 +146,20 @@ def page_data(
         "inputs": _tensors(inventory.inputs),
         "outputs": _tensors(inventory.outputs),
         "count": len(inventory.modules),
-        "fates": {
-            fate: {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark}
-            for fate in Fate
-        },
+        "fates": {fate: _fate(fate) for fate in Fate},
         "modules": modules,
         "nodes": [_node(node) for node in inventory.nodes],
         "types": {tensor.name: tensor.type for tensor in typed if tensor.type},
         "values": {tensor.name: tensor.value for tensor in inventory.constants if tensor.value},
         "statistics": {name: _rounded(entry) for name, entry in inventory.statistics.items()},
-        "repeats": [[place[path] for path in run] for run in _repeats(above, inventory, measures)],
+        "repeats": repeated,
         "measures": [_measure(measure, list(above), inventory) for measure in measures],
         "missing_explorer": in_both(missing_explorer),
     }
+
+
+def _fate(fate: Fate) -> dict[str, str]:
+    return {"meaning": fate.meaning, "tone": fate.tone, "remark": fate.remark}
 
 
 def _as_argument(file: str) -> str:
