@@ -312,7 +312,7 @@ def _controlled(
 def _parameters(precision: Precision) -> Any:
     """NNCF's advanced parameters for a precision.
 
-    Ranges are those of all values, not the means of the runs' ranges.
+    Ranges cover all values; they are not the means of the runs' ranges.
     """
     advanced = _nncf("quantization.advanced_parameters")
     overflow = "DISABLE"

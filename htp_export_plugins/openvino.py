@@ -144,7 +144,7 @@ class _Session:
         return Kernel(self._label(name), kind, _DEVICE, ms, 1.0)
 
     def _label(self, name: str) -> str:
-        """A name with those of the original nodes in place of marks."""
+        """A name with the names of original nodes in place of marks."""
 
         def original(match: re.Match[str]) -> str:
             marked = (self._nodes[int(number)] for number in _MARK.findall(match[0]))

@@ -80,7 +80,7 @@ class Layer:
 
 
 def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
-    """The layers in execution order, those of the profile only last; and the runs, 0 if unknown."""
+    """The layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
     listed = _read(
         layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
     )
@@ -144,8 +144,8 @@ class EngineNames:
     TensorRT joins names, ``a + b``, ``a || b``, ``2-layer MLP: a -> b``; wraps elementwise
     operations, ``PWN(a, b)``; and names an inserted layer after another: ``Reformatting CopyNode
     for Input Tensor 0 to a``, ``squeeze_after_a``, ``a_myl0_3``. Parts that are not names of nodes,
-    such as ``(Unnamed Layer* 12) [Shuffle]``, are ignored. The name of a weight stands for its consumers
-    if no other part names a node.
+    such as ``(Unnamed Layer* 12) [Shuffle]``, are ignored. The name of a weight means its
+    consumers if no other part names a node.
     """
 
     def __init__(self, tagged: TaggedModel) -> None:
@@ -163,7 +163,7 @@ class EngineNames:
                     self._consumers[value.name].append(node)
 
     def nodes(self, name: str) -> list[ir.Node]:
-        """Return the distinct nodes that a name of the engine stands for."""
+        """Return the distinct nodes of a name of the engine."""
         parts = list(self._parts(name, _DEEPEST))
         nodes = dict.fromkeys(node for part in parts for node in self._named(part))
         if not nodes:
@@ -235,9 +235,9 @@ def _layer_kernels(
     """Return the layers that have times, with their owners.
 
     The original nodes of a layer are named in its metadata, or else in its name, or else they are
-    those between its tensors that no other layer names. ``{ForeignNode[a...b]}`` stands for the
+    the nodes between its tensors that no other layer names. ``{ForeignNode[a...b]}`` means the
     nodes between its tensors, or from ``a`` to ``b``. Other layers were inserted, and belong to the
-    modules of their consumers, or else to those of their producers.
+    modules of their consumers, or else of their producers.
 
     Raises:
         FileError: No layer has a node of the model.

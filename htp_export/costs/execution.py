@@ -164,7 +164,7 @@ def walk(steps: Sequence[RunStep], times: int = 1) -> Iterator[tuple[RunStep, in
             yield from walk(body.steps, min(times * body.times, LARGEST))
 
 
-# ONNX Runtime gives these outputs the memory of their input.
+# In ONNX Runtime, these outputs share the memory of their input.
 _VIEWS = RESHAPING | {"Identity"}
 
 
@@ -318,7 +318,7 @@ class _Runner(Inference):
         return max(first, second, key=elements)
 
     def repeat(self, state: list[Fact], run: Callable[[list[Fact]], list[Fact]]) -> list[Fact]:
-        """Run the body once: the run stands for all."""
+        """Run the body once: it represents all runs."""
         return run(state)
 
     def trips(self, trips: Dim | None, certain: bool) -> Dim | None:

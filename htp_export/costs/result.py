@@ -109,8 +109,8 @@ class Peak:
         bytes: Live bytes at the peak.
         node: The node that runs then, the first if there are several; "" for a model without nodes.
         modules: Its owners: the innermost modules at the peak.
-        live: The tensors in memory, ``(tensor, bytes)``, the largest first; those inside subgraphs
-            are not listed.
+        live: The tensors in memory, ``(tensor, bytes)``, the largest first, without tensors inside
+            subgraphs.
     """
 
     bytes: int
@@ -132,8 +132,8 @@ class Cost(ModuleTable):
         peak: The maximum of activation memory, and where it occurs.
         shared: Parameter of several modules → these modules.
         dims: Open dimension → the size that was used.
-        from_pytorch: Whether ``parameters`` are those of PyTorch; otherwise they are the weights in
-            the file.
+        from_pytorch: Whether ``parameters`` are PyTorch's parameters; otherwise they are the
+            weights in the file.
         limits: Limits of these numbers, one line each.
         tags: The tags of the model: source, reasons, untagged nodes.
         assumed: A line for each open dimension without a size in the call, with the size that was

@@ -105,7 +105,7 @@ def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
     """The work of one run of a node, without its subgraphs; None if it is unknown.
 
     It is unknown if its operator has no formula, or the formula needs an unknown shape.
-    ``formulas`` is a result of `all_formulas`; the default contains those of the package.
+    ``formulas`` is a result of `all_formulas`; the default contains the package's formulas.
 
     Raises:
         InputError: A formula does not return `Work`.

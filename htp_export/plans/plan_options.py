@@ -48,7 +48,7 @@ def read_rules(
     *,
     named: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Read rules from a plan file, or a preset of ``named``, followed by those of the options."""
+    """Read rules from a plan file, or a preset of ``named``, followed by rules of options."""
     rules: dict[str, Any] = {}
     if plan is not None:
         rules.update(_plan_rules(plan, value, named))

@@ -62,7 +62,7 @@ class Deciders:
     ) -> Iterator[Sequence[Part]]:
         """Yield sets of parts of which one has to agree on a node's rule, in order of preference.
 
-        First all parts; then those with a rule, and unfused ones; then those that keep the weight.
+        First all parts; then parts with a rule, and unfused ones; then owners of the weight.
         """
         yield tuple(rules)
         if len(rules) < 2:
@@ -267,7 +267,7 @@ class _Rules:
         return self._of(part)[0]
 
     def deciding(self, part: Part) -> int | None:
-        """The rule, of those that hold, that determines the value of a call."""
+        """The rule that holds and determines the value of a call."""
         return self._of(part)[1]
 
     def _of(self, part: Part) -> tuple[frozenset[int], int | None]:

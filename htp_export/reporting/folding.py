@@ -34,7 +34,7 @@ def folded(
 ) -> dict[str | None, list[list[str]]]:
     """The children of each module of a tree (None: the top level), in runs of equal siblings.
 
-    Most runs contain a single module. ``parents`` are those of `drawn_parents`; ``alike`` returns
+    Most runs contain a single module. ``parents`` is a result of `drawn_parents`; ``alike`` returns
     the properties that equal modules share, without their children.
 
     Examples:

@@ -90,7 +90,7 @@ class TreeTable(Generic[M]):
     def _tree_lines(self) -> Iterator[tuple[Text, M]]:
         """Every line, with guide lines before its name, except at the top.
 
-        A line stands for a run of equal siblings, or for the runs at the same place in equal
+        A line represents a run of equal siblings, or the runs at the same place in equal
         modules that are drawn once. Lines wait in a list, not in recursive calls: modules may be
         nested deeper than Python's recursion limit.
         """
@@ -127,8 +127,8 @@ class TreeTable(Generic[M]):
 class _TreeLine:
     """A line that waits to be drawn.
 
-    ``guide`` precedes its name, and ``child_guide`` those of its children; ``runs`` are the runs of
-    equal siblings for which it stands.
+    ``guide`` precedes its name, and ``child_guide`` its children's names; ``runs`` are the runs of
+    equal siblings in this line.
     """
 
     guide: str

@@ -56,7 +56,7 @@ class Modules(dict[str, V]):
 
 
 class PlainData:
-    """A dataclass as plain data: its fields, except those with ``repr=False``.
+    """A dataclass as plain data: its fields, except with ``repr=False``.
 
     Attributes:
         derived: Properties that are included, besides the fields.

@@ -25,7 +25,7 @@ class Drawn(Protocol):
 def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
     """Drawn module → the drawn module above it, None at the top; in order.
 
-    A container, which never ran itself, is not drawn: its name precedes those of its children.
+    A container, which never ran itself, is not drawn: its name is a prefix of its children's.
 
     Examples:
         >>> from types import SimpleNamespace
@@ -43,7 +43,7 @@ def drawn_parents(modules: Mapping[str, Drawn]) -> dict[str, str | None]:
 
 
 def drawn_levels(parents: Mapping[str, str | None]) -> dict[str, int]:
-    """Drawn module → its level, from 0 at the top; ``parents`` are those of `drawn_parents`.
+    """Drawn module → its level, from 0 at the top; ``parents`` is a result of `drawn_parents`.
 
     A file may list a module before its parent.
 

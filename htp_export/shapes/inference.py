@@ -370,7 +370,7 @@ class Inference(Known):
         return True
 
     def _ask_onnx(self, operation: Operation, shapes: Sequence[Dims | None]) -> None:
-        """Complete the results of a rule with those of ONNX's own inference of the node."""
+        """Complete the results of a rule by ONNX's own inference of the node."""
         facts = [self.fact(value) for value in operation.inputs]
         results = inferred(operation, self._version(operation), facts)
         for index, value in enumerate(operation.outputs):

@@ -1,4 +1,4 @@
-"""Facts about tensors: those of the file, and those that the walk adds. Shape rules query them."""
+"""Facts about tensors, from the file and from the walk over the graph. Shape rules query them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Fact:
     array: Array | None = None
 
     def forgetting_values(self) -> Fact:
-        """The facts without contents: those of any tensor of this type and shape."""
+        """The facts without contents, which hold for any tensor of this type and shape."""
         return Fact(self.type, self.shape)
 
 

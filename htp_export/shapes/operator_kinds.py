@@ -175,7 +175,7 @@ def with_subgraphs(node: ir.Node) -> Iterator[ir.Node]:
 
 
 def reads_of(node: ir.Node) -> Iterator[ir.Value]:
-    """Every value that a node uses, with those that its subgraphs use or return."""
+    """Every value that a node uses, or that its subgraphs use or return."""
     for inner in with_subgraphs(node):
         yield from (value for value in inner.inputs if value is not None)
         for body in subgraphs(inner):

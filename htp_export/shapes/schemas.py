@@ -105,7 +105,7 @@ def inferred(node: Operation, version: int, inputs: Sequence[Fact | None]) -> li
 
 
 def evaluated(node: Operation, version: int, inputs: Sequence[Fact | None]) -> list[Array] | None:
-    """The arrays of the outputs, if those of all inputs are known and all are small; else None."""
+    """The arrays of the outputs, if all inputs are known and all arrays are small; else None."""
     if node.op_type not in EVALUATED or node.domain:
         return None
     if _schema(node.op_type, version, node.domain) is None:
@@ -192,7 +192,7 @@ def type_source(op_type: str, version: int, domain: str, place: int) -> ir.DataT
 
 
 def settings(node: ir.Node, versions: Mapping[str, int]) -> list[ir.Attr]:
-    """The attributes of a node by name, without those equal to the operator's defaults.
+    """The attributes of a node by name, without the operator's defaults.
 
     Tools add and remove such defaults: nodes that differ in them alone compute the same.
 

@@ -58,7 +58,7 @@ class Symbolic(Inference):
         self.walk(graph)
 
     def described(self, value: ir.Value) -> ir.Value:
-        """A value of the same name with its type and shape: those of the file, completed."""
+        """A value of the same name with the type and shape in the file, completed by inference."""
         is_typed = value.type is not None and value.dtype != ir.DataType.UNDEFINED
         kind = value.type if is_typed else self.type(value)
         shape = None

@@ -73,7 +73,7 @@ def extract(
     tensors that are computed outside become inputs under their names in the file. Sizes are computed
     from its own inputs; dynamic dimensions stay dynamic. It has the initializers that it needs, and
     keeps opset, functions, tags, and its part of the module tree under the same paths. Inputs of
-    the model with a default value, such as those of `lora.insert`, remain inputs with that value.
+    the model with a default value, such as adapters of `lora.insert`, remain inputs with that value.
 
     Thread-safe, also for calls on the same model.
 
@@ -168,12 +168,12 @@ def splice(
 ) -> Splice:
     """Replace a module with another model, such as a quantized or rewritten one.
 
-    The replacement needs the inputs of the module under the names that ``extract`` gives them, or
+    The replacement needs the inputs of the module under the names of ``extract``, or
     as many under other names in the same order; unused ones may be missing. It must return the
     module's outputs, in order. Inputs that the module returns unchanged, and constants, are not
     replaced. Types must be equal, and dimensions if both are known. Names in the replacement that
     are already used are changed. Inputs of the replacement with a default value are merged with
-    those of the same name in the model, or become inputs of it.
+    inputs of the same name in the model, or become inputs of it.
 
     Thread-safe, also for calls on the same model.
 

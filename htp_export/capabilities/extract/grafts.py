@@ -95,7 +95,7 @@ class SplicedCalls:
     def encode_calls(self, node: ir.Node | None, owners: tuple[str, ...], copy: int = -1) -> str:
         """Encode the calls of a node of the host, or of the replacement, copied for ``copy``.
 
-        None stands for a new node of the module itself in that call.
+        None means a new node of the module itself in that call.
         """
         source = self._host if copy < 0 else self._replacement
         calls = list[Instance]()
@@ -183,7 +183,7 @@ class SplicedCalls:
     # --- the module tree --------------------------------------------------------------------------
 
     def _infos(self, sources_of: Mapping[str, Sequence[_Source]]) -> list[ModuleInfo]:
-        """The modules of the host; descendants of the module are those of the replacement.
+        """The modules of the host, with the replacement's as descendants of the module.
 
         A descendant that other modules call, too, remains the host's.
         """
@@ -417,8 +417,8 @@ class Graft:
 def _placed_paths(host: TaggedModel, replacement: TaggedModel, path: str) -> dict[str, str]:
     """Path in a replacement → path in the host, at or below the replaced module.
 
-    It is empty without tags. A model that was extracted from the host keeps its paths, also those
-    of called modules that are registered elsewhere.
+    It is empty without tags. A model that was extracted from the host keeps its paths, also of
+    called modules that are registered elsewhere.
     """
     owners = {owner for node in replacement.nodes for owner in tags.owners_of(node.metadata_props)}
     known = replacement.hierarchy if owners else ()

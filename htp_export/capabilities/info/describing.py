@@ -91,7 +91,7 @@ class Info(Result):
         ir_version: The version of ONNX's file format.
         producer: The program that wrote the model, with its version; empty if it is unknown.
         exporter: ``"dynamo"`` if nodes have the metadata of this exporter of torch; None otherwise.
-        nodes: Number of nodes, those of subgraphs and functions included.
+        nodes: Number of nodes, also in subgraphs and functions.
         functions: Number of ONNX functions.
         modules: Number of modules in the module tree.
         format: The version of the tags' format; None without tags.
@@ -135,7 +135,7 @@ class Info(Result):
         return f"{self.family or 'unknown'}: {count}, {si(self.elements)} weights{f' ({sizes})' * bool(sizes)}"
 
     def table(self) -> Table:
-        """The inputs and outputs; those that differ only in numbers share a row."""
+        """The inputs and outputs; names that differ only in numbers share a row."""
         return _COLUMNS, _folded((*self.inputs, *self.outputs))
 
     @property

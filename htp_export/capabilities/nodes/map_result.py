@@ -115,8 +115,8 @@ class MappedModule(_WithNodes):
         path: Its path.
         class_name: Its class.
         calls: Number of its runs.
-        fate: Its fate, one of those in ``docs/format.md``.
-        nodes: The nodes that it computes itself, without those of its descendants.
+        fate: Its fate, a word of ``docs/format.md``.
+        nodes: The nodes that it computes itself, without nodes of its descendants.
         parameters: Names of its own parameters.
     """
 
@@ -273,8 +273,8 @@ class ModelMap(Result):
     """The result of `nodes`: nodes, modules, parameters and initializers, mapped to each other.
 
     Attributes:
-        nodes: The nodes; those of branches and loop bodies follow the node that contains them, and
-            those of functions are last.
+        nodes: The nodes. Nodes of branches and loop bodies follow the node that contains them;
+            nodes of functions are last.
         modules: Module path → module, in the order of ``named_modules()``.
         parameters: Name in PyTorch → parameter; tied ones under each of their names.
         initializers: Name in the file → weight that a node uses.

@@ -116,7 +116,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _spread(chain: Chain, numbers: Mapping[str, float]) -> list[float]:
-    """Divide every module's number, minus those of its descendants, equally among its nodes."""
+    """Divide every module's number, minus its descendants' numbers, equally among its nodes."""
     numbered = {path: number for path, number in numbers.items() if path in chain.spans}
     left = dict(numbered)
     for path, number in numbered.items():

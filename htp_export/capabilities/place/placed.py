@@ -58,7 +58,7 @@ def _edges(model: ir.Model) -> Iterator[tuple[ir.Value, ir.Node | None, ir.Node 
     """Yield each tensor, its producer (None: a model input), and a consumer (None: an output).
 
     A subgraph receives its inputs from the node that contains it, and returns its outputs to it.
-    Initializers and constants are omitted: every device has those that it needs.
+    Initializers and constants are omitted: every device has its own copies.
     """
     holder: dict[ir.Graph, ir.Node] = {}
     for node in all_nodes(model):

@@ -295,8 +295,8 @@ def placement(
         dims: Open dimension → size; 1 by default.
         shapes: Input name → shape.
         providers: Execution providers, in order of preference, as for
-            ``onnxruntime.InferenceSession``; empty for those of ``session_options``, such as
-            plugins.
+            ``onnxruntime.InferenceSession``; empty for the providers in ``session_options``, such
+            as plugins.
         session_options: An ``onnxruntime.SessionOptions``. It is restored afterwards.
 
     Returns:

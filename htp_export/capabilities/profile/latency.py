@@ -59,7 +59,7 @@ def profile(
             refused.
         shapes: For random inputs: input name → shape.
         runs: Number of measured runs, each with the profiler and without.
-        warmup: Number of runs before those.
+        warmup: Number of runs before the measurement.
         providers: Execution providers, in order of preference, as for
             ``onnxruntime.InferenceSession``.
         session_options: An ``onnxruntime.SessionOptions``: threads, level of optimization and so

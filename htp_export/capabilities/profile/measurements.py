@@ -52,7 +52,7 @@ class Entry:
 
 
 def owned(kernel: Kernel, works: Iterable[NodeCalls], calls: CallTree) -> Kernel:
-    """A kernel with its owners: those of the nodes whose work it does, in execution order."""
+    """A kernel with its owners: the owners of its original nodes, in execution order."""
     around = modules_around_owners(works, calls)
     return replace(kernel, owners=tuple(around), around=tuple(around.values()))
 
@@ -69,9 +69,9 @@ def modules_around_owners(works: Iterable[NodeCalls], calls: CallTree) -> dict[s
 def entry_kernels(entries: Sequence[Entry], tagged: TaggedModel) -> tuple[Kernel, ...]:
     """The kernels of entries in execution order, with their owners.
 
-    An entry with original nodes has their owners; for a node with subgraphs, also those of the
+    An entry with original nodes has their owners; for a node with subgraphs, also the
     nodes inside, unless these have entries of their own. An entry without original nodes belongs to
-    the modules of its consumers, otherwise to those of its producers, like an inserted node.
+    the modules of its consumers, or else of its producers, like an inserted node.
     """
     named = {node for entry in entries for node in entry.nodes}
     works = [_works(entry, named, tagged) for entry in entries]

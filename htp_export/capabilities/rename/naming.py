@@ -32,7 +32,7 @@ class Named(HoldsModel, Renamed):
         style: The style of the names.
         nodes: Old name → new name of each node whose name changed. Nodes without a name are
             omitted; of several with one name, the first in the graph counts.
-        tensors: The same for tensors, those in subgraphs too.
+        tensors: The same for tensors, also in subgraphs.
         nodes_total: Number of nodes.
         tensors_total: Number of tensors.
     """
@@ -75,7 +75,7 @@ def rename(
     """Name nodes and tensors after module paths: ``/encoder/layer.0/attention/self/query/MatMul``.
 
     Other tools keep and show names, and select nodes by them. The names are unique, and depend only
-    on tags and on the graph: they are the same for the same model, whatever its old names are.
+    on tags and on the graph: they are the same for the same model, independent of its old names.
     Inputs and outputs of the model and parameters keep their names. Nothing else changes; tags,
     signatures and the rest of the metadata use the new names. See ``docs/rename.md``.
 

@@ -43,8 +43,8 @@ _NOT_NUMBERS = (
 class WeightStatistics:
     """Statistics of one tensor.
 
-    Mean, standard deviation (of the whole population) and range are those of its finite values; 0
-    if there are none. ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
+    Mean, standard deviation (of the whole population) and range refer to its finite values; 0 if
+    there are none. ``zeros`` and ``not_finite`` (NaN and infinite) are counts.
     """
 
     elements: int

@@ -68,7 +68,7 @@ def _einsum(step: RunStep) -> Work:
 
 
 def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
-    """The indices of each operand and of the output; ``...`` stands for numbers, from the right."""
+    """The indices of each operand and of the output; ``...`` becomes numbers, from the right."""
     equation = step.text("equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")

@@ -45,7 +45,7 @@ def _convolution(step: RunStep) -> Work:
 
 
 def _attention(step: RunStep) -> Work:
-    """Scores and context: every query with all keys, whatever the mask is."""
+    """Scores and context: every query with all keys, also masked ones."""
     query = step.shape(0)
     key = step.shape(1)
     value = step.shape(2)

@@ -1,7 +1,7 @@
 """Model Explorer's web application, extracted from its wheel, to run in a page without a server.
 
 ``page/assets/frame.js`` answers its requests to the server. Model Explorer does not document them:
-only the versions that this was tested with, those of the extra ``view``, are accepted.
+only the tested versions, which the extra ``view`` requires, are accepted.
 """
 
 from __future__ import annotations

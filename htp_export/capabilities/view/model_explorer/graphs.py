@@ -28,8 +28,8 @@ def graph_of(
 ) -> dict[str, Any]:
     """The graph, with the measures as attributes of its layers.
 
-    With ``keep_layers``, hidden nodes keep layers with a single node, whatever settings the viewer
-    has.
+    With ``keep_layers``, hidden nodes keep layers with a single node, independent of the viewer's
+    settings.
     """
     names = node_ids(inventory)
     layers = layers_of(inventory)

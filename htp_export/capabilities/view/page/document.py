@@ -2,7 +2,7 @@ r"""The HTML file: template, styles, scripts and data, put together so that no n
 
 Data is inside ``<script type="application/json">``, with ``\u003c`` in place of every ``<``; the
 scripts insert text as text. The policy of the page forbids all requests, and all scripts but its
-own, listed by their hashes, and those that these create (``blob:``, for Model Explorer's frame).
+own, listed by their hashes, and scripts that these create (``blob:``, for Model Explorer).
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def page_data(
     missing_explorer: str = "",
     file: str = "",
 ) -> dict[str, Any]:
-    """The data of one graph of a page; measures are columns besides those of every page.
+    """The data of one graph of a page; measures are additional columns.
 
-    Containers that never ran themselves are omitted: their names precede those of their children.
+    Containers that never ran themselves are omitted: their names are prefixes of their children's.
     ``missing_explorer`` is the reason why Model Explorer is not in the page; empty if it is.
     ``file`` is the name that the user passed, for commands to copy.
     """
@@ -221,7 +221,7 @@ def _repeats(
 
 
 def _failures(inventory: Inventory) -> list[str]:
-    """The first five failures, without those of ancestors of a failed module.
+    """The first five failures, without ancestors of a failed module.
 
     An ancestor fails because its descendant does; five are enough to begin with.
     """

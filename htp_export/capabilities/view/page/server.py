@@ -74,7 +74,7 @@ class PageServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     @property
     def url(self) -> str:
-        """The address of the page, with the token that gives access to it."""
+        """The address of the page, with its access token."""
         return f"http://{self.hosts[0]}{self.path}"
 
     def run(self, page: str) -> None:
