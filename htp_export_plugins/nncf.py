@@ -493,11 +493,13 @@ def _flatten_vector(tensor: onnx.TensorProto | None) -> None:
 def _pack(points: onnx.TensorProto, sizes: Mapping[str, int]) -> None:
     """Pack zero points of four bits in pairs, along the blocks."""
     blocks = sizes["K"] // sizes["block_size"]
-    if sizes["bits"] == 4 and list(points.dims) == [sizes["N"], blocks] and blocks > 1:
-        array = np.pad(onnx.numpy_helper.to_array(points), ((0, 0), (0, blocks % 2)))
-        points.CopyFrom(
-            onnx.numpy_helper.from_array(array[:, ::2] | array[:, 1::2] << 4, points.name)
-        )
+    is_unpacked = list(points.dims) == [sizes["N"], blocks]
+    if sizes["bits"] != 4 or not is_unpacked or blocks < 2:
+        return
+    array = onnx.numpy_helper.to_array(points)
+    even = np.pad(array, ((0, 0), (0, blocks % 2)))
+    packed = even[:, ::2] | even[:, 1::2] << 4
+    points.CopyFrom(onnx.numpy_helper.from_array(packed, points.name))
 
 
 def _is_compressed(model: ir.Model, name: str) -> bool:

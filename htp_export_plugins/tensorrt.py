@@ -80,7 +80,7 @@ class Layer:
 
 
 def _read_engine(layers: str, times: str) -> tuple[list[Layer], int]:
-    """The layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
+    """Layers in execution order, layers of the profile only last; and the runs, 0 if unknown."""
     listed = _read(
         layers, "--exportLayerInfo", lambda content: list(map(_layer, content["Layers"]))
     )

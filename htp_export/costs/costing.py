@@ -187,6 +187,7 @@ def divided(number: int, owners: Sequence[str]) -> Iterator[tuple[str, int]]:
 
 
 def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
+    """Module path → the peak of live bytes while its region runs."""
     peaks: dict[str, int] = {}
     for step, live in zip(run.steps, timeline.live.tolist(), strict=True):
         for path in step.modules | {""}:
@@ -195,6 +196,7 @@ def _peaks(run: Run, timeline: Timeline) -> dict[str, int]:
 
 
 def _peak(run: Run, timeline: Timeline) -> Peak:
+    """The first step with the most live bytes, and its tensors."""
     if not run.steps:
         return Peak(0, "", (), ())
     at = int(timeline.live.argmax())  # the first step that reaches the peak
@@ -202,7 +204,12 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
     alive = [life for life in timeline.lives if life.size and life.start <= at <= life.end]
     alive.sort(key=lambda life: -life.size)
     live = tuple((life.tensor.name, life.size) for life in alive)
-    return Peak(timeline.peak(), step.node.name or step.node.op_type, step.owners, live)
+    return Peak(
+        bytes=timeline.peak(),
+        node=step.node.name or step.node.op_type,
+        modules=step.owners,
+        live=live,
+    )
 
 
 def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:

@@ -258,9 +258,10 @@ class _Rules:
         classes = tagged.hierarchy.classes
         for number, selector in enumerate(selectors):
             chosen, excluded = chosen_and_excluded(selector, classes)
-            for rules, paths in ((self._naming, chosen), (self._excluding, excluded)):
-                for path in paths:
-                    rules[path].add(number)
+            for path in chosen:
+                self._naming[path].add(number)
+            for path in excluded:
+                self._excluding[path].add(number)
 
     def holding(self, part: Part) -> frozenset[int]:
         """The rules that hold for a call: their regions contain it."""
@@ -273,8 +274,11 @@ class _Rules:
     def _of(self, part: Part) -> tuple[frozenset[int], int | None]:
         if part.call not in self._known:
             modules = part.modules | {""}
-            holding = self._among(self._naming, modules) - self._among(self._excluding, modules)
-            self._known[part.call] = (frozenset(holding), self._last(part, sorted(holding)))
+            naming = self._among(self._naming, modules)
+            excluding = self._among(self._excluding, modules)
+            holding = naming - excluding
+            deciding = self._last(part, sorted(holding))
+            self._known[part.call] = (frozenset(holding), deciding)
         return self._known[part.call]
 
     def _among(self, rules: Mapping[str, set[int]], modules: Iterable[str]) -> set[int]:

@@ -74,9 +74,12 @@ class TreeTable(Generic[M]):
             yield Text(f"too narrow for: {', '.join(dropped)}", style="dim")
 
     def _layout(self, rows: Sequence[M], name_widths: Sequence[int]) -> _Layout:
-        cells = [[column.cell(row) for row in rows] for column in self.columns]
+        """The cells of some rows, and the widths that they need."""
+        cells = []
         widths = []
-        for column, texts in zip(self.columns, cells, strict=True):
+        for column in self.columns:
+            texts = [column.cell(row) for row in rows]
+            cells.append(texts)
             widths.append(max(map(len, (column.heading, *texts))))
         return _Layout(self.columns, cells, widths, max(name_widths, default=0))
 

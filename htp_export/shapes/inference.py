@@ -208,9 +208,15 @@ class Inference(Known):
         state = facts[:first]
         scanned = facts[first:]
         axes = operation.attributes.get_ints("scan_input_axes") or [0] * count
-        sizes = [fact.shape[axis] for fact, axis in zip(scanned, axes, strict=True) if fact.shape]
-        trips = next((size for size in sizes if isinstance(size, int)), sizes[0] if sizes else None)
-        slices = [_without_axis(fact, axis) for fact, axis in zip(scanned, axes, strict=True)]
+        sizes: list[Dim | None] = []
+        slices: list[Fact] = []
+        for fact, axis in zip(scanned, axes, strict=True):
+            if fact.shape:
+                sizes.append(fact.shape[axis])
+            slices.append(_without_axis(fact, axis))
+        # All scanned inputs have the same length: a number is more precise than a name.
+        numbers = [size for size in sizes if isinstance(size, int)]
+        trips = next(iter([*numbers, *sizes]), None)
         state, results = self._runs(graph, lambda state: (*state, *slices), state, 0, trips)
         out_axes = operation.attributes.get_ints("scan_output_axes") or [0] * len(results)
         trips = self.trips(trips, True)

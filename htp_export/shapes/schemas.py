@@ -315,10 +315,16 @@ def _schema(op_type: str, version: int, domain: str) -> Any:
 
 
 def _type_proto(kind: ir.TypeProtocol, shape: Dims | None, names: dict[str, Dim]) -> onnx.TypeProto:
+    """A type with a shape; the names of its open sizes are added to ``names``."""
     if not isinstance(kind, ir.TensorType):
         return ir.serde.serialize_type(kind)
-    names.update((str(dim), dim) for dim in shape or () if isinstance(dim, Size))
-    sizes = None if shape is None else [dim if isinstance(dim, int) else str(dim) for dim in shape]
+    sizes: list[int | str] | None = None
+    if shape is not None:
+        sizes = []
+        for dim in shape:
+            if isinstance(dim, Size):
+                names[str(dim)] = dim
+            sizes.append(dim if isinstance(dim, int) else str(dim))
     return onnx.helper.make_tensor_type_proto(int(kind.dtype), sizes)
 
 

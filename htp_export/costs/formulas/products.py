@@ -78,11 +78,16 @@ def _einsum_terms(step: RunStep) -> tuple[list[tuple[str, ...]], tuple[str, ...]
     def indices(term: str, rank: int) -> tuple[str, ...]:
         before, dots, after = term.partition("...")
         hidden = rank - len(before) - len(after) if dots else 0
-        return (*before, *(str(k) for k in range(hidden - 1, -1, -1)), *after)
+        numbers = map(str, range(hidden - 1, -1, -1))
+        return (*before, *numbers, *after)
 
-    operands = [indices(term, len(step.shape(position))) for position, term in enumerate(terms)]
-    if any(len(operand) != len(step.shape(position)) for position, operand in enumerate(operands)):
-        raise UnknownShapeError(f"the operands of {equation!r}")
+    operands = []
+    for position, term in enumerate(terms):
+        rank = len(step.shape(position))
+        operands.append(indices(term, rank))
+    for position, operand in enumerate(operands):
+        if len(operand) != len(step.shape(position)):
+            raise UnknownShapeError(f"the operands of {equation!r}")
     hidden = max((sum(map(str.isdecimal, operand)) for operand in operands), default=0)
     if arrow:
         return operands, indices(right, hidden + len(right.replace("...", "")))

@@ -93,6 +93,11 @@ def _inverse(step: RunStep) -> Work:
     return Work(0, math.prod(step.shape(0)) * 2 * step.shape(0)[-1])
 
 
+def _expert_size(step: RunStep, position: int) -> int:
+    """The elements of an input for one expert; experts are its first axis."""
+    return math.prod(step.shape(position)[1:])
+
+
 def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") -> Formula:
     """``MoE`` and ``QMoE``: every token goes through k experts.
 
@@ -106,12 +111,14 @@ def _experts(biases: tuple[int, ...], weights: tuple[int, ...], bits: str = "") 
         routed = step.shape(1)
         tokens = math.prod(x[:-1])
         chosen = step.integer("k", 1)
-        shapes = [step.shape(k) for k in weights if step.input(k) is not None]
-        macs = sum(packed * math.prod(shape[1:]) for shape in shapes)
-        added = sum(math.prod(step.shape(k)[1:]) for k in biases if step.input(k) is not None)
-        inner = packed * math.prod(step.shape(weights[1])[1:]) // x[-1]
-        # For each expert: biases; an activation of two operations, and the gate; the weighted sum.
-        per_expert = added + inner * (2 + (len(shapes) > 2)) + 2 * x[-1]
+        sizes = [_expert_size(step, k) for k in weights if step.input(k) is not None]
+        macs = packed * sum(sizes)
+        added = sum(_expert_size(step, k) for k in biases if step.input(k) is not None)
+        inner = packed * _expert_size(step, weights[1]) // x[-1]
+        # An activation of two operations, and a product with the gate if there is a third layer.
+        activation = 3 if len(sizes) > 2 else 2
+        # For each expert: biases, activation, and the weighted sum.
+        per_expert = added + inner * activation + 2 * x[-1]
         routing = math.prod(routed) * SOFTMAX
         return Work(tokens * chosen * macs, routing + tokens * chosen * per_expert)
 

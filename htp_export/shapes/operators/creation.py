@@ -54,7 +54,9 @@ def _range(node: Operation, known: Known) -> Sequence[Dims | None]:
     if all(isinstance(bound, int) for bound in (start, limit, step)):
         return [[len(range(start, limit, step))]]
     length = limit - start
-    return [[length if step == 1 and is_natural(length) else None]]
+    if step == 1 and is_natural(length):
+        return [[length]]
+    return [[None]]
 
 
 @content_rule("Shape")

@@ -65,10 +65,14 @@ def sliced_axes(node: Operation, known: Known) -> list[int] | None:
     axes = axes_of(node, known, place=3)
     rank = known.rank(node.inputs[0])
     if axes is None and len(node.inputs) > 1 and not any(node.inputs[3:4]):
+        # Without axes, the first ones are sliced, as many as there are starts.
         starts = known.shape(node.inputs[1])
         count = starts[0] if starts else None
-        axes = list(range(count)) if isinstance(count, int) and count <= MOST_DIMENSIONS else None
-    return None if axes is None or rank is None else [normalized(axis, rank) for axis in axes]
+        if isinstance(count, int) and count <= MOST_DIMENSIONS:
+            axes = list(range(count))
+    if axes is None or rank is None:
+        return None
+    return [normalized(axis, rank) for axis in axes]
 
 
 def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int]] | None:
@@ -77,9 +81,14 @@ def slice_bounds(node: Operation, known: Known) -> dict[int, tuple[int, int, int
     starts = axes_of(node, known, "starts", 1)
     ends = axes_of(node, known, "ends", 2)
     steps = axes_of(node, known, "steps", 4)
-    if axes is None or starts is None or ends is None or (steps is None and any(node.inputs[4:5])):
+    if axes is None or starts is None or ends is None:
         return None
-    return dict(zip(axes, zip(starts, ends, steps or [1] * len(axes), strict=True), strict=True))
+    has_steps = any(node.inputs[4:5])
+    if steps is None and has_steps:
+        return None
+    steps = steps or [1] * len(axes)
+    bounds = zip(starts, ends, steps, strict=True)
+    return dict(zip(axes, bounds, strict=True))
 
 
 def _slice_length(dim: Dim, start: Dim, end: Dim, step: int) -> Dim | None:

@@ -53,7 +53,8 @@ def _product(right: int) -> Rule:
     """The rule of a matrix product whose second factor is the input with index ``right``."""
 
     def rule(node: Operation, known: Known) -> Sequence[Dims | None]:
-        a, b = (list(shape_of(node, known, place)) for place in (0, right))
+        a = list(shape_of(node, known, 0))
+        b = list(shape_of(node, known, right))
         if node.attributes.get_int("transBatchA", 0):  # the rows precede the batch
             a = [*a[1:-1], a[0], a[-1]]
         if node.attributes.get_int("transBatchB", 0):
@@ -64,7 +65,9 @@ def _product(right: int) -> Rule:
             b[-2:] = reversed(b[-2:])
         if len(b) == 1:
             return [a[:-1]]
-        return [[*broadcast([tuple(a[:-2]), tuple(b[:-2])]), *a[-2:-1], b[-1]]]
+        batch = broadcast([tuple(a[:-2]), tuple(b[:-2])])
+        rows = a[-2:-1]  # none if the first factor is a vector
+        return [[*batch, *rows, b[-1]]]
 
     return rule
 
@@ -75,12 +78,14 @@ shape_rule("QGemm", domain=_DOMAIN)(_product(3))
 
 @shape_rule("MatMulNBits", "MatMulBnb4", domain=_DOMAIN)
 def _packed_product(node: Operation, known: Known) -> Sequence[Dims | None]:
-    return [[*shape_of(node, known)[:-1], node.attributes["N"].as_int()]]
+    columns = node.attributes["N"].as_int()
+    return [[*shape_of(node, known)[:-1], columns]]
 
 
 @shape_rule("GatherBlockQuantized", domain=_DOMAIN)
 def _packed_rows(node: Operation, known: Known) -> Sequence[Dims | None]:
-    data, indices = (list(shape_of(node, known, place)) for place in (0, 1))
+    data = list(shape_of(node, known, 0))
+    indices = shape_of(node, known, 1)
     if known.dtype(node.inputs[0]) == ir.DataType.UINT8:  # a byte holds several values
         data[-1] *= 8 // node.attributes.get_int("bits", 4)
     axis = node.attributes.get_int("gather_axis", 0) % len(data)

@@ -84,10 +84,17 @@ def _window(node: Operation, known: Known) -> Sequence[Dims | None]:
 @shape_rule("Pad")
 def _pad(node: Operation, known: Known) -> Sequence[Dims | None]:
     shape = shape_of(node, known)
+    rank = len(shape)
     pads = known.contents(node.inputs[1]) if len(node.inputs) > 1 else None
-    if pads is None or (len(node.inputs) > 3 and node.inputs[3] is not None):
-        return [[None] * len(shape)]
-    return [[dim + pads[k] + pads[k + len(shape)] for k, dim in enumerate(shape)]]
+    has_axes = len(node.inputs) > 3 and node.inputs[3] is not None
+    if pads is None or has_axes:
+        return [[None] * rank]
+    result = []
+    for axis, dim in enumerate(shape):
+        before = pads[axis]
+        after = pads[axis + rank]
+        result.append(dim + before + after)
+    return [result]
 
 
 @shape_rule("Resize")
