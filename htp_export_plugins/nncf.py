@@ -243,6 +243,7 @@ class Weights(Method):
         return Made(model, dict.fromkeys(left, "NNCF leaves them"))
 
     def _arguments(self, runs: Sequence[Mapping[str, Array]]) -> dict[str, Any]:
+        """The arguments of ``nncf.compress_weights`` for the precision."""
         nncf = _nncf()
         precision = self.precision
         kind = "SYM" if precision.symmetric else "ASYM"

@@ -153,6 +153,7 @@ class _Session:
         return _NUMBERED.sub(original, name)
 
     def _timed(self, request: Any, feed: Feed, runs: int) -> list[float]:
+        """The times of several runs, in ms."""
         names = set[str]().union(*(port.get_names() for port in self._plain.inputs))
         arrays = {name: array for name, array in feed.arrays.items() if name in names}
         times = []

@@ -138,6 +138,7 @@ def _sum(body: Body, works: Mapping[int, Work | None]) -> tuple[int, int]:
 def _modules(
     run: Run, nodes: Sequence[NodeCost], timeline: Timeline, contents: Contents
 ) -> dict[str, ModuleCost]:
+    """Module path → its cost."""
     total, own_total, uncounted = _sums(nodes)
     peaks = _peaks(run, timeline)
     modules = {}
@@ -213,6 +214,7 @@ def _peak(run: Run, timeline: Timeline) -> Peak:
 
 
 def _limits(tagged: TaggedModel, run: Run, from_pytorch: bool) -> tuple[str, ...]:
+    """Sentences on what the numbers do not include."""
     notes = []
     if tagged.source == "none":
         notes.append("only the whole is known")

@@ -334,6 +334,7 @@ class _Runner(Inference):
         return self._tensors[value]
 
     def _new(self, value: ir.Value, origin: Origin, viewed: Tensor | None = None) -> Tensor:
+        """A tensor of this run for a value; remembers the first one of unknown shape."""
         kind = self.type(value)
         shape = self.shape(value)
         dtype = kind.dtype if isinstance(kind, ir.TensorType) else None

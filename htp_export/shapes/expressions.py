@@ -125,6 +125,7 @@ class _Reader:
         return Fraction(base ** int(exponent))
 
     def _single(self) -> Fraction:
+        """Parse a number, a name, a function call, or an expression in parentheses."""
         if self._next("("):
             return self._inside()[0]
         if self._place >= len(self._tokens):

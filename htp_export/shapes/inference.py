@@ -164,6 +164,7 @@ class Inference(Known):
         return trips if certain else None
 
     def _if(self, operation: Operation) -> list[Fact]:
+        """Infer the results of a branch, or of both if the condition is unknown."""
         condition = self.constant(operation.inputs[0])
         if condition is not None:
             branch = "then_branch" if condition[0] else "else_branch"
@@ -175,6 +176,7 @@ class Inference(Known):
         return [self.either(*pair) for pair in zip(then_facts, else_facts, strict=True)]
 
     def _loop(self, operation: Operation) -> list[Fact]:
+        """Infer the state and the scan outputs of a ``Loop``."""
         graph = operation.attributes["body"].as_graph()
         most, condition, *_ = (*operation.inputs, None, None)  # both inputs are optional
         count = self.contents(most)
@@ -199,6 +201,7 @@ class Inference(Known):
         return [*state, *(_stacked(fact, trips) for fact in results[1 + len(state) :])]
 
     def _scan(self, operation: Operation) -> list[Fact]:
+        """Infer the state and the scan outputs of a ``Scan``."""
         graph = operation.attributes["body"].as_graph()
         count = operation.attributes["num_scan_inputs"].as_int()
         first = len(operation.inputs) - count
@@ -245,6 +248,7 @@ class Inference(Known):
         return self.repeat(state, run), results
 
     def _sequence_map(self, operation: Operation) -> list[Fact]:
+        """Infer the sequences that a ``SequenceMap`` returns."""
         graph = operation.attributes["body"].as_graph()
         arguments = [_element(self.fact(value)) for value in operation.inputs]
         sequences = []
@@ -256,6 +260,7 @@ class Inference(Known):
         return sequences
 
     def _control_flow(self, operation: Operation) -> None:
+        """Infer a node with subgraphs; its results are unknown if it is invalid."""
         runs = {
             "If": self._if,
             "Loop": self._loop,
@@ -277,6 +282,7 @@ class Inference(Known):
             self.state(value, Fact(result.type, shape, result.contents, result.array))
 
     def _constant(self, operation: Operation) -> None:
+        """Look up the tensor of a ``Constant``, in a function with the attributes of the call."""
         value = operation.outputs[0]
         if value.const_value is not None:
             return  # `Known` looks at constants when they are first needed
@@ -348,6 +354,7 @@ class Inference(Known):
         return all_known
 
     def _type_of(self, operation: Operation, place: int) -> ir.DataType | None:
+        """Infer an element type by a rule or by the operator's schema."""
         rule = rules_of(operation.domain, operation.op_type).type if place == 0 else None
         if rule is not None:
             return _safely(rule, operation, self)

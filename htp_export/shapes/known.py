@@ -139,6 +139,7 @@ class Known:
         return known if known is None or isinstance(known, ir.DataType) else known.dtype
 
     def _known_type(self, value: ir.Value) -> ir.DataType | ir.TypeProtocol | None:
+        """The declared type or the inferred one, whichever applies."""
         if value.const_value is not None:
             return value.const_value.dtype
         declared = value.type
@@ -199,6 +200,7 @@ class Known:
         return unnamed(name, place)
 
     def _declared(self, value: ir.Value) -> Shape | None:
+        """The shape in the file, with a symbol for each open dimension."""
         tensor = value.const_value
         # The tensor of a graph input is a default: the user may feed one of another shape.
         is_default = value.shape is not None and value.is_graph_input()

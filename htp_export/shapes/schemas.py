@@ -329,6 +329,7 @@ def _type_proto(kind: ir.TypeProtocol, shape: Dims | None, names: dict[str, Dim]
 
 
 def _read(proto: onnx.TypeProto | None, names: Mapping[str, Dim]) -> Result:
+    """Type and shape of an inferred type, with sizes for the ``names`` in it."""
     if proto is None or not proto.WhichOneof("value"):
         return None, None
     if not proto.HasField("tensor_type"):

@@ -196,6 +196,7 @@ def _terms(dim: Dim) -> Iterable[tuple[_Monomial, int]]:
 
 
 def _divide_evenly(dividend: Dim, divisor: Dim) -> Dim | None:
+    """The quotient of a division without a remainder; None if there is one."""
     term = ((), divisor) if isinstance(divisor, int) else divisor.terms[0]
     if isinstance(divisor, Size) and len(divisor.terms) > 1:
         return 1 if dividend == divisor else None

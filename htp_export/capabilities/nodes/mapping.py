@@ -71,6 +71,8 @@ def nodes(model: ModelSource, select: str | Sequence[str] | None = None) -> Mode
 
 
 class _Mapper:
+    """Maps nodes, modules, parameters and initializers; with a selection, only its part of them."""
+
     def __init__(self, tagged: TaggedModel, selected: Sequence[str] | None) -> None:
         self._tagged = tagged
         self._all = selected is None
@@ -90,6 +92,7 @@ class _Mapper:
         }
 
     def result(self) -> ModelMap:
+        """Map the selected nodes first; the other tables list the nodes of each entry."""
         nodes = {node: self._node(node) for node in self._tagged.nodes if self._is_chosen(node)}
         of_module: defaultdict[str, list[MappedNode]] = defaultdict(list)
         of_parameter: defaultdict[str, list[MappedNode]] = defaultdict(list)
@@ -129,6 +132,7 @@ class _Mapper:
                 yield source
 
     def _node(self, node: ir.Node) -> MappedNode:
+        """The entry of a node."""
         work = self._tagged.index.works[node]
         hierarchy = self._tagged.hierarchy
         calls: defaultdict[str, tuple[int, ...]] = defaultdict(tuple)
@@ -170,6 +174,7 @@ class _Mapper:
         return MappedModule(path, info.class_name, info.calls, info.fate, tuple(nodes), names)
 
     def _parameters(self, nodes: Mapping[str, Sequence[MappedNode]]) -> dict[str, MappedParameter]:
+        """Name → parameter; parameters outside the selection only if a selected node uses them."""
         uses: defaultdict[str, list[InitializerUse]] = defaultdict(list)
         for value, places in self._places.places.items():
             for place in places:
@@ -191,6 +196,7 @@ class _Mapper:
     def _initializer(
         self, value: ir.Value, name: str, nodes: Sequence[MappedNode]
     ) -> MappedInitializer:
+        """The entry of a weight."""
         tensor = stored_tensor(value)
         assert tensor is not None
         owners = [owner for node in nodes for owner in node.modules]

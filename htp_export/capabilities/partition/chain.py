@@ -316,6 +316,7 @@ def _cut_stage(
 
 
 def _raise_useless(chain: Chain, place: int) -> NoReturn:
+    """Raise an `InputError` for a stage that computes nothing for other stages or outputs."""
     module = ""
     for border in chain.borders:
         if border.place == place:
@@ -395,6 +396,7 @@ def _stage(
     sources: Mapping[str, int | None],
     parameter_bytes: int,
 ) -> Stage:
+    """A stage with its stand-alone model."""
     model = _stage_model(tagged, part, frozenset(modules))
     return Stage(
         modules=tuple(modules),
@@ -434,6 +436,7 @@ def _stage_model(tagged: TaggedModel, part: Cut, modules: frozenset[str]) -> ir.
 
 
 def _versions(tagged: TaggedModel) -> dict[str, Any]:
+    """The versions in the manifest."""
     try:
         ours = version("htp-export")
     except PackageNotFoundError:  # not installed: run from its sources

@@ -50,6 +50,7 @@ def genai_pipeline(file: Path) -> Callable[[Partition, Path], Partition]:
     search = _numbers(whole.get("search"))
 
     def write(partition: Partition, folder: Path) -> Partition:
+        """Write ``genai_config.json`` into the folder of written stages."""
         from htp_export.capabilities.huggingface.companions import copy_companions
         from htp_export.capabilities.huggingface.genai import GENAI_CONFIG
 

@@ -180,6 +180,8 @@ _REST: tuple[Column[PlacedModule], ...] = (
 
 
 class _ByDevice(ModuleTable):
+    """The common part of both results: modules by device, and the tensors between devices."""
+
     details = ("by_device",)
     derived = ("notes",)
 
@@ -205,6 +207,7 @@ class _ByDevice(ModuleTable):
         return not self.free or sum(module.by_device.values()) >= module.nodes
 
     def _crossing_lines(self) -> list[str]:
+        """The number and size of crossings, and the first of them, one line each."""
         if not self.crossings:
             return ["no tensor crosses between devices"]
         size = sum(crossing.bytes or 0 for crossing in self.crossings)

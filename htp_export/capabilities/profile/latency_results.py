@@ -302,6 +302,7 @@ def budgets_by_module(
 
 
 def _limit_ms(selector: str, budget: str | float, whole_ms: float) -> float:
+    """A budget in ms; a share is one of ``whole_ms``."""
     match = _LIMIT.fullmatch(budget.strip() if isinstance(budget, str) else f"{budget:f}ms")
     if match is None or (match[2] == "%" and float(match[1]) >= 100):
         raise InputError(

@@ -160,6 +160,7 @@ def measure(
     """
 
     def once() -> Measurement:
+        """One measurement: runs with the profiler, and then without."""
         session = ProfiledSession(runnable, settings, Path(tempfile.mkdtemp(dir=folder)))
         session.run(feed, warmup)
         profiled = session.run(feed, runs)

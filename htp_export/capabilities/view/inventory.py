@@ -236,6 +236,8 @@ def take_inventory(tagged: TaggedModel, name: str = "", statistics: bool = False
 
 
 class _Reader:
+    """Collects the entries of nodes, modules and tensors of one model."""
+
     def __init__(self, tagged: TaggedModel, contents: Mapping[str, ModuleContents]) -> None:
         self._tagged = tagged
         self._tied = tied_parameters(tagged)
@@ -261,6 +263,7 @@ class _Reader:
         self._reasons = tagged.index.counts(lambda node: self.nodes[self._place[node]].reason)
 
     def module(self, contents: ModuleContents) -> ModuleEntry:
+        """The entry of a module."""
         path = contents.facts.path
         own_places = tuple(self._place[node] for node in contents.own_nodes)
         tagged = self._tagged
@@ -291,6 +294,7 @@ class _Reader:
         return TensorEntry(value.name or "", text, _value_text(value.const_value))
 
     def _node(self, node: ir.Node) -> NodeEntry:
+        """The entry of a node."""
         owners = self._tagged.owners_of(node)
         known = node.metadata_props if self._tagged.source == "htp" else {}
         weights = {value for value in node.inputs if value is not None and value in self._weights}

@@ -120,6 +120,7 @@ def view_command(
     results += result or ()
 
     def draw(page: Path | None) -> tuple[View, dict[str, Any]]:
+        """Draw the page into a file or memory; return it with facts for JSON."""
         from htp_export.capabilities.view.viewing import view
 
         looked = model.look(quiet=as_json)
@@ -231,6 +232,7 @@ def _sidecar(
 def _serve(
     draw: Callable[[Path | None], tuple[View, dict[str, Any]]], port: int, as_json: bool
 ) -> None:
+    """Draw the page and serve it until Ctrl-C."""
     from htp_export.capabilities.view.page.server import PageServer
 
     with PageServer(port) as server:  # before the work: the port may be in use

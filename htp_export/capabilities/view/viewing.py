@@ -332,6 +332,7 @@ def read_results(results: Sequence[Numbers]) -> tuple[list[Measure], list[Search
 
 
 def _opened(result: Numbers) -> list[Measure] | Search:
+    """The measures of a result or of its JSON file, or the search that it is."""
     from htp_export.capabilities.search.search_results import Search, search_from
 
     if isinstance(result, str | os.PathLike):

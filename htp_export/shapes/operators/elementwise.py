@@ -50,6 +50,7 @@ def broadcast(shapes: Iterable[Shape]) -> Dims:
 
 
 def _joined(first: Dim | None, second: Dim | None) -> Dim | None:
+    """The broadcast of two dimensions; None if it depends on unknown sizes."""
     if first == 1:
         return second
     if second == 1 or first == second:
@@ -98,6 +99,7 @@ def _each(operation: Callable[..., Any]) -> ContentRule:
 
 
 def _quotient(a: Dim, b: Dim) -> Dim | None:
+    """The integer quotient; None if it depends on unknown sizes, and for division by 0."""
     if b == 0:
         return None
     if isinstance(a, int) and isinstance(b, int):

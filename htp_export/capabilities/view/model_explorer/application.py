@@ -69,6 +69,7 @@ def packed(data: Any) -> str:
 
 
 def _folder() -> Path:
+    """The folder of the installed application, if its version was tested."""
     # `find_spec` does not import the package, which would start a part of its server.
     spec = util.find_spec("model_explorer")
     if spec is None or not spec.submodule_search_locations:

@@ -70,6 +70,7 @@ def layers_of(inventory: Inventory) -> list[str]:
 
 
 def _node(node: NodeEntry, identifier: str, layer: str, names: Sequence[str]) -> dict[str, Any]:
+    """A node in Model Explorer's format."""
     facts = {
         "name": node.name,
         "module": node.module or "(root)",
@@ -154,6 +155,7 @@ def _plain(identifier: str, label: str, namespace: str) -> dict[str, Any]:
 
 
 def _facts(inventory: Inventory) -> dict[str, str]:
+    """Title → text of the attributes of the whole model."""
     ends = len(inventory.inputs) + len(inventory.outputs)
     facts = {
         "model": inventory.name,
@@ -169,6 +171,7 @@ def _facts(inventory: Inventory) -> dict[str, str]:
 
 
 def _attributes(module: ModuleEntry, measures: Sequence[Measure]) -> dict[str, str]:
+    """Title → text of the attributes of a layer."""
     facts = {
         "module": module.path,
         "class": module.class_name,
@@ -299,6 +302,7 @@ def _shown(value: float) -> float:
 
 
 def _colour(value: float, most: float, additive: bool) -> str:
+    """The colour of a value, relative to the largest."""
     if not math.isfinite(value):
         return _COLOURS[-1]
     if not value or not most:

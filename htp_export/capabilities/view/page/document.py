@@ -204,6 +204,7 @@ def _repeats(
     words = [measure.words for measure in measures if measure.words]
 
     def alike(path: str) -> Hashable:
+        """The properties that equal siblings share, failures and measured words included."""
         module = inventory.modules[path]
         text = "; ".join(texts.get(path, "") for texts in words)
         fate = module.failure or module.fate
@@ -241,6 +242,7 @@ def _facts(inventory: Inventory) -> list[str]:
 
 
 def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
+    """The data of a module; ``parent`` is its index in the list of modules."""
     return {
         "path": module.path,
         "class": module.class_name,
@@ -267,6 +269,7 @@ def _module(module: ModuleEntry, parent: int | None) -> dict[str, Any]:
 
 
 def _node(node: NodeEntry) -> dict[str, Any]:
+    """The data of a node."""
     return {
         "name": node.name,
         "op": node.operator,
@@ -286,6 +289,7 @@ def _tensors(tensors: Sequence[TensorEntry]) -> list[tuple[str, str]]:
 
 
 def _measure(measure: Measure, paths: Sequence[str], inventory: Inventory) -> dict[str, Any]:
+    """The data of a measure: values by module and, if they can be distributed, by node."""
     by_node: list[float | None] = []
     if measure.additive and (measure.main or measure.nodes):
         by_node = spread(measure, inventory)
@@ -349,6 +353,7 @@ def front_data(search: Search) -> dict[str, Any]:
 
 
 def _trial(trial: Trial, search: Search, file: str) -> dict[str, Any]:
+    """The data of a point of a search; ``file`` is that of its plan, if it is on the front."""
     from htp_export.capabilities.search.search_results import trial_columns
 
     texts = {column.name: column.text or str for column in trial_columns(search.objectives)}

@@ -149,6 +149,7 @@ class _Request(BaseHTTPRequestHandler):
     timeout = 60  # seconds, for clients that do not read
 
     def _answer(self) -> None:
+        """Answer a valid request with the page, and any other with a status."""
         self.server.received(self.connection)
         refused = self._refused()
         if refused is not None:
