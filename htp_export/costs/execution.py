@@ -97,7 +97,9 @@ class RunStep:
 
     def input(self, position: int) -> Tensor | None:
         """An input; None if it is absent."""
-        return self.inputs[position] if position < len(self.inputs) else None
+        if position < len(self.inputs):
+            return self.inputs[position]
+        return None
 
     def shape(self, position: int) -> tuple[int, ...]:
         """The shape of an input; raises `UnknownShapeError` if it is absent or unknown."""
@@ -131,7 +133,9 @@ class RunStep:
 
     def _attribute(self, name: str, kind: ir.AttributeType, default: Any) -> Any:
         attribute = self.attributes.get(name)
-        return attribute.value if attribute is not None and attribute.type == kind else default
+        if attribute is not None and attribute.type == kind:
+            return attribute.value
+        return default
 
 
 @dataclass(frozen=True, eq=False)

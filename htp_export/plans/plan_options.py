@@ -103,7 +103,9 @@ def _divided(text: str) -> tuple[str, str, str]:
     A selector may contain ``=``, and each field of a value has one.
     """
     with_fields = _WITH_FIELDS.fullmatch(text)
-    return text.rpartition("=") if with_fields is None else (with_fields[1], "=", with_fields[2])
+    if with_fields is None:
+        return text.rpartition("=")
+    return (with_fields[1], "=", with_fields[2])
 
 
 @contextlib.contextmanager

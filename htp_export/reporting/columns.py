@@ -56,18 +56,24 @@ class Column(Generic[R]):
 
     def data(self, row: R) -> Any:
         """The value for a row, as data."""
-        return attrgetter(self.name)(row) if self.value is None else self.value(row)
+        if self.value is None:
+            return attrgetter(self.name)(row)
+        return self.value(row)
 
     def cell(self, row: R) -> str:
         """The value for a row, as text."""
         value = self.data(row)
         if value is None:
             return ""
-        return _drawn(value, self.unit) if self.text is None else self.text(value)
+        if self.text is None:
+            return _drawn(value, self.unit)
+        return self.text(value)
 
     def style_of(self, row: R) -> str:
         """The style of the cell of a row."""
-        return self.style if isinstance(self.style, str) else self.style(row)
+        if isinstance(self.style, str):
+            return self.style
+        return self.style(row)
 
 
 def _drawn(value: Any, unit: str) -> str:

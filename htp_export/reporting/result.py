@@ -137,7 +137,9 @@ class Result(PlainData):
 
     def __repr__(self) -> str:
         text = f"{type(self).__name__}: {self.summary}"
-        return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} …"
+        if len(text) <= _MOST_SHOWN:
+            return text
+        return f"{text[:_MOST_SHOWN]} …"
 
     def _repr_html_(self) -> str:
         """The drawing of the command line, for notebooks; else the table; else the text."""

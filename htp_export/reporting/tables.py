@@ -190,7 +190,9 @@ class CompressedModule(ModuleInfo):
     @property
     def ratio(self) -> float | None:
         """``bytes_after`` divided by ``bytes_before``; None for a module without weights."""
-        return self.bytes_after / self.bytes_before if self.bytes_before else None
+        if self.bytes_before:
+            return self.bytes_after / self.bytes_before
+        return None
 
 
 PRECISION: Column[CompressedModule] = Column("precision", "precision", right=False, keep=4)

@@ -57,7 +57,9 @@ def evaluate(text: str, sizes: Mapping[str, int]) -> int | None:
         size = _Reader(text, sizes.__getitem__).result()
     except (ArithmeticError, KeyError, ValueError, RecursionError):
         return None
-    return int(size) if size.denominator == 1 and 0 <= size <= LARGEST else None
+    if size.denominator == 1 and 0 <= size <= LARGEST:
+        return int(size)
+    return None
 
 
 class _Reader:

@@ -116,7 +116,9 @@ class Known:
         if contents is None:
             return None
         flat = contents.reshape(-1).tolist()
-        return flat if all(isinstance(item, int) for item in flat) else None
+        if all(isinstance(item, int) for item in flat):
+            return flat
+        return None
 
     def array(self, value: ir.Value | None) -> Array | None:
         """The numbers of a small tensor of any type, if they are the same in every run."""
@@ -131,12 +133,16 @@ class Known:
         if value is None:
             return None
         known = self._known_type(value)
-        return ir.TensorType(known) if isinstance(known, ir.DataType) else known
+        if isinstance(known, ir.DataType):
+            return ir.TensorType(known)
+        return known
 
     def dtype(self, value: ir.Value | None) -> ir.DataType | None:
         """The element type of a tensor, inferred if the file does not state it; None if unknown."""
         known = None if value is None else self._known_type(value)
-        return known if known is None or isinstance(known, ir.DataType) else known.dtype
+        if known is None or isinstance(known, ir.DataType):
+            return known
+        return known.dtype
 
     def _known_type(self, value: ir.Value) -> ir.DataType | ir.TypeProtocol | None:
         """The declared type or the inferred one, whichever applies."""
@@ -308,12 +314,16 @@ def axes_of(node: Operation, known: Known, name: str = "axes", place: int = 1) -
     """Axes from an attribute or, in newer opsets, an input; None if absent or not constant."""
     if name in node.attributes:
         return list(node.attributes[name].as_ints())
-    return known.constant(node.inputs[place]) if place < len(node.inputs) else None
+    if place < len(node.inputs):
+        return known.constant(node.inputs[place])
+    return None
 
 
 def unknown_dims(rank: Dim) -> list[Dim | None] | None:
     """A shape of unknown dimensions; None if the rank is unknown or larger than any tensor's."""
-    return [None] * rank if isinstance(rank, int) and 0 <= rank <= MOST_DIMENSIONS else None
+    if isinstance(rank, int) and 0 <= rank <= MOST_DIMENSIONS:
+        return [None] * rank
+    return None
 
 
 def objects(nested: Any, shape: Sequence[int] | None = None) -> Contents:

@@ -192,7 +192,9 @@ def values_read(op: str, inputs: Sequence[_Input]) -> Sequence[_Input]:
 
 def operator_of(node: ir.Node) -> str:
     """The operator of a node, with its domain unless it is ONNX's: ``com.microsoft::Gelu``."""
-    return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    if node.domain:
+        return f"{node.domain}::{node.op_type}"
+    return node.op_type
 
 
 def moves(op: str, views: bool = False) -> bool:
@@ -240,7 +242,9 @@ def _parts(op: str) -> tuple[str, ...]:
     if name in standard:
         others = [part for part in parts if part not in standard]
         is_quantized = len(known) == 1 and all(part in _QUANTIZED for part in others)
-        return (name, *known) if is_quantized and len(parts) > 1 else (name,)
+        if is_quantized and len(parts) > 1:
+            return (name, *known)
+        return (name,)
     inner: list[str] = []
     for part in parts:
         inner.extend(_parts(part) if part in standard else (part,))

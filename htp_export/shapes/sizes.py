@@ -125,7 +125,9 @@ def equal(first: Dim, second: Dim) -> bool | None:
     difference = first - second
     if difference == 0:
         return True
-    return False if is_natural(difference - 1) or is_natural(-1 - difference) else None
+    if is_natural(difference - 1) or is_natural(-1 - difference):
+        return False
+    return None
 
 
 def divide(dividend: Dim, divisor: Dim) -> Dim:
@@ -161,7 +163,9 @@ def smaller_of(limit: Dim, size: Dim) -> Dim:
         >>> str(smaller_of(512, symbol("length")))
         'Min(512, length)'
     """
-    return 0 if 0 in (limit, size) else symbol(f"Min({limit}, {size})")
+    if 0 in (limit, size):
+        return 0
+    return symbol(f"Min({limit}, {size})")
 
 
 def not_negative(size: Dim) -> Dim:
@@ -229,7 +233,9 @@ def _simplified(terms: dict[_Monomial, int]) -> Dim:
 
 
 def _in_parentheses(text: str) -> str:
-    return text if text.isidentifier() or text.lstrip("-").isdecimal() else f"({text})"
+    if text.isidentifier() or text.lstrip("-").isdecimal():
+        return text
+    return f"({text})"
 
 
 @lru_cache(maxsize=4096)

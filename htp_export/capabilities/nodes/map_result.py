@@ -24,7 +24,9 @@ class _Use:
     how: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.name} ({', '.join(self.how)})" if self.how else self.name
+        if self.how:
+            return f"{self.name} ({', '.join(self.how)})"
+        return self.name
 
 
 @dataclass(frozen=True)
@@ -183,7 +185,9 @@ def _plain_text(value: Any) -> str:
 
 
 def _item_text(item: Any) -> str:
-    return " ".join(map(str, item)) if isinstance(item, tuple) else str(item)
+    if isinstance(item, tuple):
+        return " ".join(map(str, item))
+    return str(item)
 
 
 def _path_text(path: str) -> str:
@@ -318,7 +322,9 @@ class ModelMap(Result):
         """
         if table not in _COLUMNS:
             raise InputError(f"there is no table {table!r}; there are {', '.join(_COLUMNS)}")
-        return self.nodes if table == "nodes" else list(attrgetter(table)(self).values())
+        if table == "nodes":
+            return self.nodes
+        return list(attrgetter(table)(self).values())
 
     def to_pandas(self, table: MapTable = "nodes") -> Any:
         """A table as a ``pandas.DataFrame``, with one row for each entry.

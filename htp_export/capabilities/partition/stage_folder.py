@@ -202,7 +202,9 @@ def _text(value: Any) -> str:
 
 
 def _size(value: Any) -> int | str | None:
-    return value if value is None or isinstance(value, str) else _count(value)
+    if value is None or isinstance(value, str):
+        return value
+    return _count(value)
 
 
 def _count(value: Any) -> int:

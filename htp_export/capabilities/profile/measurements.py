@@ -167,12 +167,16 @@ class Measurement:
     @property
     def end_to_end_ms(self) -> float:
         """The median of the runs without the profiler; the sum of the kernels if it is unknown."""
-        return statistics.median(self.plain) if self.plain else self.kernels_ms
+        if self.plain:
+            return statistics.median(self.plain)
+        return self.kernels_ms
 
     @property
     def profiled_ms(self) -> float:
         """The median of the runs with the profiler; the sum of the kernels if it is unknown."""
-        return statistics.median(self.profiled) if self.profiled else self.kernels_ms
+        if self.profiled:
+            return statistics.median(self.profiled)
+        return self.kernels_ms
 
     @property
     def apart(self) -> float:

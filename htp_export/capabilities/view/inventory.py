@@ -349,7 +349,9 @@ def _lines_of_most(nodes: Sequence[NodeEntry]) -> str:
     file = max(lines, key=lambda name: len(lines[name]))
     first = min(lines[file])
     last = max(lines[file])
-    return f"{file}:{first}" if first == last else f"{file}:{first}-{last}"
+    if first == last:
+        return f"{file}:{first}"
+    return f"{file}:{first}-{last}"
 
 
 def _type_text(value: ir.Value) -> str:
@@ -384,4 +386,6 @@ def _value_text(tensor: ir.TensorProtocol | None) -> str:
 
 
 def _shortened(text: str) -> str:
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    if len(text) <= _LONGEST:
+        return text
+    return text[: _LONGEST - 1] + "…"

@@ -93,7 +93,9 @@ def _each(operation: Callable[..., Any]) -> ContentRule:
         if any(item is None for item in inputs):
             return None
         result = np.asarray(vectorized(*inputs), dtype=object)
-        return None if any(item is None for item in result.reshape(-1)) else result
+        if any(item is None for item in result.reshape(-1)):
+            return None
+        return result
 
     return rule
 
@@ -141,7 +143,9 @@ def _cast_contents(node: Operation, known: Known) -> Contents | None:
     flat = contents.reshape(-1)
     if target == ir.DataType.BOOL:
         truths = [item if isinstance(item, bool) else _inverted(equal(item, 0)) for item in flat]
-        return None if None in truths else objects(truths, contents.shape)
+        if None in truths:
+            return None
+        return objects(truths, contents.shape)
     numbers = [int(item) if isinstance(item, bool) else item for item in flat]
     return objects(numbers, contents.shape)
 

@@ -117,7 +117,9 @@ def _clamped(bound: Dim, dim: Dim) -> Dim | None:
         return dim if beyond > 0 else bound
     if bound == 0 or is_natural(dim - bound):
         return bound
-    return smaller_of(dim, bound) if isinstance(bound, int) or is_natural(bound) else None
+    if isinstance(bound, int) or is_natural(bound):
+        return smaller_of(dim, bound)
+    return None
 
 
 @shape_rule("Gather")

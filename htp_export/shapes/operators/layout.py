@@ -111,7 +111,9 @@ def _reshaped_contents(node: Operation, known: Known) -> Contents | None:
     if contents is None or shape is None:
         return None
     sizes = [dim for dim in shape if isinstance(dim, int)]
-    return contents.reshape(sizes) if len(sizes) == len(shape) else None
+    if len(sizes) == len(shape):
+        return contents.reshape(sizes)
+    return None
 
 
 @content_rule("Expand")

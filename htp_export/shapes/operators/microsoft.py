@@ -159,4 +159,6 @@ type_rule("QAttention", domain=_DOMAIN)(_type_of(3))
 
 @type_rule("QuantizeLinear", domain=_DOMAIN)
 def _type_of_zero_point(node: Operation, known: Known) -> ir.DataType | None:
-    return known.dtype(node.inputs[2]) if len(node.inputs) > 2 else ir.DataType.UINT8
+    if len(node.inputs) > 2:
+        return known.dtype(node.inputs[2])
+    return ir.DataType.UINT8

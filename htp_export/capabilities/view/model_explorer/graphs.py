@@ -238,7 +238,9 @@ def dtype_overlay(inventory: Inventory) -> dict[str, Any]:
 
 
 def _dtype(node: NodeEntry) -> str:
-    return node.outputs[0].type.partition("[")[0] if node.outputs else ""
+    if node.outputs:
+        return node.outputs[0].type.partition("[")[0]
+    return ""
 
 
 def _word_of_owner(measure: Measure, node: NodeEntry) -> str | None:
