@@ -167,7 +167,7 @@ class Weights(Method):
         _check_switches(self.precision, self.options)
         for name in self.precision.options:
             if self.precision.weight != "int4" and self.precision.options[name]:
-                raise self.precision.fault(f"{name} is of int4")
+                raise self.precision.fault(f"{name} is for int4 only")
 
     @property
     def calibrated(self) -> bool:

@@ -95,7 +95,7 @@ def all_formulas(further: Formulas | None = None) -> Formulas:
                 f"formulas: {key!r} is no pair of domain and operator, such as ('my.domain', 'Op')"
             )
         if not callable(formula):
-            raise InputError(f"formulas: that of {key!r} is no function, but {formula!r}")
+            raise InputError(f"formulas: the formula of {key!r} is not a function, but {formula!r}")
         domain, op_type = key
         known["" if domain == "ai.onnx" else domain, op_type] = formula
     return known
@@ -122,7 +122,7 @@ def work_of(step: RunStep, formulas: Formulas | None = None) -> Work | None:
         return None
     if not isinstance(work, Work):
         raise InputError(
-            f"formulas: that of {step.op!r} gives {work!r}; give htp_export.Work(macs=..., other=...)"
+            f"formulas: the formula of {step.op!r} returned {work!r}; return htp_export.Work(macs=..., other=...)"
         )
     if max(abs(work.macs), abs(work.other)) >= _TOO_MUCH:
         return None

@@ -83,12 +83,12 @@ def _check_stage(stage: Any, place: int) -> None:
 def _check_text(*values: Any) -> None:
     for value in values:
         if not isinstance(value, str):
-            raise ManifestError(f"{value!r} is no text")
+            raise ManifestError(f"{value!r} is not a string")
 
 
 def _check_number(value: Any, end: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < end:
-        raise ManifestError(f"{value!r} is no number of a stage before it")
+        raise ManifestError(f"{value!r} is not the number of a stage before it")
 
 
 class BodyError(ValueError):
@@ -220,7 +220,7 @@ class Pipeline:
         try:
             lists = json.loads(body)
         except (ValueError, RecursionError):
-            raise BodyError("the body is no JSON") from None
+            raise BodyError("the body is not JSON") from None
         names = [entry["name"] for entry in self._inputs]
         if not isinstance(lists, dict) or lists.keys() != set(names):
             raise BodyError(

@@ -109,7 +109,7 @@ def _modules(path: Path | None, needed: str) -> Mapping[str, Mapping[str, Any]]:
             path, "has no results by module; write it with --json of profile, verify or compare"
         )
     if modules and not any(needed in entry for entry in modules.values()):
-        raise FileError(path, f"says {needed!r} of no module; is it the JSON of another command?")
+        raise FileError(path, f"has {needed!r} for no module; is it the JSON of another command?")
     return modules
 
 

@@ -207,9 +207,7 @@ def splice(
     source = read_flat(model, others=False)
     copied = load(replacement)
     if copied.model is source.model:
-        raise InputError(
-            "a model cannot be put into itself; give a replacement that was cut out of it"
-        )
+        raise InputError("a model cannot replace a module of itself; extract the replacement first")
     changed = source.clone()
     path = source[path].path
     before = sum(1 for _ in changed.model.graph.all_nodes())

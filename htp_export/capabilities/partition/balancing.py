@@ -88,13 +88,11 @@ def _numbers(tagged: TaggedModel, balance: Mapping[str, Any] | _ByModule) -> dic
     numbers: dict[str, float] = {}
     for path, entry in entries.items():
         if path not in tagged:
-            raise InputError(
-                f"the numbers to balance by name module {path!r}, which is not in the model"
-            )
+            raise InputError(f"balance names module {path!r}, which is not in the model")
         number = _number_of(entry)
         if not _is_number(number) or not math.isfinite(number) or number < 0:
             raise InputError(
-                f"the number to balance by is no weight: module {path!r} has {number!r}"
+                f"balance needs finite numbers from 0 up: module {path!r} has {number!r}"
             )
         numbers[path] = float(number)
     if not any(numbers.values()):

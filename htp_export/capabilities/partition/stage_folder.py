@@ -162,7 +162,7 @@ def _session_entries(written: Any) -> dict[str, str]:
     No other entry is accepted: some load libraries or write files.
     """
     if not isinstance(written, dict):
-        raise ValueError(f"session_config: {written!r} is no object")  # noqa: TRY004 - it is a bad value
+        raise ValueError(f"session_config: {written!r} is not an object")  # noqa: TRY004 - it is a bad value
     for key, value in written.items():
         if key != DISABLED:
             raise ValueError(
@@ -178,7 +178,7 @@ def _inside(folder: Path, name: Any) -> str:
     pure = PurePosixPath(_text(name))
     outside = pure.is_absolute() or ".." in pure.parts or not pure.parts
     if outside or PureWindowsPath(name).anchor or "\\" in name or "\0" in name:
-        raise ValueError(f"file {name!r} does not lie in its folder; it will not be read")
+        raise ValueError(f"file {name!r} is outside of its folder; it will not be read")
     if not (folder / pure).resolve().is_relative_to(folder.resolve()):
         raise ValueError(f"file {name!r} is a link out of its folder; it will not be read")
     if not (folder / pure).is_file():
@@ -197,7 +197,7 @@ def _tensors(listed: Sequence[Any]) -> dict[str, StageTensor]:
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")  # noqa: TRY004 - it is a bad value
+        raise ValueError(f"{value!r} is not a string")  # noqa: TRY004 - it is a bad value
     return value
 
 
@@ -209,5 +209,5 @@ def _size(value: Any) -> int | str | None:
 
 def _count(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is no number of something")
+        raise ValueError(f"{value!r} is not a whole number from 0 up")
     return value

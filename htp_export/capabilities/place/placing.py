@@ -178,10 +178,10 @@ def _rules(plan: Mapping[str, str] | None, limits: Mapping[str, int]) -> Mapping
     for device in limits:
         if device == _REST:
             raise InputError(
-                f"there is no budget for {_REST}: what fits on no other device goes there"
+                f"there is no budget for {_REST}: nodes that fit on no other device run there"
             )
         if device not in wanted:
-            raise InputError(f"there is a budget for {device}, but no rule gives modules to it")
+            raise InputError(f"there is a budget for {device}, but no rule assigns modules to it")
     return plan
 
 

@@ -157,8 +157,8 @@ class _Steering:
         is_model_input = tensor.side == IN and not call.path
         if same and not is_model_input:
             raise InputError(
-                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to one alone; "
-                "choose a place where it is another"
+                f"{tensor.place}: the file has the same tensor for {', '.join(same)}, and cannot add to only one; "
+                "choose a place with a tensor of its own"
             )
         return self._values[str(name)]
 
@@ -180,7 +180,7 @@ class _Steering:
         if any(parts) and not all(parts):
             owners = ", ".join(repr(owner) for owner in self._tagged.owners_of(node))
             raise InputError(
-                f"{tensor.place}: one {node.op_type} reads it for {owners} together; "
+                f"{tensor.place}: one {node.op_type} uses it for {owners} together; "
                 "steer the file before it is optimised"
             )
         return bool(parts) and all(parts)

@@ -250,7 +250,7 @@ def named_places(
 def _check_joins(wanted: Mapping[str, Sequence[ModuleTensor]], *, given: bool, joins: bool) -> None:
     """Raise an `InputError` unless several tensors of one name are concatenated, and only then."""
     if joins and not given:
-        raise InputError("concat puts the tensors of a name together; give name → places")
+        raise InputError("concat joins the tensors of a name; give a mapping from names to places")
     for name, tensors in wanted.items():
         if len(tensors) > 1 and not joins:
             listed = ", ".join(tensor.place for tensor in tensors[:3])
@@ -286,7 +286,7 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
     dtypes = {value.dtype for value in typed}
     if len(ranks) != 1 or len(shapes) < len(typed) or len(dtypes) > 1:
         raise InputError(
-            f"{name!r}: tensors of different type or rank cannot be put together: {kinds}"
+            f"{name!r}: tensors of different type or rank cannot be concatenated: {kinds}"
         )
     rank = len(shapes[0])
     if not -rank <= axis < rank:
@@ -295,7 +295,7 @@ def _concatenated(edit: Edit, name: str, values: Sequence[ir.Value], axis: int) 
         known_sizes = {size for size in sizes if isinstance(size, int)}
         if index != axis % rank and len(known_sizes) > 1:
             raise InputError(
-                f"{name!r}: tensors differ in axis {index} too, and cannot be put together: {kinds}"
+                f"{name!r}: tensors differ in axis {index} too, and cannot be concatenated: {kinds}"
             )
     result = ir.Value(name=name, type=typed[0].type)
     node = edit.node("Concat", values, ROOT, name, {"axis": axis}, outputs=[result])

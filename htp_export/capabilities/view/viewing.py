@@ -189,7 +189,7 @@ def view(
     path = _checked_target(output, results)
     kinds = measured_kinds(measure)
     if not kinds and (data not in (None, {}) or dims or shapes):
-        raise InputError("data, dims and shapes are those of what is measured; give measure, too")
+        raise InputError("data, dims and shapes are for a measurement; give measure, too")
     measures, searches = read_results(results)
     if is_torch_module(model):
         from htp_export.capabilities.inspect.inspecting import inspect
@@ -197,7 +197,7 @@ def view(
         model = inspect(cast(Any, model), () if args is None else args, kwargs=kwargs)
     inspected = model if isinstance(model, Inspected) else None
     if inspected is not None and inspected.way != "onnx" and "time" in kinds:
-        raise InputError(f"times are those of an ONNX model, and this is the {inspected.summary}")
+        raise InputError(f"times need an ONNX model, and this is the {inspected.summary}")
     tagged = load(cast(ModelSource, model)) if inspected is None else inspected.tagged
     file = os.fspath(model) if isinstance(model, str | os.PathLike) else ""
     measurements = measured(file or tagged, tagged, kinds, data=data, dims=dims, shapes=shapes)
