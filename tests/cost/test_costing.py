@@ -255,7 +255,7 @@ def test_formulas_of_the_caller_count_what_has_none_and_go_before_the_others():
     ("formulas", "message"),
     [
         ({"MatMul": lambda step: htp_export.Work()}, "no pair of domain and operator"),
-        ({("", "MatMul"): 3}, "no function"),
+        ({("", "MatMul"): 3}, "not a function"),
         ({("", "MatMul"): lambda step: 64}, "returned 64; return htp_export.Work"),
     ],
 )
